@@ -1,6 +1,6 @@
-"""Other sidecars, and what goes to them and comes from them.
+"""Other sidecars, and the calls and topics that go to them and come from them.
 
-`peers.py`, the processes among which the shards of topics are spread, and the calls to any other sidecar, is where to
-begin. `pulsar_cluster.py` is the Pulsar cluster that holds the logs, if it does; `departures.py` gives a topic of this
-sidecar's own log to another one (`services/arrival_calls.py` takes it).
+Begin with `peers.py`: the processes among which the shards of topics are divided, and the calls to any other sidecar.
+`pulsar_cluster.py` is the Pulsar cluster that holds the logs, if there is one. `departures.py` moves a topic of this
+sidecar's own log to another one (`services/arrival_calls.py` receives it).
 """

@@ -1,9 +1,9 @@
-"""Giving a topic of this sidecar's own log to another sidecar, while producers and readers go on.
+"""Moving a topic of this sidecar's own log to another sidecar, while producers and readers continue.
 
-Most of the log is copied while the topic serves, and a snapshot. Then nothing is taken, the rest of the log follows,
-and a file in its folder says that the topic is leaving: from there on the other sidecar alone says who has it. Until
-that file is there everything that goes wrong leaves the topic as it was; afterwards the other one is asked until it
-answers.
+Most of the log and a snapshot are copied while the topic serves. Then the topic takes no messages, and the rest of the
+log follows. A file in the log's folder then says that the topic is leaving. From then on only the other sidecar decides
+who has the topic. Every failure before that file leaves the topic as it was. After it, this sidecar asks the other one
+until it answers.
 """
 
 import asyncio
@@ -40,28 +40,29 @@ from seqdedupe.v1 import admin_pb2
 
 logger = logging.getLogger("seqdedupe.server")
 
-# -- What another sidecar is given of a topic: its log, most of it while the topic serves, and a snapshot.
+# -- The data that another sidecar receives: the log, most of it while the topic serves, and a snapshot.
 
 PIECE_BYTES = 1024 * 1024 - 1024
-"""Of what a message holds."""
+"""The most bytes of data in one message."""
 ROUNDS = 20
-"""So often what has come meanwhile is copied while the topic serves, until little is left."""
+"""The most rounds that copy newly arrived messages while the topic serves, until little is left."""
 SLOW_ROUND = 3
-"""From this one on those who publish wait every other TURN_SECONDS: where they take all that the machine has, what is
-copied would never catch up."""
+"""From this round on, publishers wait every other TURN_SECONDS. Otherwise the copy would never catch up with publishers
+that use the whole machine."""
 TURN_SECONDS = 0.25
 READ_SECONDS = 600.0
-"""For the other sidecar to read the snapshot, while the topic serves here."""
+"""The time for the other sidecar to read the snapshot, while the topic serves here."""
 REST_BYTES = 4 * 1024 * 1024
-"""So much is little."""
+"""A rest of this size counts as little."""
 MAX_REST_BYTES = 64 * 1024 * 1024
-"""What may be left in the end for when the topic takes nothing: where it is more, it grows faster than it is copied."""
+"""The most bytes that may be left when the topic stops taking messages. If there are more, the log grows faster than it
+is copied."""
 REST_SECONDS = 10.0
-"""For what is left then; given up after that, and the topic goes on here."""
+"""The time to copy the rest. After that the move ends, and the topic continues here."""
 
 
 class Giving:
-    """What is given of a topic, on a call of ReceiveTopic."""
+    """The data of a topic, sent on a call of ReceiveTopic."""
 
     def __init__(self, logs: EmbeddedLogs, store: Store, record: TopicRecord, call: Any) -> None:
         self._logs = logs
@@ -69,17 +70,17 @@ class Giving:
         self._record = record
         self._call = call
         self._sent: dict[int, int] = {}
-        """Of each segment, by its first index."""
+        """For each segment, by its first index: the number of bytes sent."""
         self._slowed: Topic | None = None
         self._turn: asyncio.TimerHandle | None = None
         self._why = giving_away(record.name)
         self._reads_snapshot = False
-        """Whether the other one says when it has read the snapshot: an earlier version reads it at the end."""
+        """Whether the other sidecar confirms that it has read the snapshot. An earlier version reads it at the end."""
         self._imported: ImportedWindow | None = None
-        """What the store had when its records were sent."""
+        """The imported window in the store when its records were sent."""
 
     async def begin(self) -> str:
-        """Which data directory takes it, and by which move. Raises what that one refuses it for."""
+        """Return the data directory that takes the topic, and the move. Raises the other sidecar's refusal."""
         record = self._record
         secret = await asyncio.to_thread(self._logs.secret_of, record.incarnation, record.secret)
         head = admin_pb2.MovedTopic(
@@ -98,8 +99,9 @@ class Giving:
         return receiver
 
     async def copy_while_it_serves(self, topic: Topic) -> None:
-        """Log and snapshot, until the other one has read that, and little of the log is left. Raises MOVE_FAILED if
-        that grows faster than it is copied."""
+        """Copy log and snapshot until the other sidecar has read the snapshot, and little of the log is left.
+
+        Raises MOVE_FAILED if the log grows faster than it is copied."""
         await self._catch_up(topic)
         await topic.keeper.snapshot()
         self._imported = topic.policy.imported
@@ -125,7 +127,8 @@ class Giving:
             raise error("MOVE_FAILED", f"its log grows faster than it is copied: {size_bytes} bytes came meanwhile")
 
     async def copy_rest(self, topic: Topic) -> None:
-        """What is in flight settles, and follows. Raises MOVE_FAILED if that takes long, or a window was imported."""
+        """Wait until messages in flight settle, and copy the rest. Raises MOVE_FAILED if this takes long, or a window
+        was imported."""
         try:
             async with asyncio.timeout(REST_SECONDS):
                 await topic.all_settled()
@@ -137,7 +140,9 @@ class Giving:
             raise error("MOVE_FAILED", why) from e
 
     async def _copy_log(self) -> int:
-        """Sends what was not sent yet; how many bytes that was. Raises LOG_DAMAGED; LOG_UNREADABLE, OSError."""
+        """Send the part of the log that was not sent yet. Return its size in bytes. Raises LOG_DAMAGED; LOG_UNREADABLE,
+        OSError.
+        """
         if (parts := self._logs.parts().get(self._record.incarnation)) is None:
             raise error("MOVE_FAILED", "its log was closed")
         count = 0
@@ -146,7 +151,7 @@ class Giving:
                 await asyncio.to_thread(_check, part)
                 at = 0
                 if not part.end:
-                    # What it begins with counts.
+                    # An empty segment is sent too: its base index counts.
                     await self._send_log(part.base_index, 0, b"")
             while at < part.end:
                 data = await asyncio.to_thread(_read, part, at)
@@ -162,8 +167,8 @@ class Giving:
         self._sent[base_index] = offset + len(data)
 
     def _take_turn(self, topic: Topic) -> None:
-        """Holds the topic until this turn is over, if it is one of those, and no longer whatever the other sidecar
-        does."""
+        """Hold the topic until this turn is over, if it is a turn of the copy. The hold ends on time even if the other
+        sidecar does not answer."""
         self._end_turn(topic)
         turns = time.monotonic() / TURN_SECONDS
         if int(turns) % 2:
@@ -177,7 +182,7 @@ class Giving:
         topic.release(self._why)
 
     async def end(self, next_index: int) -> None:
-        """All of it is there: the other one has it, and serves it, on return."""
+        """Say that everything was sent. On return, the other sidecar has the topic and serves it."""
         await self._send(end=admin_pb2.MovedEnd(next_index=next_index))
         await self._answer(TAKE_SECONDS)
 
@@ -186,7 +191,7 @@ class Giving:
             async with _in_time(SILENT_SECONDS):
                 await self._call.write(admin_pb2.ReceiveTopicRequest(**fields))
         except asyncio.InvalidStateError:
-            # The call is over: this says why.
+            # The call is over, and this raises the reason.
             await self._call.read()
             raise
 
@@ -200,7 +205,7 @@ class Giving:
 
 
 def giving_away(name: str) -> SeqdedupeError:
-    """What whoever publishes is told."""
+    """Return the error that publishers of the topic receive."""
     return error("RECOVERING", f"topic {name} is being moved to another sidecar")
 
 
@@ -214,7 +219,7 @@ async def _in_time(seconds: float) -> AsyncIterator[None]:
 
 
 def _check(part: DurablePart) -> None:
-    """Raises LOG_DAMAGED: what is damaged is not moved; NEWER_FORMAT, OSError."""
+    """Raise LOG_DAMAGED if the segment is damaged: damaged data is not moved. Raises NEWER_FORMAT, OSError."""
     for found in inspect_part(part, os.pread):
         if isinstance(found, Damage):
             why = f"{found.file}, byte {found.offset}: {found.what}"
@@ -230,7 +235,7 @@ def _read(part: DurablePart, offset: int) -> bytes:
 
 
 def _pieces(parts: Iterator[bytes]) -> Iterator[bytes]:
-    """The same bytes, in pieces that a message may have."""
+    """Yield the same bytes in pieces that fit into a message."""
     waiting = bytearray()
     for part in parts:
         waiting += part
@@ -240,29 +245,29 @@ def _pieces(parts: Iterator[bytes]) -> Iterator[bytes]:
     yield bytes(waiting)
 
 
-# -- A topic that leaves, from the call that moves it until it is certain who has it.
+# -- A departing topic, from the call that moves it until it is certain who has it.
 
 
 class Departures:
-    """Moves that are under way, and those of which it is still to be found out what became of them.
+    """Moves in progress, and moves with an unknown outcome.
 
-    What a topic is to this sidecar is said by the files in its log's folder:
+    The files in the folder of a topic's log say what the topic is to this sidecar:
 
         served here ── moved.leave ──> leaving ── the other one has it: moved.has_left ──> moved
              ^                            │                                                 │ it serves it, and knows
-             └── it has it not: stays ────┘                                                 v
-                                                                      nothing is left but where it went
+             └─ it does not have it: stays┘                                                 v
+                                                                  nothing is left but the topic's new place
     """
 
     def __init__(self, logs: EmbeddedLogs, topics: Topics[Topic], others: Neighbours) -> None:
         self.address = ""
-        """Where this sidecar is reached, once it listens."""
+        """The address of this sidecar, once it listens."""
         self._logs = logs
         self._topics = topics
         self._others = others
 
     def go_on(self) -> None:
-        """After a start: asks what became of those that were leaving, and removes what is not needed any more."""
+        """After a start: ask about topics that were leaving, and remove data that is no longer needed."""
         self._topics.in_background(self._go_on())
 
     async def _go_on(self) -> None:
@@ -273,7 +278,7 @@ class Departures:
         found: list[tuple[TopicRecord, To]] = []
         for record in of:
             folder = self._logs.folder_of(record.incarnation)
-            # Where they cannot be read the topic says so.
+            # If the files cannot be read, the topic reports it.
             with suppress(SeqdedupeError, OSError):
                 if (to := log_folder.leaving_to(folder)) is None and (to := log_folder.moved_to(folder)) is not None:
                     to = to if log_folder.has_messages(folder) else None
@@ -282,10 +287,12 @@ class Departures:
         return found
 
     async def move(self, name: str, to: str) -> str:
-        """Gives the topic to the sidecar at this address, which serves it on return; to this one: it has it already.
-        Goes on if the caller does not.
+        """Move the topic to the sidecar at this address; it serves the topic on return. If `to` is this sidecar, do
+        nothing.
 
-        Raises INVALID_ADDRESS, INVALID_REQUEST, DRAINING, MOVE_FAILED, and why the topic does not serve.
+        The move continues if the caller disconnects.
+
+        Raises INVALID_ADDRESS, INVALID_REQUEST, DRAINING, MOVE_FAILED, and the reason why the topic does not serve.
         """
         try:
             topic = await find(self._topics, name)
@@ -293,7 +300,7 @@ class Departures:
             record = self._topics.registry.record(topic_name(name))
             is_there = e.reason == "NOT_OWNER" and e.numbers.get("owner_address") == to
             if is_there and record is not None and self._logs.has_moved(record.incarnation):
-                # It has been done before.
+                # The topic has been moved before.
                 return to
             raise
         topic.check_serving()
@@ -304,7 +311,7 @@ class Departures:
         if str(SidecarAddress.parse(to)) == self.address:
             return to
         if self._logs.has_arrived(topic.incarnation):
-            # That one asks here whether it came, and is told no where it has gone on.
+            # The previous sidecar asks here whether the topic came. If it had moved on, the answer would be no.
             why = f"the sidecar that topic {topic.name} came from does not know yet that it is here"
             raise error("RECOVERING", why)
         if (address := self._others.allowed(to)) is None:
@@ -316,7 +323,7 @@ class Departures:
             raise error("INVALID_REQUEST", f"{topic.name} is a partition: they stay together")
         entry = self._topics.registry.entry(topic.name)
         entry.change_to(Phase.MOVING)
-        # A sidecar that drains gives it up, wherever it is.
+        # A draining sidecar abandons the move at any step.
         moving = self._topics.in_background(self._move(topic, str(address)))
         entry.under_way = moving
         moving.add_done_callback(partial(self._ended, entry))
@@ -335,16 +342,16 @@ class Departures:
         retrieve(moving)
 
     async def _move(self, topic: Topic, address: str) -> None:
-        """The other sidecar serves the topic on return:
+        """Move the topic. The other sidecar serves it on return:
 
         1. The other sidecar says which data directory takes the topic.
         2. Log and snapshot are copied while the topic serves here.
-        3. The topic takes nothing more. What is in flight settles, and the rest of the log follows.
+        3. The topic takes no more messages. Messages in flight settle, and the rest of the log follows.
         4. A file in the log's folder says that the topic is leaving, durably.
         5. The other sidecar makes the topic its own.
         6. The topic is closed here, and the other sidecar is asked until it is certain who has it.
 
-        Whatever goes wrong up to 3 leaves the topic here as it was; after 4 the other sidecar alone says who has it.
+        A failure up to step 3 leaves the topic here as it was. After step 4 only the other sidecar decides who has it.
         Raises MOVE_FAILED.
         """
         if (record := self._topics.registry.record(topic.name)) is None:
@@ -364,7 +371,7 @@ class Departures:
                     await giving.copy_rest(topic)  # 3
                     if topic.state is not State.SERVING or topic.term != term:
                         raise error("MOVE_FAILED", f"its log has failed meanwhile: {topic.state.name} {topic.why}")
-                    # From here on it need not stay, whatever is raised.
+                    # From here on the topic may have left, after any error.
                     to = To(address, receiver)
                     await asyncio.to_thread(log_folder.leave, folder, to)  # 4
                     await giving.end(topic.confirmed_index)  # 5
@@ -374,7 +381,7 @@ class Departures:
         except Exception as e:
             if not isinstance(e, SeqdedupeError | OSError | grpc.aio.AioRpcError | asyncio.InvalidStateError):
                 logger.error("topic %s could not be moved", topic.name, exc_info=e)
-            # Whatever it is: a topic that may have left is let go of, and one that has not is taken up again.
+            # For any error: release a topic that may have left, and serve one that has not.
             why = e.message if isinstance(e, SeqdedupeError) else f"{type(e).__name__}: {e}"
             if to is None:
                 raise error("MOVE_FAILED", f"topic {topic.name} stays here: {why}") from e
@@ -384,7 +391,7 @@ class Departures:
             await self._found_out(record, to)
 
     async def _let_go(self, topic: Topic, record: TopicRecord, to: To) -> None:
-        """Whoever uses the topic here comes again, and is told where it is."""
+        """Close the topic here. Its clients come again, and the error then says where it is."""
         why = log_folder.not_here(to, "has it, or is asked whether it has it")
         async with self._topics.registry.locked(record.name) as entry:
             entry.found = Closed(record, why, State.STANDBY)
@@ -393,11 +400,12 @@ class Departures:
             await topic.close("it was moved to another sidecar")
 
     async def _found_out(self, record: TopicRecord, to: To) -> None:
-        """Returns when the other one has the topic. Raises MOVE_FAILED if it has not, or that is not known soon."""
+        """Return when the other sidecar has the topic. Raises MOVE_FAILED if it does not have it, or does not answer
+        soon."""
         settling = self._topics.in_background(self._settle(record, to))
         await asyncio.wait({settling}, timeout=TAKE_SECONDS)
         folder = self._logs.folder_of(record.incarnation)
-        # Or it was, and has come back.
+        # Or it was moved there, and has come back.
         if log_folder.moved_to(folder) is not None or self._is_gone(record):
             return
         why = "does not say whether it has it, and is asked"
@@ -406,8 +414,10 @@ class Departures:
         raise error("MOVE_FAILED", f"topic {record.name}: the sidecar at {to.address} {why}")
 
     async def _settle(self, record: TopicRecord, to: To) -> None:
-        """Asks until it is certain who has the topic. If the other one has it not it is opened here again; if it has,
-        nothing is left of it here once that one serves it."""
+        """Ask until it is certain who has the topic.
+
+        If the other sidecar does not have it, open it here again. Otherwise remove it here once the other sidecar
+        serves it."""
         said = ""
 
         async def is_settled() -> bool:
@@ -415,7 +425,7 @@ class Departures:
             try:
                 return await self._is_settled(record, to)
             except Exception as e:
-                # Whatever it is: who gives up asking leaves the topic with nobody.
+                # Continue after any error. If this sidecar stopped asking, nobody would have the topic.
                 if f"{type(e).__name__}: {e}" != said:
                     said = f"{type(e).__name__}: {e}"
                     is_defect = not isinstance(e, SeqdedupeError | OSError)
@@ -432,7 +442,7 @@ class Departures:
                 await topic.recover()
 
     async def _is_settled(self, record: TopicRecord, to: To) -> bool:
-        """Asks, and obeys. Raises why the other one does not answer; OSError, STORE_UNAVAILABLE."""
+        """Ask once, and act on the answer. Raises the reason if there is no answer; OSError, STORE_UNAVAILABLE."""
         folder = self._logs.folder_of(record.incarnation)
         if log_folder.moved_to(folder) is None:
             answer = await self._ask(record, to, is_known=False)
@@ -447,7 +457,7 @@ class Departures:
                 return True
         answer = await self._ask(record, to, is_known=True)
         if answer.is_serving:
-            # It may come back meanwhile.
+            # The topic may come back meanwhile.
             async with self._topics.registry.locked(record.name):
                 if not self._is_gone(record):
                     await asyncio.to_thread(self._logs.remove_moved, record.incarnation)
@@ -465,5 +475,6 @@ class Departures:
         return answer
 
     def _is_gone(self, record: TopicRecord) -> bool:
-        """Whether the topic that was given away is not what has its name now: it has come back, perhaps."""
+        """Return whether the name now belongs to another record than the moved topic's, for example because it came
+        back."""
         return self._topics.registry.record(record.name) is not record

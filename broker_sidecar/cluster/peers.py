@@ -1,7 +1,7 @@
-"""The processes that have a cluster's shards among them: who has a topic, and what all of them say together.
+"""The processes among which a cluster's shards are divided: the owner of a topic, and their combined answers.
 
-`Neighbours` are the calls to other sidecars, shards or not, with what `listed` shows them; `Peers` knows who has which
-shard.
+`Neighbours` has the calls to other sidecars, with or without shards, and the credentials that `listed` gives for them.
+`Peers` knows which process has which shard.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 
 logger = logging.getLogger("seqdedupe.server")
 
-# -- What this sidecar shows to others.
+# -- The credentials that this sidecar shows to others.
 
 
 def listed(config: Config) -> Sidecars | None:
-    """The sidecars among `peers`, with what they are shown; None if there are none.
+    """Return the sidecars among `peers`, with the credentials to show them; None if there are none.
 
     Raises INVALID_CONFIGURATION for files that cannot be read.
     """
@@ -55,7 +55,8 @@ def listed(config: Config) -> Sidecars | None:
 
 
 def _credentials(config: Config) -> Credentials:
-    """The token of `peer_token_file`; among the workers of one data directory, which have one token, that."""
+    """Return the credentials, with the token of `peer_token_file`. Workers of one data directory use its common
+    token."""
     token_file: str | Path | None = config.peer_token_file or None
     folder = Path(config.data_directory)
     if token_file is None and config.authentication == "token" and whole_of(folder) is not None:
@@ -71,34 +72,33 @@ def _credentials(config: Config) -> Credentials:
     )
 
 
-# -- Other sidecars, as far as this one has to do with them.
+# -- The calls to other sidecars.
 
 ANSWER_SECONDS = 5.0
 OF_ALL_SECONDS = 12.0
-"""Where an answer has to come from all processes: its caller waits for half a minute."""
+"""The time to answer where all processes must answer. The caller waits for half a minute."""
 TAKE_SECONDS = 15.0
-"""To take over a topic: some of it may have to be read."""
+"""The time to take over a topic: a part of it may have to be read."""
 SILENT_SECONDS = 30.0
-"""So long a snapshot may not go on."""
+"""The longest pause within a snapshot."""
 TURN_SECONDS = 180.0
-"""So long it may not begin: it waits for a place among the owner's exports and for memory, and is copied as a whole
-before its parts are given out."""
+"""The longest wait for the first part of a snapshot. The owner waits for a place among its exports and for memory, and
+copies the whole snapshot before it sends parts."""
 
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _EXPORT = "/seqdedupe.v1.AdminService/ExportSnapshot"
 
 
 class Neighbours:
-    """The calls to other sidecars. Those that are listed are shown what this one has for them, token and certificate;
-    to any other no token goes."""
+    """The calls to other sidecars. Listed sidecars see this sidecar's token and certificate. Others see no token."""
 
     def __init__(self, listed: Sidecars | None = None) -> None:
-        """None: none is listed, and whoever has something is a sidecar."""
+        """Make the calls. None: no sidecar is listed, and every owner counts as a sidecar."""
         self._listed = listed
         self._for_others = replace(listed.credentials, token=None, token_file=None) if listed else NO_CREDENTIALS
 
     def allowed(self, address: str) -> SidecarAddress | None:
-        """The address, if it is listed, or in a listed domain."""
+        """Return the address if it is listed, or in a listed domain; otherwise None."""
         return self._listed.allowed(address) if self._listed else None
 
     def _channel(self, address: SidecarAddress, *, is_one: bool = True) -> grpc.aio.Channel:
@@ -107,8 +107,9 @@ class Neighbours:
         return new_channel(address, credentials, is_one=is_one)
 
     async def answers(self, address: str) -> bool:
-        """Whether the sidecar at this address gives any answer: one whose event loop stands still, or that is stopped,
-        does not. One with which there is no TLS is there, for all that is known."""
+        """Return whether the sidecar at this address gives any answer.
+
+        A stopped sidecar, or one with a blocked event loop, does not. A failed TLS handshake counts as an answer."""
         async with self._channel(SidecarAddress.parse(address)) as channel:
             try:
                 health: Any = health_pb2_grpc.HealthStub(channel)
@@ -118,19 +119,19 @@ class Neighbours:
             return True
 
     async def shards(self, address: str) -> admin_pb2.GetShardsResponse:
-        """What the process at this address claims. Raises UNREACHABLE, INVALID_REQUEST if it has no shards."""
+        """Return the claim of the process at this address. Raises UNREACHABLE; INVALID_REQUEST if it has no shards."""
         request = admin_pb2.GetShardsRequest()
         claimed: admin_pb2.GetShardsResponse = await self.ask(address, "GetShards", request, OF_ALL_SECONDS)
         return claimed
 
     async def topics(self, address: str, after: str) -> admin_pb2.ListTopicsResponse:
-        """A page of those topics that the process at this address has itself. Raises UNREACHABLE."""
+        """Return a page of the topics that the process at this address has itself. Raises UNREACHABLE."""
         request = admin_pb2.ListTopicsRequest(after=after, only_here=True)
         page: admin_pb2.ListTopicsResponse = await self.ask(address, "ListTopics", request, OF_ALL_SECONDS)
         return page
 
     async def instance_name(self, address: str) -> str | None:
-        """That of the sidecar at this address; None if none answers there."""
+        """Return the instance name of the sidecar at this address; None if no sidecar answers there."""
         request = admin_pb2.GetVersionRequest()
         try:
             version: admin_pb2.GetVersionResponse = await self.ask(address, "GetVersion", request)
@@ -139,18 +140,19 @@ class Neighbours:
         return version.instance_name
 
     async def topic(self, address: str, name: str) -> admin_pb2.Topic:
-        """A topic, as the sidecar at this address knows it. Raises what that one refuses it for, UNREACHABLE."""
+        """Return a topic as the sidecar at this address knows it. Raises that sidecar's refusal, UNREACHABLE."""
         found: admin_pb2.Topic = (await self.ask(address, "GetTopic", admin_pb2.GetTopicRequest(topic=name))).topic
         return found
 
     async def take(self, address: str, name: str) -> None:
-        """The sidecar at this address takes the topic, and serves it on return. Raises as `topic`, NOT_OWNER."""
+        """Make the sidecar at this address take the topic; it serves it on return. Raises as `topic`, NOT_OWNER."""
         await self.ask(address, "TakeTopic", admin_pb2.TakeTopicRequest(topic=name), TAKE_SECONDS)
 
     @asynccontextmanager
     async def giving(self, address: str) -> AsyncIterator[Any]:
-        """A call of ReceiveTopic at the sidecar at this address, which ends with the block. Raises what that one
-        refuses it for, UNREACHABLE."""
+        """Yield a call of ReceiveTopic to the sidecar at this address, which ends with the block.
+
+        Raises that sidecar's refusal, UNREACHABLE."""
         there = SidecarAddress.parse(address)
         async with self._channel(there) as channel:
             with typed_errors(there):
@@ -161,7 +163,7 @@ class Neighbours:
                     call.cancel()
 
     async def ask(self, address: str, name: str, request: Message, timeout_seconds: float = ANSWER_SECONDS) -> Any:
-        """What the sidecar at this address answers to a call of AdminService. Raises what that one refuses it for,
+        """Return the answer of the sidecar at this address to a call of AdminService. Raises that sidecar's refusal,
         UNREACHABLE, NOT_A_SIDECAR."""
         there = SidecarAddress.parse(address)
         async with self._channel(there) as channel:
@@ -169,11 +171,11 @@ class Neighbours:
                 return await answer_of(channel, getattr(AdminServiceStub(channel), name), request, timeout_seconds)
 
     async def snapshot_of(self, address: str, topic: str) -> tuple[int, Loaded]:
-        """The snapshot of a topic as its owner has it now, and of which incarnation it is.
+        """Return the incarnation and the present snapshot of a topic, from its owner.
 
-        Where some are listed, only from one of them, or in one of their domains. Raises INVALID_ADDRESS for any other,
-        UNREACHABLE, OUTCOME_UNKNOWN if the call breaks, what the owner refuses it for, and what `SnapshotReader`
-        raises.
+        If sidecars are listed, the owner must be one of them, or in one of their domains; otherwise this raises
+        INVALID_ADDRESS. Raises UNREACHABLE, OUTCOME_UNKNOWN if the call breaks, the owner's refusal, and the errors of
+        `SnapshotReader`.
         """
         owner = SidecarAddress.parse(address) if self._listed is None else self._listed.allowed(address)
         if owner is None:
@@ -202,9 +204,9 @@ async def _next(coming: Any, owner: SidecarAddress, seconds: float) -> Any:
 
 
 LOOK_SECONDS = 5.0
-"""So often the others are asked what they claim."""
+"""The interval at which the others are asked for their claims."""
 FIRST_LOOK_SECONDS = 0.2
-"""The same while it is not known who has each shard."""
+"""The same while the process of some shard is unknown."""
 
 THIS = "this process"
 
@@ -212,9 +214,9 @@ R = TypeVar("R", admin_pb2.SetNamespacePolicyResponse, admin_pb2.RemoveNamespace
 
 
 def claim_of(config: Config) -> tuple[Claim | None, bool]:
-    """What the data directory claims, or is to claim; and whether it says so already.
+    """Return the present or future claim of the data directory, and whether it is recorded there already.
 
-    Raises INVALID_CONFIGURATION if the configuration says something else, STORE_DAMAGED, NEWER_FORMAT; OSError.
+    Raises INVALID_CONFIGURATION if the configuration differs from it, STORE_DAMAGED, NEWER_FORMAT; OSError.
     """
     said = read_claim(Path(config.data_directory))
     wanted = from_text(config.shards) if config.shards else None
@@ -231,23 +233,23 @@ def claim_of(config: Config) -> tuple[Claim | None, bool]:
 
 
 class Peers(Ownership):
-    """What this process claims, and what those at `addresses`, of which it may be one, say that they claim."""
+    """The claims of this process, and of the processes at `addresses`. This process may be among them."""
 
     def __init__(self, claim: Claim, addresses: Sidecars | None) -> None:
         self.claim = claim
         self._neighbours = Neighbours(addresses)
         self.process_id = secrets.token_hex(8)
         self.own_address = ""
-        """At which the others reach this process."""
+        """The address at which the others reach this process."""
         self._addresses = [str(address) for address in addresses.addresses] if addresses else []
         self._known: dict[str, Claim] = {}
-        """What others claimed when they were asked last, by address."""
+        """The last known claims of the others, by address."""
         self._one_at_a_time = asyncio.Lock()
 
-    # -- whose a topic is --------------------------------------------------------------------------------------
+    # -- the owner of a topic ----------------------------------------------------------------------------------
 
     def check(self, topic: str) -> None:
-        """Raises NOT_OWNER with the owner's address, where it is known; SHARD_CLAIMED_TWICE if there are two."""
+        """Raise NOT_OWNER with the owner's address, if it is known; SHARD_CLAIMED_TWICE if there are two owners."""
         shard = shard_of(topic)
         if shard in self.claim.shards:
             return
@@ -269,14 +271,16 @@ class Peers(Ownership):
                 )
 
     def missing(self, topic: str) -> SeqdedupeError:
-        # With its shard: who has it knows for sure, and nobody else need be asked.
+        # With its shard: the answer of the shard's process is final, and no other process need be asked.
         return error("TOPIC_NOT_FOUND", f"there is no topic {topic}", topic=topic, shard=shard_of(topic))
 
-    # -- who the others are ------------------------------------------------------------------------------------
+    # -- the other processes -----------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Asks the others; those that do not answer are as they were known. Raises SHARD_CLAIMED_TWICE if one of them
-        claims a shard that is claimed here, INVALID_CONFIGURATION if one is of another cluster."""
+        """Ask the others for their claims. The last known claim of a process that does not answer remains.
+
+        Raises SHARD_CLAIMED_TWICE if one claims a shard that is claimed here, INVALID_CONFIGURATION if one is of
+        another cluster."""
         answers = await self._ask()
         for address, answer in answers.items():
             if not isinstance(answer, SeqdedupeError):
@@ -285,7 +289,7 @@ class Peers(Ownership):
             check_once({THIS: self.claim, address: claim})
 
     async def keep_looking(self, fatal: Callable[[str], None]) -> None:
-        """`look` again and again. What it raises is fatal: there is no telling who is right."""
+        """Call `look` repeatedly. Its errors are fatal, because it cannot be decided who is right."""
         while True:
             await asyncio.sleep(FIRST_LOOK_SECONDS if unclaimed({THIS: self.claim, **self._known}) else LOOK_SECONDS)
             try:
@@ -294,8 +298,8 @@ class Peers(Ownership):
                 fatal(f"{e} {e.hint}")
 
     async def _ask(self) -> dict[str, admin_pb2.GetShardsResponse | SeqdedupeError]:
-        """What the others answer, by address, each of them once; this process is not among them."""
-        # Somebody else who asks may find this process's own address meanwhile.
+        """Return the answers of the other processes by address, each process once, without this one."""
+        # A concurrent call may find this process's own address meanwhile.
         others = [address for address in self._addresses if address != self.own_address]
         asked = await asyncio.gather(*map(self._neighbours.shards, others), return_exceptions=True)
         found: dict[str, admin_pb2.GetShardsResponse | SeqdedupeError] = {}
@@ -313,9 +317,9 @@ class Peers(Ownership):
         return found
 
     async def all_others(self) -> dict[str, admin_pb2.GetShardsResponse]:
-        """What the others answer, by address: they have all shards that this one has not.
+        """Return the answers of the others by address. Together they have all shards that this process does not have.
 
-        Raises SHARDS_INCOMPLETE if some do not answer or are not there, SHARD_CLAIMED_TWICE, INVALID_CONFIGURATION.
+        Raises SHARDS_INCOMPLETE if some do not answer or do not exist, SHARD_CLAIMED_TWICE, INVALID_CONFIGURATION.
         """
         answers = await self._ask()
         there = {address: one for address, one in answers.items() if not isinstance(one, SeqdedupeError)}
@@ -327,12 +331,13 @@ class Peers(Ownership):
             raise error("SHARDS_INCOMPLETE", "; ".join([who, *silent]), shards=to_text(lacking))
         return there
 
-    # -- what all of them say together ----------------------------------------------------------------------------
+    # -- the combined answers of all processes -------------------------------------------------------------------
 
     async def list_topics(
         self, after: str, here: admin_pb2.ListTopicsResponse, page_items: int
     ) -> admin_pb2.ListTopicsResponse:
-        """A page of the topics of all, of which `here` is what this one has. Raises as `all_others`, UNREACHABLE."""
+        """Return a page of all processes' topics; `here` is this process's page. Raises as `all_others`,
+        UNREACHABLE."""
         others = await self.all_others()
         pages = [here, *await asyncio.gather(*(self._neighbours.topics(address, after) for address in others))]
         topics = sorted((topic for page in pages for topic in page.topics), key=attrgetter("name"))
@@ -341,24 +346,25 @@ class Peers(Ownership):
         return admin_pb2.ListTopicsResponse(topics=topics, next="" if is_last else topics[-1].name)
 
     async def list_sidecars(self, topics: int) -> list[admin_pb2.ClusterSidecar]:
-        """All of them by address; this one has so many topics. Raises as `all_others`."""
+        """Return all processes by address. `topics`: the number of this process's topics. Raises as `all_others`."""
         found = [_sidecar(address, one.shards, one.topics) for address, one in (await self.all_others()).items()]
         found.append(_sidecar(self.own_address, to_text(self.claim.shards), topics))
         found[-1].is_this = True
         return sorted(found, key=attrgetter("name"))
 
     async def are_serving(self) -> bool:
-        """Whether all others serve."""
+        """Return whether all others serve."""
         try:
             return all(one.is_serving for one in (await self.all_others()).values())
         except SeqdedupeError:
             return False
 
     async def everywhere(self, name: str, request: Any, here: Callable[[Any], Awaitable[R]]) -> R:
-        """Makes a call about a namespace at all others, and last here, where it can be asked for.
+        """Make a call about a namespace at all others, and then here. Only the namespace's owner may do this.
 
-        Raises NOT_OWNER with the address of the one that is to be asked, so that two changes never cross; as
-        `all_others`: then nothing has changed; and what one of them says: then some have it, and doing it again helps.
+        Raises NOT_OWNER with the owner's address, so that two changes never cross. Raises as `all_others`; then nothing
+        has changed. Raises an error of another process; then some processes have made the change, and a repetition
+        completes it.
         """
         self.check(request.namespace)
         async with self._one_at_a_time:

@@ -1,4 +1,4 @@
-"""The Pulsar cluster that holds the logs, reached as the configuration says."""
+"""The Pulsar cluster that holds the logs, reached as configured."""
 
 import asyncio
 import ssl
@@ -25,19 +25,20 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.directories import StoreInstance
 
 OPERATION_TIMEOUT_SECONDS = 30
-"""Opening a producer can take Pulsar as long: it reads what its deduplication has not in a snapshot."""
+"""Pulsar may need this time to open a producer: it reads everything that its deduplication snapshot does not cover."""
 CLOSE_TIMEOUT_SECONDS = 5.0
-"""A cluster that does not answer is left without a word."""
+"""The time to close connections. After that, a cluster that does not answer is abandoned silently."""
 
 LOOK_PAUSE_SECONDS = 0.05
-"""Between two calls of the admin URL that look at topics over and over: 20 a second, however many topics there are."""
+"""The pause between two calls of the admin URL that look at topics repeatedly: 20 per second for any number of
+topics."""
 
 STANDBYS = 2
-"""Sidecars that follow a topic, its owner among them: clients try these first."""
+"""The number of sidecars that follow a topic, including its owner. Clients try these first."""
 
 
 class LogCluster:
-    """`logs` and what they need, until `close`. Raises INVALID_CONFIGURATION, STORE_UNAVAILABLE."""
+    """`logs` and the connections that they need, until `close`. Raises INVALID_CONFIGURATION, STORE_UNAVAILABLE."""
 
     def __init__(self, config: Config, store: Store) -> None:
         asked, instance = config.pulsar, StoreInstance(store)
@@ -68,22 +69,23 @@ class LogCluster:
         )
 
     def is_near(self, topic: str) -> bool:
-        """Whether this sidecar is the first or the second that clients try for the topic, if it knows of whom."""
+        """Return whether this sidecar is the first or the second that clients try for the topic. True if no sidecars
+        are listed."""
         own = SidecarAddress.parse(self.shared.address)
         return self._sidecars is None or own in self._sidecars.in_order(topic)[:STANDBYS]
 
     async def owner_of(self, topic: str) -> str:
-        """See `OwnerOf`."""
+        """Return the address of another owner; see `OwnerOf`."""
         address = await owner_of(topic, self.shared.admin)
-        # A producer of its own that was lost may still be listed.
+        # A lost producer of this sidecar may still be listed.
         return "" if address == self.shared.address else address
 
     async def sidecars(self) -> list[SeenOwner]:
-        """See `topic_owner.sidecars`."""
+        """Return the sidecars; see `topic_owner.sidecars`."""
         return await topic_owner.sidecars(self.shared.admin, self.namespaces)
 
     async def forget(self, name: str) -> list[str]:
-        """See `topic_owner.forget`."""
+        """Forget a lost sidecar; see `topic_owner.forget`."""
         return await topic_owner.forget(self.shared.admin, self.namespaces, name, self.neighbours.instance_name)
 
     def _connect(self) -> pulsar.asyncio.Client:
@@ -99,8 +101,8 @@ class LogCluster:
         )
 
     async def close(self) -> None:
-        """Closes the connections. The logs must have been closed."""
-        # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
+        """Close the connections. The logs must have been closed."""
+        # `shutdown` keeps the interpreter's lock, for which the client's threads may wait.
         with suppress(TimeoutError, pulsar.asyncio.PulsarException):
             async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                 await self._client.close()
@@ -115,7 +117,7 @@ def _token(asked: PulsarConfig) -> Token | None:
 
 
 def _tls(asked: PulsarConfig) -> ssl.SSLContext:
-    """For the admin calls, as strict as the client for messages is told to be."""
+    """Return the TLS context for admin calls, as strict as the client for messages is configured to be."""
     try:
         context = ssl.create_default_context(cafile=asked.tls_trust_certs_file_path or None)
     except (OSError, ssl.SSLError) as e:

@@ -1,6 +1,6 @@
-"""The audit trail: who did what that changes the sidecar, and who was refused. docs/guides/audit.md lists the events.
+"""The audit trail: who changed the sidecar and how, and who was refused. docs/guides/audit.md lists the events.
 
-Begin with `Trail`, which says what of the calls stands there; `Audit` writes the file.
+Begin with `Trail`, which decides what the trail says about calls. `Audit` writes the file.
 """
 
 import asyncio
@@ -33,16 +33,16 @@ from seqdedupe.tasks import retrieve
 
 logger = logging.getLogger("seqdedupe.audit")
 
-# -- What happens again and again is told once, and then counted, for each caller apart.
+# -- A repeated event is written once, and then counted for each caller separately.
 
 T = TypeVar("T", bound=Hashable)
 C = TypeVar("C", bound=Hashable)
 
 MOST_OF_CALLER = 20
-"""Different ones that are told of one caller; the rest is counted together."""
+"""The most different events of one caller that are written. All others of the caller are counted together."""
 
 MOST_CALLERS = 1_000
-"""That are kept apart; what the rest does is counted together."""
+"""The most callers that are counted separately. Events of all other callers are counted together."""
 
 
 @dataclass(slots=True)
@@ -52,9 +52,9 @@ class _Repeated(Generic[T]):
 
 
 class Repeats(Generic[C, T]):
-    """What callers did since the last `take`, and how often it came again. Bounded, whatever comes.
+    """Events of callers since the last `take`, and the number of repetitions. The memory is limited.
 
-    No caller can hide what another one does, unless there are more than `MOST_CALLERS`.
+    No caller can hide the events of another caller, unless there are more than `MOST_CALLERS`.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Repeats(Generic[C, T]):
         self._others = 0
 
     def is_first(self, who: C, told: T) -> bool:
-        """Whether this is to be told now; else it is counted."""
+        """Return whether the event should be written now. If not, count it."""
         repeated = self._callers.get(who)
         if repeated is None:
             if len(self._callers) == MOST_CALLERS:
@@ -77,8 +77,10 @@ class Repeats(Generic[C, T]):
         return count is None
 
     def take(self) -> Iterator[tuple[C | None, T | None, int]]:
-        """Each that came again, of whom, and how often; with None, how many others of that caller were not told at
-        all; and with None twice, how many of other callers. Forgets them."""
+        """Yield (caller, event, number of repetitions) for each repeated event, and forget all of them.
+
+        (caller, None, N): N other events of this caller were never written. (None, None, N): N events of other
+        callers."""
         callers, others = self._callers, self._others
         self._callers, self._others = {}, 0
         for who, repeated in callers.items():
@@ -90,13 +92,13 @@ class Repeats(Generic[C, T]):
 
 
 REPEATS_SECONDS = 10.0
-"""Of refusals that are alike the first is written at once, and after so long how many more there were."""
+"""The first of several equal refusals is written at once, and the number of its repetitions after this time."""
 
 MAX_WAITING = 10_000
-"""Lines that wait to be written. Beyond that, whoever asks for one is refused, and what is told is lost."""
+"""The most lines that wait to be written. Beyond that, `write` is refused, and lines of `tell` are lost."""
 
 MAX_WAITING_REFUSALS = MAX_WAITING // 2
-"""The same for refusals: they leave room for all else."""
+"""The same limit for refusals. It leaves room for all other lines."""
 
 
 @dataclass
@@ -113,14 +115,14 @@ class _Caller(NamedTuple):
 
 
 class Audit:
-    """Writes one trail, as the only process that does. It belongs to one event loop.
+    """The only writer of one trail. It belongs to one event loop.
 
-    What waits is written and synced together, off the loop. After a failure the file is opened anew, and goes on after
-    its last whole line: a line that was reported as not written may be there.
+    It writes and syncs all waiting lines together, in a thread. After a failure it opens the file again and continues
+    after the last whole line. So the file may contain a line that was reported as not written.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens it; blocks. Raises AUDIT_UNAVAILABLE, AUDIT_DAMAGED, NEWER_FORMAT."""
+        """Open the file; blocks. Raises AUDIT_UNAVAILABLE, AUDIT_DAMAGED, NEWER_FORMAT."""
         self._path = path
         self._link = NO_LINE
         self._file = -1
@@ -136,18 +138,19 @@ class Audit:
             raise self._unavailable(e) from e
 
     async def write(self, event: str, **fields: object) -> None:
-        """A line that is durable when this returns. Raises AUDIT_UNAVAILABLE."""
+        """Write a line, durable on return. Raises AUDIT_UNAVAILABLE."""
         if len(self._waiting) >= MAX_WAITING:
             raise error("AUDIT_UNAVAILABLE", f"{MAX_WAITING} lines wait to be written to {self._path}")
         await self._put(event, fields).written
 
     def tell(self, event: str, **fields: object) -> None:
-        """A line that is written soon, however many others there are."""
+        """Write a line soon, without waiting for it. Lines of refusals cannot take its place."""
         self._put_untold(event, fields, MAX_WAITING)
 
     def refused(self, event: str, network: str, **fields: object) -> None:
-        """A line about a caller (its `subject`, if it is known) in this network, which is written soon. Of a caller's
-        lines that are alike only the first is written, and then how many more there were."""
+        """Write a line soon about a caller (its `subject`, if it is known) in this network.
+
+        If the lines of a caller are equal, write only the first one, and later the number of the others."""
         if self._counted is None:
             self._counted = asyncio.get_running_loop().call_later(REPEATS_SECONDS, self._tell_counts)
         whose = _Caller(str(fields.get("subject", "")), network)
@@ -155,11 +158,11 @@ class Audit:
             self._put_untold(event, fields, MAX_WAITING_REFUSALS)
 
     def reopen(self) -> None:
-        """The file may have been moved away: what comes goes to the one that has its name, in the same chain."""
+        """Note that the file may have been moved. Write to the file that has its name now, and continue the chain."""
         self._is_moved = True
 
     async def close(self) -> None:
-        """Writes what waits."""
+        """Write all waiting lines, and close the file."""
         if self._counted is not None:
             self._counted.cancel()
             self._tell_counts()
@@ -178,7 +181,7 @@ class Audit:
                 self._put_untold("others refused", {**who, "refused": event, "repeats": count}, MAX_WAITING_REFUSALS)
 
     def _put_untold(self, event: str, fields: Mapping[str, object], most_waiting: int) -> None:
-        """Nobody waits for this line: that it cannot be written is logged."""
+        """Queue a line for which nobody waits. A failure to write it is logged."""
         if len(self._waiting) >= most_waiting:
             logger.error("a line of the audit trail is lost: too many wait to be written", extra={"line": event})
             return
@@ -201,7 +204,7 @@ class Audit:
                 failure = e
                 logger.error("the audit trail cannot be written", extra={"why": e.message, "lines": len(lines)})
             for line in lines:
-                if line.written.done():  # whoever waited for it was cancelled
+                if line.written.done():  # the task that waited for it was cancelled
                     continue
                 if failure is None:
                     line.written.set_result(None)
@@ -209,7 +212,7 @@ class Audit:
                     line.written.set_exception(failure)
 
     def _append(self, lines: list[_Line]) -> None:
-        """Writes and syncs them. Raises AUDIT_UNAVAILABLE, AUDIT_DAMAGED, NEWER_FORMAT."""
+        """Write and sync the lines. Raises AUDIT_UNAVAILABLE, AUDIT_DAMAGED, NEWER_FORMAT."""
         try:
             if self._is_moved:
                 self._is_moved = False
@@ -230,7 +233,7 @@ class Audit:
         self._link = link
 
     def _open(self) -> None:
-        """Goes on after the last whole line; in a new file with the chain that there was.
+        """Open the file after its last whole line. A new file continues the chain of the previous one.
 
         Raises OSError, AUDIT_DAMAGED, AUDIT_UNAVAILABLE, NEWER_FORMAT.
         """
@@ -267,23 +270,23 @@ class Audit:
         return error("AUDIT_UNAVAILABLE", f"the audit trail {self._path} cannot be written: {e.strerror or e}")
 
 
-# -- Whose a producer name was before.
+# -- The previous owners of producer names.
 
 MAX_OPENS = 100_000
-"""Remembered, of all topics together. Beyond that, the subject with the most loses its oldest: nobody who opens again
-and again has what others opened forgotten."""
+"""The most remembered opens, of all topics together. Beyond that, the subject with the most opens loses its oldest
+one. So a subject that opens repeatedly cannot displace the opens of others."""
 
 
 class Openers:
-    """Who has opened sessions since the sidecar started. One call of Open gives many names one epoch."""
+    """The subjects that have opened sessions since the sidecar started. One call of Open gives many names one epoch."""
 
     def __init__(self) -> None:
         self._subjects: dict[tuple[int, int], str] = {}
         self._opens: defaultdict[str, deque[tuple[int, int]]] = defaultdict(deque)
-        """Of each subject, the oldest first."""
+        """For each subject, its opens, the oldest first."""
 
     def opened(self, incarnation: int, epoch: int, subject: str) -> None:
-        """A subject has opened names of a topic with this epoch."""
+        """Note that a subject has opened names of a topic with this epoch."""
         if len(self._subjects) >= MAX_OPENS:
             most = max(self._opens, key=lambda one: len(self._opens[one]))
             oldest = self._opens[most].popleft()
@@ -294,53 +297,54 @@ class Openers:
         self._opens[subject].append((incarnation, epoch))
 
     def of(self, incarnation: int, epoch: int) -> str | None:
-        """Who has opened what has this epoch; None if that is not remembered."""
+        """Return the subject that opened sessions with this epoch; None if it is not remembered."""
         return self._subjects.get((incarnation, epoch))
 
 
 MAX_NAME_BYTES_TOLD = 64
 MAX_NAMES_BYTES_TOLD = 512
-"""Of a producer name or cursor, and of all names in a line: what is longer is cut. Who is refused may choose them."""
+"""The most bytes of a producer name or cursor, and of all names in a line. The rest is cut: refused callers may choose
+these names."""
 
 MAX_REQUEST_BYTES_TOLD = 640
-"""Of a request. It is cut after that."""
+"""The most bytes of a request. The rest is cut."""
 
 MAX_VALUES_TOLD = 16
-"""Of a field that has many."""
+"""The most values of a repeated field."""
 
 _BEGINNING_TOLD = 32
-"""Characters of a text that is longer than any name is. Its length and hash tell which one it was."""
+"""The characters kept of a text that is longer than any name can be. Its length and hash identify it."""
 
 MAX_LINE_BYTES_TOLD = 1280
-"""Of a line about a call, beside the names of subjects and of rules."""
+"""The most bytes of a line about a call, in addition to the names of subjects and of rules."""
 
 MOST_FAILED = 1_000
-"""Calls of one caller for whom rules count, in `REPEATS_SECONDS`, that were to change something and have failed. Each
-takes two lines. A script may ask for so many topics at once that are there already."""
+"""The most failed changes in `REPEATS_SECONDS` of one caller for whom rules count. Each takes two lines. A script may
+try to create this many existing topics at once."""
 
 _AFTERWARDS = "it was carried out, but "
-"""Before why that could not be written."""
+"""The text before the reason why a completed change could not be written."""
 
 
 class Trail:
-    """Puts calls into an audit trail; into none, if there is none."""
+    """Writes lines about calls to an audit trail, if there is one."""
 
     def __init__(self, audit: Audit | None) -> None:
         self._audit = audit
         self._openers = Openers()
         self._failed: Counter[str] = Counter()
-        """By caller for whom rules count: how many of its changes have failed since `_failed_since`."""
+        """For each caller for whom rules count: the number of its changes that have failed since `_failed_since`."""
         self._failed_since = -math.inf
 
     def unauthenticated(self, call: str, address: str, e: SeqdedupeError) -> None:
-        """Somebody has shown nothing, or nothing that is valid. The error says whose it was, where that is proven."""
+        """Record a caller that showed no credential or an invalid one. The error names the subject if it is proven."""
         if self._audit is not None:
             what = {"address": host_of(address), "call": _short(call), "reason": e.reason}
             what |= {name: e.numbers[name] for name in ("subject", "kind") if name in e.numbers}
             self._audit.refused("unauthenticated", network_of(address), **what)
 
     def denied(self, denial: Denial) -> None:
-        """The rules do not allow it."""
+        """Record a call that the rules do not allow."""
         if self._audit is not None:
             self._audit.refused(
                 "denied",
@@ -355,10 +359,10 @@ class Trail:
 
     @asynccontextmanager
     async def change(self, call: str, request: Message | str) -> AsyncIterator[None]:
-        """Around what an operator's call changes: it stands in the trail before it is done, and before it is answered.
+        """Record a change by an operator's call: one line before the block, and one after it, before the answer.
 
-        Raises AUDIT_UNAVAILABLE: before the block, or after it, and then it was carried out; SHARE_EXCEEDED before it,
-        if too many of the caller's have failed just now.
+        Raises AUDIT_UNAVAILABLE before the block, or after it: then the change was carried out. Raises SHARE_EXCEEDED
+        before the block if too many changes of this caller have just failed.
         """
         if (audit := self._audit) is None:
             yield
@@ -382,7 +386,8 @@ class Trail:
             raise error(e.reason, _AFTERWARDS + e.message) from e
 
     def _failed_too_often(self, subject: Subject) -> SeqdedupeError | None:
-        """Why no change of this caller is tried now; it would write two more lines if it failed as those before."""
+        """Return the error if too many changes of this caller have failed. Another failure would write two more
+        lines."""
         if (now := time.monotonic()) >= self._failed_since + REPEATS_SECONDS:
             self._failed.clear()
             self._failed_since = now
@@ -394,7 +399,8 @@ class Trail:
         return error("SHARE_EXCEEDED", why, retry_delay_ms=delay_ms, share="failed_changes", limit=MOST_FAILED)
 
     def opened(self, topic: str, incarnation: int, epochs: Iterable[int], fenced: Iterable[tuple[str, int]]) -> None:
-        """The caller has opened producer names with these epochs; of each that had one before, that one."""
+        """Record that the caller opened producer names with these `epochs`. `fenced` has the previous epochs of
+        names."""
         if (audit := self._audit) is None:
             return
         subject = caller()
@@ -408,24 +414,24 @@ class Trail:
             self._openers.opened(incarnation, epoch, subject.name)
 
     def begin(self) -> None:
-        """The sidecar serves."""
+        """Record that the sidecar serves."""
         self._happened("started", sidecar=version("seqdedupe"))
 
     async def close(self) -> None:
-        """The sidecar ends; writes what waits."""
+        """Record that the sidecar ends, and write all waiting lines."""
         if self._audit is not None:
             self._happened("stopped", sidecar=version("seqdedupe"))
             await self._audit.close()
 
     def read_again(self, what: str, problem: SeqdedupeError | None) -> None:
-        """A file was replaced, and what it says is in force, or is not because of this."""
+        """Record that a file was replaced and is in force, or that it is not because of this problem."""
         if problem is None:
             self._happened("read again", what=what)
         else:
             self._happened("not read again", what=what, why=problem.message)
 
     def rotated(self) -> None:
-        """The trail's file may have been moved away."""
+        """Note that the trail's file may have been moved."""
         if self._audit is not None:
             self._audit.reopen()
 
@@ -435,7 +441,7 @@ class Trail:
 
 
 def _why(e: BaseException) -> str:
-    """The reason. Where a handler has ended its call, what it ended it for is the context of what that raises."""
+    """Return the reason. If a handler has aborted its call, the original error is the context of `e`."""
     for one in (e, e.__context__):
         if isinstance(one, SeqdedupeError):
             return one.reason
@@ -447,7 +453,7 @@ def _who(subject: Subject) -> dict[str, Any]:
 
 
 def _names(names: Iterable[str]) -> dict[str, Any]:
-    """The first names, as far as there is room; and how many there are."""
+    """Return the first names, as far as there is room, and the number of names."""
     listed = list(names)
     told = " ".join(repr(cut(name, MAX_NAME_BYTES_TOLD)) for name in listed[:MAX_NAMES_TOLD])
     return {"producer_names": cut(told, MAX_NAMES_BYTES_TOLD), "producers": len(listed)} if listed else {}
@@ -458,7 +464,7 @@ def _short(call: str) -> str:
 
 
 def _text(request: Message | str) -> str:
-    """A request as a line has it: long values are told by their beginning, length and hash, and all of it is cut."""
+    """Return a request as text for a line. Long values appear as beginning, length and hash; the whole text is cut."""
     if isinstance(request, Message):
         told = type(request)()
         told.CopyFrom(request)
@@ -468,7 +474,7 @@ def _text(request: Message | str) -> str:
 
 
 def _shorten(message: Message) -> None:
-    """Replaces the long texts in a message, and drops all but the first of many values."""
+    """Replace the long texts in a message, and drop all but the first values of repeated fields."""
     for described, value in message.ListFields():
         if described.is_repeated:
             del value[MAX_VALUES_TOLD:]
@@ -483,7 +489,7 @@ def _shorten(message: Message) -> None:
 
 
 def _short_text(value: Any) -> Any:
-    """A text, or bytes, if it is not longer than names are."""
+    """Return a text or bytes unchanged if it is not longer than a name; otherwise its beginning, length and hash."""
     data = value.encode() if isinstance(value, str) else value
     if len(data) <= MAX_NAME_BYTES:
         return value

@@ -1,7 +1,7 @@
-"""Who makes a call, by what it shows: a token, or the certificate of its connection.
+"""Authentication of a caller by its token, or by the certificate of its connection.
 
-`Authentication` joins both, as the configuration has it. `Certificates` is TLS, with `Revoked` for what its authorities
-take back; tokens are in `tokens.py`.
+`Authentication` joins both, as configured. `Certificates` is TLS; `Revoked` holds the certificates that authorities
+have revoked. Tokens are in `tokens.py`.
 """
 
 import math
@@ -34,26 +34,27 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import read_named
 from seqdedupe.limits import MIN_RSA_BITS
 
-# -- TLS: the sidecar's certificate, read again when its files change; and whose a client's certificate is.
+# -- TLS: the sidecar's certificate, read again when its files change; and the subject of a client's certificate.
 
 MAX_CONNECTION_AGE_SECONDS = 3600
-"""A connection ends after so long, more or less by a tenth: then certificates are shown and judged anew."""
+"""The age at which a connection ends, within 10 %. The client must then show its certificate again."""
 
 CONNECTION_GRACE_SECONDS = 30
-"""So long calls and streams may go on after that."""
+"""The time for which calls and streams may continue after that."""
 
 LONGEST_CONNECTION_SECONDS = 1.1 * MAX_CONNECTION_AGE_SECONDS + CONNECTION_GRACE_SECONDS
-"""No client has shown a certificate for longer, unless it resumes a session of TLS: nobody judges it again then."""
+"""The longest time since a client showed its certificate. An exception is a resumed TLS session: TLS does not judge the
+certificate again."""
 
 CERTIFICATES_KNOWN = 1024
-"""So many are not read again with each call of their connections."""
+"""The number of parsed certificates that are cached, so that not every call parses them again."""
 
 _CURVES = ("secp256r1", "secp384r1")
-"""Those that gRPC has."""
+"""The elliptic curves that gRPC supports."""
 
 
 def connection_age() -> tuple[tuple[str, int], ...]:
-    """What a server is told so that connections end."""
+    """Return the server options that make connections end."""
     return (
         ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_SECONDS * 1000),
         ("grpc.max_connection_age_grace_ms", CONNECTION_GRACE_SECONDS * 1000),
@@ -61,10 +62,10 @@ def connection_age() -> tuple[tuple[str, int], ...]:
 
 
 class Certificates:
-    """The sidecar's certificate as it is now. `takes_clients`: each client needs one too, of `tls_client_ca_file`."""
+    """The sidecar's present certificate. `takes_clients`: clients need a certificate too, of `tls_client_ca_file`."""
 
     def __init__(self, config: Config) -> None:
-        """Raises INVALID_CONFIGURATION."""
+        """Read the files. Raises INVALID_CONFIGURATION."""
         certificate, key = Path(config.tls_certificate_file), Path(config.tls_key_file)
         authorities = Path(config.tls_client_ca_file) if config.tls_client_ca_file else None
         self.takes_clients = authorities is not None
@@ -77,32 +78,36 @@ class Certificates:
         self._news = self.watched.value.configuration
 
     def _take_news(self) -> "grpc.ServerCertificateConfiguration | None":
-        """What to use from now on, None: as before. gRPC asks at each new connection, in a thread of its own."""
+        """Return the new configuration, or None if it is unchanged. gRPC calls this at each new connection, in a
+        separate thread."""
         news, self._news = self._news, None
         return news
 
     def check(self, peer: Mapping[str, Iterable[bytes]]) -> None:
-        """Given what gRPC says of a connection. Raises UNAUTHENTICATED if its certificate ended before any connection
-        can have begun: a resumed session of TLS would be good for months."""
+        """Check a connection, given its `auth_context` of gRPC.
+
+        Raises UNAUTHENTICATED if its certificate expired before any connection can have begun. Otherwise a resumed TLS
+        session would be valid for months."""
         for pem in peer.get("x509_pem_cert", ()):
             if time.time() >= _end_of(pem) + LONGEST_CONNECTION_SECONDS:
                 raise error("UNAUTHENTICATED", "the client's certificate has expired")
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For a port."""
+        """Return the credentials for a port."""
         fetch: Any = self._take_news
         return grpc.dynamic_ssl_server_credentials(self._first, fetch, self.takes_clients)
 
 
 def name_in(peer: Mapping[str, Iterable[bytes]]) -> str:
-    """Whose the certificate of a connection is, given what gRPC says of it: its one URI, as SPIFFE has it, or else its
-    first DNS name. Raises UNAUTHENTICATED."""
+    """Return the subject of a connection's certificate, given its `auth_context` of gRPC.
+
+    This is its only URI, as in SPIFFE, or else its first DNS name. Raises UNAUTHENTICATED."""
     uris, names = list(peer.get("peer_uri", ())), list(peer.get("peer_dns", ()))
     if len(uris) > 1:
         raise error("UNAUTHENTICATED", "the client's certificate has several URIs: it is not clear whose it is")
     if not uris and not names:
         raise error("UNAUTHENTICATED", "the client's certificate names nobody: it has no URI and no DNS name as SAN")
-    # What is not UTF-8 cannot be printed either, then.
+    # Bytes that are not UTF-8 become surrogates, which cannot be printed.
     name = (uris or names)[0].decode(errors="surrogateescape")
     if not can_be_name(name):
         why = f"its SAN is not 1 to {MAX_NAME_BYTES} bytes that can be printed"
@@ -112,22 +117,22 @@ def name_in(peer: Mapping[str, Iterable[bytes]]) -> str:
 
 @lru_cache(CERTIFICATES_KNOWN)
 def _end_of(pem: bytes) -> float:
-    """Unix time."""
+    """Return the end of the certificate's validity as Unix time."""
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
 class _Loaded(NamedTuple):
-    """What the files for TLS hold."""
+    """The contents of the TLS files."""
 
     configuration: grpc.ServerCertificateConfiguration
     own: Validity
-    """Of the sidecar's certificate, and those between it and its authority: of the one that expires first."""
+    """The validity that ends first, in the chain of the sidecar's certificate."""
     authorities: Validity | None
-    """The same of the authorities of clients. None: clients need no certificates."""
+    """The same for the authorities of clients. None: clients need no certificates."""
 
 
 def _read(certificate: Path, key: Path, authorities: Path | None) -> _Loaded:
-    """What the files hold, if a connection can be made with it. Raises INVALID_CONFIGURATION."""
+    """Return the contents of the files if they allow a connection. Raises INVALID_CONFIGURATION."""
     chain_pem, key_pem = bytes_of(certificate), bytes_of(key)
     chain = certificates_in(certificate, chain_pem)
     own = chain[0]
@@ -152,7 +157,7 @@ def _read(certificate: Path, key: Path, authorities: Path | None) -> _Loaded:
 
 
 def bytes_of(path: Path) -> bytes:
-    """What the file holds. Raises INVALID_CONFIGURATION."""
+    """Return the contents of the file. Raises INVALID_CONFIGURATION."""
     try:
         return read_named(path)
     except OSError as e:
@@ -160,7 +165,7 @@ def bytes_of(path: Path) -> bytes:
 
 
 def certificates_in(path: Path, pem: bytes) -> list[x509.Certificate]:
-    """Those that the file holds. Raises INVALID_CONFIGURATION."""
+    """Return the certificates in the file. Raises INVALID_CONFIGURATION."""
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as e:
@@ -178,24 +183,24 @@ def _is_taken(key: PublicKeyTypes) -> bool:
 
 
 def unusable(path: Path, why: str) -> SeqdedupeError:
-    """INVALID_CONFIGURATION, of a file for TLS."""
+    """Return INVALID_CONFIGURATION for a TLS file."""
     hint = "docs/guides/security.md says what the TLS files hold. A certificate and its key are replaced together."
     return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint)
 
 
-# -- Clients' certificates that their authority has taken back, as its lists (CRLs) say.
+# -- Clients' certificates that their authority has revoked, according to its revocation lists (CRLs).
 
 CHAINS_KNOWN = 1024
-"""So many are not read again with each call of their connections."""
+"""The number of parsed chains that are cached, so that not every call parses them again."""
 
 _END = b"-----END X509 CRL-----"
 
 Name = tuple[frozenset[tuple[str, str | bytes]], ...]
-"""An authority's name: the same in each encoding, in capitals or not, and with any spaces. TLS compares it so too."""
+"""An authority's name, independent of encoding, letter case and spaces. TLS compares names in the same way."""
 
 
 class Serial(NamedTuple):
-    """Which certificate it is: who signed it, and that one's number for it."""
+    """The identity of a certificate: its issuer, and the issuer's number for it."""
 
     issuer: Name
     number: int
@@ -203,42 +208,45 @@ class Serial(NamedTuple):
 
 @dataclass(frozen=True)
 class _Lists:
-    """What the lists say."""
+    """The contents of the lists."""
 
     serials: frozenset[Serial]
     authorities: tuple[x509.Certificate, ...]
-    """Those in the file of authorities that are not revoked."""
+    """The authorities in the file that are not revoked."""
     revoked_authorities: frozenset[Name]
-    """The names of the others."""
+    """The names of the revoked authorities."""
     validity: Validity | None = field(compare=False)
-    """Of the list that is to be replaced first; None if no list says when. The same names for longer change nothing."""
+    """The validity that ends first; None if no list has an end. It is not compared: a renewed list with the same names
+    is no change."""
 
     def has_revoked(self, one: x509.Certificate) -> bool:
-        """Whether the certificate is in a list, or an authority in the file has issued it that is."""
+        """Return whether a list names the certificate, or its issuer is a revoked authority of the file."""
         if (serial := _serial_of(one)) in self.serials:
             return True
         if serial.issuer not in self.revoked_authorities:
             return False
-        # Two authorities may have one name, as where an authority gets another key.
+        # Two authorities may have the same name, for example after an authority has changed its key.
         return not any(_has_issued(authority, one) for authority in self.authorities)
 
 
 class Revoked:
-    """The certificates in the lists as they are now. `on_change` is called when there are others."""
+    """The certificates in the present lists. `on_change` is called when they change."""
 
     def __init__(self, lists: Path, authorities: Path, on_change: Callable[[], None]) -> None:
-        """Raises INVALID_CONFIGURATION."""
+        """Read the files. Raises INVALID_CONFIGURATION."""
         files = [lists, authorities]
         self.watched = Watched(
             "the list of revoked certificates", files, lambda: _read_lists(lists, authorities), on_change
         )
 
     def check(self, peer: Mapping[str, Iterable[bytes]]) -> None:
-        """Given what gRPC says of a connection. Raises UNAUTHENTICATED if its certificate was revoked, or any other
-        that the client has shown: TLS has found the way up to an authority in the file among those."""
+        """Check a connection, given its `auth_context` of gRPC.
+
+        Raises UNAUTHENTICATED if its certificate or another one that the client has shown was revoked. TLS has found
+        the chain to an authority of the file among these."""
         own = b"".join(peer.get("x509_pem_cert", ()))
         shown = own + b"".join(peer.get("x509_pem_cert_chain", ()))
-        if not shown:  # a Unix socket's connection has none
+        if not shown:  # a connection over a Unix socket has no certificate
             return
         try:
             is_revoked = any(map(self.watched.value.has_revoked, _chain_in(shown)))
@@ -277,7 +285,9 @@ def _has_issued(authority: x509.Certificate, one: x509.Certificate) -> bool:
 
 
 def _read_lists(lists: Path, authorities: Path) -> _Lists:
-    """What the lists name. Raises INVALID_CONFIGURATION for one that is none of an authority's, or out of date."""
+    """Return the contents of the lists.
+
+    Raises INVALID_CONFIGURATION for a list that is out of date, or that no authority of the file has signed."""
     known = certificates_in(authorities, bytes_of(authorities))
     parts = bytes_of(lists).split(_END)
     if parts.pop().strip() or not parts:
@@ -323,29 +333,29 @@ def _is_indirect(crl: x509.CertificateRevocationList) -> bool:
     return False
 
 
-# -- Who makes a call.
+# -- The caller of a call.
 
 AUTHORIZATION = "authorization"
 _SCHEME = "bearer"
 
 
 def anybody(context: Context) -> Subject:
-    """Nobody is asked who they are."""
+    """Return the anonymous subject, without authentication."""
     return Subject(ANONYMOUS, "nobody", None, context.peer())
 
 
 EndStreams = Callable[[Callable[[Subject], SeqdedupeError | None]], None]
-"""Ends the streams of those for whom what it is given has a reason."""
+"""Ends the streams of those subjects for which the given function returns an error."""
 
 
 class Authentication:
-    """Who makes each call, as the configuration has it. When what somebody has shown is not valid any more, their
-    streams end, with TOKEN_EXPIRED, so that they show what is."""
+    """Authentication of each call, as configured. When a caller's credential becomes invalid, its streams end with
+    TOKEN_EXPIRED. The caller then shows a valid one."""
 
     def __init__(self, config: Config, end_streams: EndStreams) -> None:
-        """Makes the data directory's token if there is none. Raises INVALID_CONFIGURATION; OSError."""
+        """Make the data directory's token if there is none. Raises INVALID_CONFIGURATION; OSError."""
         self.watched: list[Watched[Any]] = []
-        """The files that this takes."""
+        """The files that this uses."""
         self.expired = ExpiredTokens()
         self._end_streams = end_streams
         self._token: OwnToken | None = None
@@ -369,14 +379,14 @@ class Authentication:
             self.watched.append(self._revoked.watched)
 
     def __call__(self, context: Context) -> Subject:
-        """Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
+        """Return the caller. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
         if self._token is None:
             return anybody(context)
         address = context.peer()
         if self._certificates is not None and self._certificates.takes_clients:
             self._certificates.check(context.auth_context())
         if self._revoked is not None:
-            # A connection that is open stays so, and a token is shown over one.
+            # An open connection stays open after a revocation, and a caller may show a token over it.
             self._revoked.check(context.auth_context())
         if (token := _token_in(context)) is not None:
             subject = self._by_token(self._token, token, address)
@@ -387,12 +397,12 @@ class Authentication:
         return _check_name(subject)
 
     def _takes_certificate_of(self, context: Context) -> bool:
-        """Whether the connection needed a certificate: one over a Unix socket does not."""
+        """Return whether the connection needed a certificate. A connection over a Unix socket does not."""
         is_wanted = self._certificates is not None and self._certificates.takes_clients
         return is_wanted and "x509_pem_cert" in context.auth_context()
 
     def of_token(self, token: bytes | None, address: str) -> Subject:
-        """Who shows this token otherwise than in a call of gRPC. Raises as a call."""
+        """Return the subject of a token that is not shown in a gRPC call. Raises the same errors as a call."""
         if self._token is None:
             return Subject(ANONYMOUS, "nobody", None, address)
         if token is None:
@@ -412,8 +422,8 @@ class Authentication:
         return Subject(claims.subject, "jwt", claims.expires_at_seconds, address)
 
     def credentials(self) -> list[Credential]:
-        """What ends at some time: the sidecar's certificate, the authorities of clients, the lists of revoked
-        certificates, and callers' tokens. For any thread."""
+        """Return everything that expires: the sidecar's certificate, the authorities of clients, the revocation lists,
+        and callers' tokens. May be called from any thread."""
         found: list[tuple[str, Validity | None]] = []
         if self._certificates is not None:
             loaded = self._certificates.watched.value
@@ -424,17 +434,17 @@ class Authentication:
         return credentials + (self._signed_tokens.credentials(time.time()) if self._signed_tokens is not None else [])
 
     def add_port(self, server: grpc.aio.Server, address: SidecarAddress) -> int:
-        """Has the server listen there, with TLS where that is configured; returns the port. Raises RuntimeError."""
+        """Make the server listen at this address, with TLS if configured. Return the port. Raises RuntimeError."""
         if self._certificates is None or address.path:
             return server.add_insecure_port(str(address))
         return server.add_secure_port(str(address), self._certificates.credentials())
 
     def server_options(self) -> tuple[tuple[str, int], ...]:
-        """What the server needs so that connections end, where what they began with does not stay valid."""
+        """Return the server options that make connections end, if credentials can become invalid."""
         return () if self._certificates is None and self._signed_tokens is None else connection_age()
 
     def _end(self, kind: str) -> Callable[[], None]:
-        """Ends the streams of those who are known by this."""
+        """Return a function that ends the streams of callers with this kind of credential."""
 
         def why(subject: Subject) -> SeqdedupeError | None:
             return error("TOKEN_EXPIRED", "the sidecar takes other tokens now") if subject.kind == kind else None
@@ -442,7 +452,7 @@ class Authentication:
         return lambda: self._end_streams(why)
 
     def _end_all(self) -> None:
-        """Ends all streams: a stream does not say over which certificate it came, and each is judged when it begins."""
+        """End all streams. A stream does not know the certificate of its connection, and is judged when it begins."""
         self._end_streams(lambda _: error("TOKEN_EXPIRED", "other certificates are revoked now: show yours again"))
 
 
@@ -454,12 +464,12 @@ def _check_name(subject: Subject) -> Subject:
 
 
 def _token_in(context: Context) -> bytes | None:
-    """The token that a call shows; None if it shows none. Raises UNAUTHENTICATED."""
+    """Return the token that a call shows; None if it shows none. Raises UNAUTHENTICATED."""
     shown = [value for name, value in context.invocation_metadata() or () if name == AUTHORIZATION]
     if not shown:
         return None
     scheme, _, token = str(shown[0]).partition(" ")
     if len(shown) > 1 or scheme.lower() != _SCHEME:
         raise error("UNAUTHENTICATED", f"the call's metadata {AUTHORIZATION} is not one token, as `Bearer TOKEN`")
-    # Not what else is white space: gRPC takes bytes that are not UTF-8 for Latin-1, and they make another token.
+    # Strip spaces only. gRPC decodes bytes that are not UTF-8 as Latin-1; other white space is part of the token.
     return token.strip(" ").encode()

@@ -1,4 +1,4 @@
-"""What callers may do now: the rules that are in force, asked for every call and every frame."""
+"""The permissions of callers. The rules in force are applied to every call and every frame."""
 
 import asyncio
 import time
@@ -26,37 +26,37 @@ from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Allowing, NamesJudge
 from seqdedupe.topic.topic import Topic
 
-# -- What each call needs, by the call's full name. One that is not listed is refused to all for whom rules count.
+# -- The needs of each call, by its full name. A call that is not listed is refused to callers for whom rules count.
 
 ALL_SHARDS = "shards"
 """The health of all processes that have topics of the cluster."""
 CONFIGURATION = "configuration"
-"""Whether the files that an operator may replace are in force as they are now."""
+"""Whether the files that an operator may replace are in force in their present version."""
 HEALTH_OF_THE_WHOLE = ("", ALL_SHARDS, CONFIGURATION)
-"""What health may be asked of beside topics; no topic has such a full name. "" is this process."""
+"""Names that health checks may ask for in addition to topics. No topic has such a full name. "" is this process."""
 
 
 class On(Enum):
-    """What a caller has to be allowed something on."""
+    """The object on which a caller needs a right."""
 
     TOPIC = auto()
-    """The topic that the request names."""
+    """The topic in the request."""
     CURSOR = auto()
-    """The topic and the cursor, under its `name`, that the request names."""
+    """The topic and the cursor (field `name`) in the request."""
     NAMESPACE = auto()
-    """Every topic of the namespace that the request names."""
+    """Every topic of the namespace in the request."""
     EVERYTHING = auto()
     """Every topic."""
     ANYTHING = auto()
-    """Some topic."""
+    """At least one topic."""
 
 
 class Effect(Enum):
-    """The widest that a call may change. What is wider than a name needs a right on all of it."""
+    """The widest effect of a call. An effect wider than a name needs a right on the whole object."""
 
     NOTHING = "nothing"
     OWN_NAMES = "own producer names"
-    """Under which the caller may publish: their sessions, watermarks and messages."""
+    """The names under which the caller may publish: their sessions, watermarks and messages."""
     OWN_CURSOR = "own cursor"
     TOPIC = "topic"
     NAMESPACE = "namespace"
@@ -65,22 +65,22 @@ class Effect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One of these actions, on this."""
+    """A right to one of these actions on this object."""
 
     on: On
     actions: tuple[Action, ...]
     field: str = "topic"
-    """Of the request, where it names what it is about."""
+    """The field of the request that names the object."""
     effect: Effect = Effect.NOTHING
     is_judged_by_handler: bool = False
-    """By the first message of the stream, or by the producer names."""
+    """Whether the handler judges, by the first message of the stream or by the producer names."""
 
 
 class Other(Enum):
-    """Calls that need something else."""
+    """Needs other than a right."""
 
     IS_KNOWN = auto()
-    """Anybody who is known may make it. It changes nothing."""
+    """Every authenticated caller may make the call. It changes nothing."""
 
 
 def _looks(*actions: Action, field: str = "topic") -> Need:
@@ -128,9 +128,9 @@ CALLS: dict[str, Need | Other] = {
         "seqdedupe.v1.AdminService",
         CreateTopic=_changes(_CREATE),
         DeleteTopic=_changes(_ADMINISTER),
-        # All of them or none: half of the topics would look like all.
+        # All topics or none: a caller would mistake a part of the list for the whole list.
         ListTopics=_LOOKS_AT_ALL,
-        # Whoever publishes, reads, attaches or imports asks for the number of partitions.
+        # Clients that publish, read, attach or import ask for the number of partitions.
         GetTopic=_looks(_OBSERVE, _PUBLISH, _READ, _ADMINISTER, _ATTACH),
         SetTopicPolicy=_changes(_ADMINISTER),
         GetTopicPolicy=_looks(_OBSERVE),
@@ -178,28 +178,28 @@ CALLS: dict[str, Need | Other] = {
 
 
 def _is_change(need: Need | Other) -> bool:
-    """Whether nobody may make the call who does no more than look, publish or read."""
+    """Return whether the call needs more than a right to look, publish or read."""
     if isinstance(need, Other) or need.is_judged_by_handler:
         return False
     return {_CREATE, _ADMINISTER}.issuperset(need.actions)
 
 
 CHANGES = frozenset(method for method, need in CALLS.items() if _is_change(need))
-"""What operators do, beside the calls whose handlers judge: it stands in the audit trail."""
+"""The operators' calls that the audit trail records, in addition to the calls that their handlers judge."""
 
 
 NO_RULES = RulesFile()
 
 Again: TypeAlias = Callable[[], object]
-"""Judges once more what was allowed; raises NOT_ALLOWED."""
+"""Judges again what was allowed; raises NOT_ALLOWED."""
 
 _NAMES_AT_ONCE = 1_000
 
 MAX_NAMES_TOLD = 16
-"""Of producers that are denied."""
+"""The most denied producers that an error names."""
 
 _CHARACTERS_TOLD = 24
-"""Of each name where there are several."""
+"""The most characters of each name if there are several."""
 
 _allowed: ContextVar[list[Again]] = ContextVar("allowed")
 _rule: ContextVar[str] = ContextVar("rule", default="")
@@ -207,31 +207,31 @@ _rule: ContextVar[str] = ContextVar("rule", default="")
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """What was not allowed, and the rule that says so; None: no rule allows it."""
+    """A denied action, and the rule that denies it. None: no rule allows it."""
 
     subject: Subject
     action: Action
     topic: str
-    """By its full name, or a namespace, or `*`: all topics."""
+    """A full name, or a namespace, or `*`: all topics."""
     producer_names: Sequence[str]
     rule: Rule | None
     cursor: str = ""
-    """The name of one that is not the caller's."""
+    """The name of a cursor that does not belong to the caller."""
 
 
 def allowed_so_far() -> list[Again]:
-    """What was allowed in the call that is being handled, to be judged again when the rules change. Of no call,
-    nothing."""
+    """Return the rights granted in the present call, to be judged again when the rules change. Outside a call the list
+    is empty."""
     return _allowed.get([])
 
 
 def deciding_rule() -> str:
-    """The name of the rule that has allowed the call that is being handled; empty where none was asked."""
+    """Return the name of the rule that has allowed the present call; empty if no rule was applied."""
     return _rule.get()
 
 
 class Permissions:
-    """The rules and shares in force. `on_denied` is told whatever is not allowed."""
+    """The rules and shares in force. `on_denied` is called for each denial."""
 
     def __init__(self, file: RulesFile = NO_RULES, on_denied: Callable[[Denial], None] = lambda denial: None) -> None:
         self._rules = file.rules
@@ -239,10 +239,10 @@ class Permissions:
         self._on_denied = on_denied
         self._allowing: WeakValueDictionary[tuple[str, int], _Allowing] = WeakValueDictionary()
         self.on_replaced: list[Callable[[], None]] = []
-        """Whoever holds something that was allowed is told."""
+        """Called after a replacement of the rules, for holders of granted rights."""
 
     def replace(self, file: RulesFile) -> None:
-        """These rules and shares are in force from now on, for open streams too."""
+        """Put these rules and shares in force, also for open streams."""
         self._rules = file.rules
         self.shares.replace(file.shares, file.in_all)
         for allowing in list(self._allowing.values()):
@@ -253,7 +253,7 @@ class Permissions:
     # -- calls -------------------------------------------------------------------------------------------------
 
     def check_call(self, method: str, request: Any) -> None:
-        """Judges a call by what the table says that it needs. Raises NOT_ALLOWED, and what is wrong with the name."""
+        """Judge a call by its needs in the table. Raises NOT_ALLOWED, or the error of an invalid name."""
         _allowed.set([])
         _rule.set("")
         need = CALLS.get(method)
@@ -275,17 +275,18 @@ class Permissions:
             self.check(need, "*")
 
     def check_topic(self, action: Action, topic: str) -> None:
-        """Judges a call of which its handler knows the topic, by its full name. Raises NOT_ALLOWED."""
+        """Judge a call whose handler knows the topic's full name. Raises NOT_ALLOWED."""
         self.check(Need(On.TOPIC, (action,)), topic)
 
     def check(self, need: Need, name: str) -> None:
-        """Raises NOT_ALLOWED. What is allowed is remembered for as long as the call lasts."""
+        """Raise NOT_ALLOWED if the caller does not have the right. A granted right is remembered until the call
+        ends."""
         if not (subject := caller()).is_unrestricted:
             _rule.set(self._judge(subject, need, name))
             allowed_so_far().append(lambda: self._judge(subject, need, name))
 
     def _judge(self, subject: Subject, need: Need, name: str) -> str:
-        """The name of the rule that allows one of the actions. Raises NOT_ALLOWED."""
+        """Return the name of the rule that allows one of the actions. Raises NOT_ALLOWED."""
         decisions = [self._decide(subject.name, action, need.on, name) for action in need.actions]
         for decision in decisions:
             if decision.is_allowed and decision.rule is not None:
@@ -305,19 +306,21 @@ class Permissions:
         return self._rules.decide_anything(subject, action)
 
     def check_creates(self, topic: str, there: Iterable[str], more: int = 1) -> None:
-        """Raises NOT_ALLOWED if the caller may not create the topic; SHARE_EXCEEDED if it would have created too many
-        with so `more`, had it created all that are `there` and that it might."""
+        """Raise NOT_ALLOWED if the caller may not create the topic; SHARE_EXCEEDED if it would have too many topics.
+
+        This counts the topics in `there` that the rules would let the caller create, and `more` new ones."""
         self.check_topic(Action.CREATE, topic)
         subject = caller()
         use = self.shares.of(subject.name)
         if use.limits.topics is not None:
-            # One that is being made already is made once.
+            # If the topic is being made already, it is counted once.
             names = [name for name in there if name != topic]
             use.check("topics", int(np.count_nonzero(self._may_have_created(subject, names))) + more)
 
     def check_disk(self, topics: Topics[Topic]) -> None:
-        """Raises SHARE_EXCEEDED if the logs of those of the topics that the caller might have created hold more bytes
-        than they may. They are looked at once in `DISK_SECONDS` at most."""
+        """Raise SHARE_EXCEEDED if the logs of the caller's topics hold more bytes than its share.
+
+        The caller's topics are those that it might have created. They are counted at most once in `DISK_SECONDS`."""
         use = self.shares.of(caller().name)
         if use.limits.bytes_on_disk is None:
             return
@@ -336,10 +339,10 @@ class Permissions:
     # -- producer names ----------------------------------------------------------------------------------------
 
     async def denied_names(self, topic: str, names: Sequence[str]) -> tuple[list[int], SeqdedupeError | None]:
-        """The places of those of these names as which the caller may not publish to the topic, and the one error for
-        all of them. However many names and patterns there are, others are served meanwhile.
+        """Return the places of those names as which the caller may not publish to the topic, and one error for all.
 
-        Raises INVALID_NAME for one that no producer can have: what is denied is told and written down.
+        Other calls are served meanwhile, for any number of names and patterns. Raises INVALID_NAME for a name that no
+        producer can have, because denied names are reported and recorded.
         """
         subject = caller()
         if subject.is_unrestricted:
@@ -362,18 +365,18 @@ class Permissions:
         return places, self.deny_names(subject, topic, [names[place] for place in places]) if places else None
 
     def check_publishes_unnamed(self, topic: str) -> None:
-        """Raises NOT_ALLOWED if the caller may publish to the topic under some producer names alone: in a topic of
-        deduplication IDs messages have none."""
+        """Raise NOT_ALLOWED if the caller may publish to the topic only under certain producer names. In a topic with
+        deduplication IDs, messages have no producer names."""
         subject = caller()
         if not subject.is_unrestricted and not self.names_judge(subject.name, topic)(*joined([b""]))[0]:
             raise self.deny_names(subject, topic, [""])
 
     def allowing(self, topic: str, producers: Producers) -> Allowing | None:
-        """As which of a topic's producers the caller may publish; None: as all, whatever the rules say."""
+        """Return which of a topic's producers the caller may publish as; None if rules do not count for the caller."""
         subject = caller()
         if subject.is_unrestricted:
             return None
-        # While it is there its producers are, and no others are at that address.
+            # The entry keeps its producers alive, so no other object can have this address.
         key = subject.name, id(producers)
         if (found := self._allowing.get(key)) is None:
             found = self._allowing[key] = _Allowing(self, subject.name, topic, producers)
@@ -382,9 +385,9 @@ class Permissions:
     def check_new_names(
         self, topic: str, producers: Producers, names: Sequence[bytes], *, are_all_its: bool = False
     ) -> None:
-        """Raises SHARE_EXCEEDED if the topic would know too many names with those of these that are new to it.
+        """Raise SHARE_EXCEEDED if the topic would know too many names, including those of `names` that are new to it.
 
-        With `are_all_its` all names of the topic are the caller's, whatever the rules for publishing say.
+        With `are_all_its`, all names of the topic belong to the caller, independent of the rules for publishing.
         """
         use = self.shares.of(caller().name)
         if use.limits.producer_names is None and self.shares.in_all.limits.producer_names is None:
@@ -396,9 +399,10 @@ class Permissions:
                 use.check("producer_names", its + new)
 
     async def judge_known_names(self, topic: str, producers: Producers) -> Allowing | None:
-        """What `check_new_names` counts: each name that the topic knows is judged, if it has not been, some at once.
+        """Judge all names that the topic knows, in steps, so that `check_new_names` can count them. Names already
+        judged are skipped.
 
-        It is forgotten when nobody holds what this returns.
+        The result is forgotten when nothing holds the returned object.
         """
         allowing = self.allowing(topic, producers)
         if allowing is not None and self.shares.of(caller().name).limits.producer_names is not None:
@@ -408,7 +412,7 @@ class Permissions:
         return allowing
 
     def _count_names(self, topic: str, producers: Producers) -> int:
-        """As how many of the topic's producers the caller may publish."""
+        """Return the number of the topic's producers as which the caller may publish."""
         if (allowing := self.allowing(topic, producers)) is None:
             return producers.known_count()
         return len(producers) - len(allowing.forbidden(np.arange(len(producers))))
@@ -416,7 +420,8 @@ class Permissions:
     # -- cursors -----------------------------------------------------------------------------------------------
 
     def _check_cursor(self, topic: str, name: str) -> None:
-        """Raises NOT_ALLOWED if the cursor is not the caller's; INVALID_NAME for a name that none can have."""
+        """Raise NOT_ALLOWED if the cursor does not belong to the caller; INVALID_NAME if no cursor can have this
+        name."""
         subject = caller()
         check_cursor_name(name)
         decision = self._rules.decide(subject.name, Action.READ, topic, name)
@@ -424,8 +429,7 @@ class Permissions:
             raise self._denied(subject, Action.READ, topic, decision.rule, cursor=name)
 
     def check_new_cursor(self, topic: str, there: Sequence[str]) -> None:
-        """Raises SHARE_EXCEEDED if the topic, which has these cursors, would have too many of the caller's with one
-        more."""
+        """Raise SHARE_EXCEEDED if one more cursor would be too many of the caller's. `there`: the topic's cursors."""
         subject = caller()
         use = self.shares.of(subject.name)
         if subject.is_unrestricted:
@@ -436,11 +440,11 @@ class Permissions:
             use.check("cursors", int(np.count_nonzero(is_its)) + 1, otherwise=MAX_CURSORS_A_CALLER)
 
     def names_judge(self, subject: str, topic: str) -> NamesJudge:
-        """Judges names under which somebody would publish to the topic."""
+        """Return the function that judges names under which the subject would publish to the topic."""
         return self._rules.on(subject, Action.PUBLISH, topic).are_allowed
 
     def deny_names(self, subject: Subject, topic: str, names: list[str]) -> SeqdedupeError:
-        """The error for these names; it names the first ones."""
+        """Return the error for these names. It names the first ones."""
         rule = self._rules.decide(subject.name, Action.PUBLISH, topic, names[0]).rule
         return self._denied(subject, Action.PUBLISH, topic, rule, names)
 
@@ -458,7 +462,7 @@ class Permissions:
         under = f" by cursor {cursor!r}" if cursor else ""
         if names:
             more = f" and {len(names) - MAX_NAMES_TOLD} others" if len(names) > MAX_NAMES_TOLD else ""
-            # Of one name all is told; of many, as much as a status of gRPC has room for.
+            # A single name is shown in full. Several names are cut to the size of a gRPC status.
             told = [name[:_CHARACTERS_TOLD] for name in names[:MAX_NAMES_TOLD]] if len(names) > 1 else names
             under = f" as producer {', '.join(map(repr, told))}{more}"
         numbers: dict[str, Any] = {"subject": subject.name, "action": action.value, "topic": topic}
@@ -470,7 +474,7 @@ class Permissions:
 
 
 class _Allowing(Allowing):
-    """That of one caller, on one topic. What is denied is of a call that is being handled."""
+    """The rights of one caller on one topic. A denial belongs to the call that is being handled."""
 
     def __init__(self, permissions: Permissions, subject: str, topic: str, producers: Producers) -> None:
         self.subject = subject
@@ -484,7 +488,7 @@ class _Allowing(Allowing):
 
 @cache
 def request_class(method: str) -> Any:
-    """The class of a call's requests."""
+    """Return the class of a call's requests."""
     service, _, call = method.removeprefix("/").rpartition("/")
     described: Any = descriptor_pool.Default().FindServiceByName(service)
     return message_factory.GetMessageClass(described.methods_by_name[call].input_type)

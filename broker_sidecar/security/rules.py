@@ -1,4 +1,4 @@
-"""Who may do what: rules, and what they say of one caller. Nothing is allowed unless a rule says so; a denial wins."""
+"""The rules, and their decisions for one caller. An action needs a rule that allows it; a denial has precedence."""
 
 import difflib
 import re
@@ -22,22 +22,22 @@ from seqdedupe.format.jit import Bytes, Int64s2, Uint8s
 from seqdedupe.names import whole_of
 
 SUBJECT = "sub"
-"""In a pattern of topics or producers, `${sub}` is the caller's name, as it is."""
+"""In a pattern of topics or producers, `${sub}` is the caller's unchanged name."""
 
 MAX_REMEMBERED = 4_096
-"""Callers and topics of which is remembered which rules are about them."""
+"""The most combinations of caller, action and topic whose rules are cached."""
 
 _WORK_AT_ONCE = 500_000
-"""Bytes of names, multiplied by what patterns may have to do for each."""
+"""The most work in one step: bytes of names, multiplied by the work of the patterns for each byte."""
 
 _ANY = b"\xff"
-"""Stands for any name: in no pattern and in no name, so that only a `*` matches it."""
+"""A placeholder for any name. It occurs in no pattern and in no name, so that only a `*` matches it."""
 
 _EVERY_TOPIC = b"persistent://" + b"/".join([_ANY] * 3)
 
 
 class Action(Enum):
-    """What somebody may do to a topic."""
+    """An action of a caller on a topic."""
 
     PUBLISH = "publish"
     READ = "read"
@@ -45,27 +45,27 @@ class Action(Enum):
     OBSERVE = "observe"
     ADMINISTER = "administer"
     ATTACH = "attach"
-    """To be the broker whose log the topic's is: all producer names of it."""
+    """Attach as the broker that has the topic's log, with all its producer names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Allows or denies the actions to the subjects, on the topics: publishing under some producer names, moving some
-    cursors."""
+    """A rule that allows or denies the actions to the subjects, on the topics. It may be limited to some producer names
+    for publishing, and to some cursors for reading."""
 
     name: str
-    """As an operator finds it: what it is called, or its kind and place in the file."""
+    """The name by which an operator finds it: its `name`, or its kind and place in the file."""
     denies: bool
     subjects: tuple[str, ...]
     actions: frozenset[Action]
     topics: tuple[str, ...]
     producers: tuple[str, ...] = ("*",)
-    """It counts for publishing alone."""
+    """The producer names. They count only for publishing."""
     cursors: tuple[str, ...] = ("*",)
-    """It counts for reading alone: those that may be moved by who may read."""
+    """The cursors that readers may move. They count only for reading."""
 
     def names(self, action: Action) -> tuple[str, ...]:
-        """The patterns of names under which it is about this action."""
+        """Return the patterns of names to which the rule applies for this action."""
         match action:
             case Action.PUBLISH:
                 return self.producers
@@ -79,14 +79,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class RuleDecision:
-    """Whether it is allowed, and the rule that says so. None: no rule allows it."""
+    """Whether the action is allowed, and the deciding rule. None: no rule allows it."""
 
     is_allowed: bool
     rule: Rule | None
 
 
 class Granted:
-    """What the rules say of one caller and action on one topic: those that match, denials first."""
+    """The rules that apply to one caller and action on one topic, denials first."""
 
     def __init__(self, rules: Sequence[Rule], subject: str, action: Action) -> None:
         words = {SUBJECT: subject}
@@ -98,24 +98,24 @@ class Granted:
         patterns = {(rule.denies, pattern) for rule in rules for pattern in rule.names(action)}
         self._patterns = [(denies, Pattern(text, words)) for denies, text in sorted(patterns)]
         self.bytes_at_once = max(1, _WORK_AT_ONCE // max(1, sum(pattern.work for _, pattern in self._patterns)))
-        """So many bytes of names are judged in some milliseconds at most."""
+        """The number of bytes of names that are judged within a few milliseconds."""
 
     def under(self, name: bytes) -> RuleDecision:
-        """For one producer name, or one cursor."""
+        """Decide for one producer name, or one cursor."""
         for rule, patterns in self._rules:
             if any(pattern.matches(name) for pattern in patterns):
                 return RuleDecision(not rule.denies, rule)
         return RuleDecision(False, None)
 
     def under_any(self) -> RuleDecision:
-        """Under some name, which is still to be judged."""
+        """Decide for at least one name. The name itself must be judged later."""
         for rule, _ in self._rules:
             if not rule.denies or rule.is_of_all_names(self._action):
                 return RuleDecision(not rule.denies, rule)
         return RuleDecision(False, None)
 
     def are_allowed(self, raw: Bytes, spans: Int64s2) -> Uint8s:
-        """1 for each of the names at these places of a buffer that it is allowed for."""
+        """Return 1 for each allowed name, 0 for the others. `spans` are the places of the names in `raw`."""
         if self._is_denied or self._are_all_allowed:
             return np.full(len(spans), not self._is_denied, np.uint8)
         denied, allowed = np.zeros(len(spans), np.uint8), np.zeros(len(spans), np.uint8)
@@ -126,16 +126,16 @@ class Granted:
 
 
 class Rules:
-    """All rules. They never change: others take their place."""
+    """All rules of a file. They never change, but other rules may replace them."""
 
     def __init__(self, rules: Sequence[Rule] = ()) -> None:
-        # In the order of the file, but denials first: the first one that matches decides.
+        # In the order of the file, but denials first. The first rule that matches decides.
         in_order = sorted(rules, key=lambda rule: not rule.denies)
         self._rules = [(rule, [Pattern(text) for text in rule.subjects]) for rule in in_order]
         self._granted: dict[tuple[str, Action, str], Granted] = {}
 
     def on(self, subject: str, action: Action, topic: str) -> Granted:
-        """What they say of a topic, by its full name, as `_judged_as`."""
+        """Return the rules for a topic by its full name, as `_judged_as`."""
         key = subject, action, topic
         if (granted := self._granted.get(key)) is None:
             if len(self._granted) >= MAX_REMEMBERED:
@@ -149,12 +149,12 @@ class Rules:
         return granted
 
     def decide(self, subject: str, action: Action, topic: str, name: str | None = None) -> RuleDecision:
-        """Whether it is allowed under this producer name, or for this cursor; None: under some name."""
+        """Decide for this producer name, or this cursor; None: for at least one name."""
         granted = self.on(subject, action, topic)
         return granted.under_any() if name is None else granted.under(name.encode())
 
     def may_have_created(self, subject: str, topics: Sequence[str]) -> NDArray[np.bool_]:
-        """Which of these topics, by full names, it is allowed to create, be it as partitions of a topic."""
+        """Return for each of these topics (full names) whether the subject may create it, alone or as a partition."""
         denied, allowed = np.zeros(len(topics), np.uint8), np.zeros(len(topics), np.uint8)
         for names in (topics, [whole_of(topic) or topic for topic in topics]):
             raw, spans = joined([name.encode() for name in names])
@@ -164,26 +164,26 @@ class Rules:
         return allowed > denied
 
     def decide_namespace(self, subject: str, action: Action, namespace: str) -> RuleDecision:
-        """Whether it is allowed on every topic that the namespace has or may have."""
+        """Decide for every present and possible topic of the namespace."""
         topics = f"persistent://{namespace}/".encode()
         return self._decide_all(subject, action, topics + _ANY, topics)
 
     def decide_everything(self, subject: str, action: Action) -> RuleDecision:
-        """Whether it is allowed on every topic that there may be."""
+        """Decide for every possible topic."""
         return self._decide_all(subject, action, _EVERY_TOPIC, b"")
 
     def decide_anything(self, subject: str, action: Action) -> RuleDecision:
-        """Whether it is allowed on some topic that there may be."""
+        """Decide for at least one possible topic."""
         for rule in self._about(subject, action):
             if not rule.denies or _matches(rule.topics, _EVERY_TOPIC, subject):
                 return RuleDecision(not rule.denies, rule)
         return RuleDecision(False, None)
 
     def _decide_all(self, subject: str, action: Action, sample: bytes, prefix: bytes) -> RuleDecision:
-        """`sample` is matched by what matches all of these topics, and `prefix` is what they begin with."""
+        """Decide for a set of topics. A pattern that matches `sample` matches all of them; all begin with `prefix`."""
         for rule in self._about(subject, action):
             if rule.denies:
-                # One of them is enough. What it begins with tells whether there can be one.
+                # One denied topic is enough. The beginning of the pattern shows whether there can be one.
                 begins = [pattern.prefix for pattern in _patterns(rule.topics, subject)]
                 if any(one.startswith(prefix) or prefix.startswith(one) for one in begins):
                     return RuleDecision(False, rule)
@@ -201,10 +201,11 @@ class Rules:
 
 
 def _judged_as(topic: str, action: Action, denies: bool) -> tuple[str, ...]:
-    """The names by which a rule is about a topic. A partition is judged as the topic that it belongs to.
+    """Return the names by which a rule may match a topic. A partition is judged as its partitioned topic.
 
-    A topic of its own can have such a name too. It is created only by a rule that matches that very name, or whoever
-    may create one topic could create any number. A rule that denies the partitioned topic denies it too.
+    A separate topic can have a partition's name too. Only a rule that matches this very name allows its creation.
+    Otherwise a caller that may create one topic could create any number. A rule that denies the partitioned topic also
+    denies its creation.
     """
     whole = whole_of(topic)
     if whole is None:
@@ -215,7 +216,7 @@ def _judged_as(topic: str, action: Action, denies: bool) -> tuple[str, ...]:
 
 
 def _patterns(topics: Sequence[str], subject: str) -> list[Pattern]:
-    # A name with a `/` in it would make another tenant's or namespace's of the topic.
+    # A name with a `/` would change the tenant or the namespace in the topic's name.
     words = {SUBJECT: subject}
     return [Pattern(text, words) for text in topics if "/" not in subject or "${" + SUBJECT + "}" not in text]
 
@@ -224,12 +225,12 @@ def _matches(topics: Sequence[str], name: bytes, subject: str) -> bool:
     return any(pattern.matches(name) for pattern in _patterns(topics, subject))
 
 
-# -- Rules and shares as they stand in a file of TOML, read as a whole or not at all: docs/reference/rules.md.
+# -- Rules and shares in a TOML file. The file is read completely or not at all: docs/reference/rules.md.
 
 _ALL = "all"
 _OF_RULES = ("name", "subjects", "actions", "topics", "producers", "cursors")
 _OF_NAMES = {"producers": Action.PUBLISH, "cursors": Action.READ}
-"""Keys of rules that have this action alone."""
+"""Keys of rules that have only this action."""
 _OWN_NAMES = ("${sub}", "${sub}/*")
 _LIMITS = tuple(one.name for one in fields(CallerLimits))
 _KEYS = {"allow": _OF_RULES, "deny": _OF_RULES, "share": ("name", "subjects", *_LIMITS)}
@@ -241,7 +242,7 @@ _FULL_TOPIC = re.compile(r"persistent://(?:[\w.:=\-*/]|\$\{\w+\})+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class RulesFile:
-    """What a file says."""
+    """The contents of a file."""
 
     rules: Rules = field(default_factory=Rules)
     shares: tuple[CallerShare, ...] = ()
@@ -249,7 +250,7 @@ class RulesFile:
 
 
 class _Wrong(Exception):
-    """What is wrong, and where."""
+    """An invalid part of the file, and its place."""
 
 
 @contextmanager
@@ -261,12 +262,12 @@ def _within(where: str) -> Iterator[None]:
 
 
 def read_rules(path: Path) -> RulesFile:
-    """The rules and shares in a file. Raises INVALID_CONFIGURATION, which names the line and the rule."""
+    """Return the rules and shares in a file. Raises INVALID_CONFIGURATION, with the line and the rule."""
     try:
         text = read_named(path).decode()
         tables = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as e:
-        # A number of too many digits is none of the parser's own errors.
+        # Some errors are not the parser's own, such as a number with too many digits.
         why = e.strerror if isinstance(e, OSError) else e
         raise error("INVALID_CONFIGURATION", f"the rules file {path} cannot be read: {why}", key="rules_file") from e
     try:
@@ -288,11 +289,11 @@ def _read(tables: Mapping[str, Any], lines: Sequence[str]) -> RulesFile:
 
 
 def _each(tables: Mapping[str, Any], kind: str, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The tables of a kind, each with where it stands: so it is called, unless it says so itself."""
+    """Yield the tables of a kind, each with its place. The place is its name if it has none."""
     found = tables.get(kind, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise _Wrong(f"{kind} should be written [[{kind}]], once for each")
-    # The parser does not say where a table stands; its head does, unless text of several lines looks like one.
+    # The parser does not report a table's line. So look for its head, unless text of several lines looks like one.
     heads = [number for number, line in enumerate(lines, 1) if re.match(rf"\s*\[\[\s*{kind}\s*\]\]", line)]
     for place, table in enumerate(found, 1):
         line = f" (line {heads[place - 1]})" if len(heads) == len(found) else ""
@@ -314,7 +315,7 @@ def _rule(kind: str, table: Mapping[str, Any], where: str) -> Rule:
             actions,
             tuple(_topic(text, actions) for text in _patterns_of(table, "topics", SUBJECT)),
             _patterns_of(table, "producers", SUBJECT) if "producers" in table else every,
-            # Who may read is to move nobody else's, unless the rule says so.
+            # By default, a reader may move only its own cursors.
             _patterns_of(table, "cursors", SUBJECT) if "cursors" in table else every if kind == "deny" else _OWN_NAMES,
         )
 
@@ -373,7 +374,7 @@ def _patterns_of(table: Mapping[str, Any], key: str, *words: str) -> tuple[str, 
 
 
 def _topic(text: str, actions: frozenset[Action]) -> str:
-    """A pattern of topics, of full names, for a rule of these actions."""
+    """Return a pattern of full topic names, for a rule with these actions."""
     if text in _EVERYTHING:
         return text
     full = f"persistent://public/default/{text}" if _SHORT_TOPIC.fullmatch(text) else text

@@ -1,4 +1,4 @@
-"""Who makes a call, as the sidecar knows it."""
+"""The caller of a call, as the sidecar knows it."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -9,28 +9,29 @@ from urllib.parse import unquote
 OPERATOR = "operator"
 """The subject of the data directory's own token."""
 ANONYMOUS = "anonymous"
-"""Everybody, where `authentication = "none"`."""
+"""Every caller, with `authentication = "none"`."""
 RESERVED = frozenset({OPERATOR, ANONYMOUS})
-"""No other token and no certificate makes a subject of such a name."""
+"""No other token and no certificate can have such a subject."""
 
 MAX_NAME_BYTES = 255
 
 _NETWORK_BYTES = 8
-"""Of an IPv6 address: who has one has all that begin so."""
+"""The leading bytes of an IPv6 address. A client that has one address has all addresses with these bytes."""
 
 
 def can_be_name(name: str) -> bool:
-    """Whether somebody may be called so: 1 to 255 bytes that can be printed."""
+    """Return whether a subject may have this name: 1 to 255 bytes that can be printed."""
     return name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
 
 
 def host_of(address: str) -> str:
-    """A peer's address, as gRPC writes it, without its port: another connection of the same client is no other one."""
+    """Return a peer's address in gRPC's form without its port, so that all connections of a client have the same
+    one."""
     return address.rpartition(":")[0] if address.startswith("ipv") else address.partition(":")[0]
 
 
 def network_of(address: str) -> str:
-    """The host, or of IPv6 the network that it can have any address of."""
+    """Return the host; for IPv6, the network in which the host can have any address."""
     host = host_of(address)
     if not host.startswith("ipv6:"):
         return host
@@ -46,20 +47,20 @@ def network_of(address: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Who makes a call, and by what that is known."""
+    """The caller, and the kind of credential that identifies it."""
 
     name: str
-    """Empty for one who is not known, who may ask for the health of the whole alone."""
+    """Empty for an unknown caller, who may ask only for the health of the whole."""
     kind: Literal["token", "jwt", "certificate", "nobody"]
-    """`token` is that of the data directory."""
+    """`token` is the token of the data directory."""
     expires_at_seconds: float | None
-    """Unix time, of a token that expires."""
+    """Unix time, if the token expires."""
     address: str
     """The caller's end of the connection, as gRPC writes it."""
 
     @property
     def is_unrestricted(self) -> bool:
-        """Whether no rule is asked: the operator, and everybody where nobody is asked who they are."""
+        """Whether no rules apply: to the operator, and to every caller without authentication."""
         return self.kind == "token" or (self.kind == "nobody" and self.name == ANONYMOUS)
 
 
@@ -67,7 +68,7 @@ _caller: ContextVar[Subject] = ContextVar("caller")
 
 
 def caller() -> Subject:
-    """Who makes the call that is being handled. A task that a handler makes has the same caller, however long it lives.
+    """Return the caller of the present call. Tasks that a handler starts keep this caller for their whole life.
 
     Raises LookupError outside of a call.
     """
@@ -75,5 +76,5 @@ def caller() -> Subject:
 
 
 def set_caller(subject: Subject) -> None:
-    """From now on the caller of this task, and of those that it makes, is this one."""
+    """Set the caller of this task, and of tasks that it starts later."""
     _caller.set(subject)

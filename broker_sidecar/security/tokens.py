@@ -1,7 +1,7 @@
-"""The tokens that callers show: the data directory's own, and those that somebody signs who is trusted.
+"""The tokens that callers show: the data directory's own token, and tokens with a trusted signature.
 
-`SignedTokens` checks JSON Web Tokens, and `RefusedTokens` remembers those that were bad; `OwnToken` is the one in the
-file that `make` makes. `Authentication` asks both.
+`SignedTokens` checks JSON Web Tokens, and `RefusedTokens` remembers the invalid ones. `OwnToken` is the token in the
+file that `make` writes. `Authentication` uses both.
 """
 
 import hashlib
@@ -33,20 +33,20 @@ from seqdedupe.store.directories import whole_of
 
 logger = logging.getLogger("seqdedupe.security")
 
-# -- Tokens that were refused: who shows the same one again and again costs no signature check.
+# -- Refused tokens. A caller that shows the same token repeatedly costs no signature check.
 
 MAX_HOSTS = 1_024
-"""Of which tokens are remembered; the one that showed none for the longest time makes room."""
+"""The most hosts whose tokens are remembered. The host that showed none for the longest time makes room."""
 
 MAX_TOKENS = 16
-"""Remembered of one host: what it shows pushes out nothing that others have shown."""
+"""The most tokens remembered for one host. So its tokens displace none of other hosts."""
 
 MAX_WHY_LETTERS = 200
-"""Kept of why a token was refused: some of it is what the token says."""
+"""The most characters kept of the reason of a refusal. A part of it comes from the token."""
 
 
 class _Refusal(NamedTuple):
-    """Numbers and text alone. An error would hold, by its traceback, all that the refused call had."""
+    """A refusal as numbers and text. An error would keep all objects of the refused call alive by its traceback."""
 
     reason: str
     why: str
@@ -56,14 +56,14 @@ class _Refusal(NamedTuple):
 
 
 class RefusedTokens:
-    """Why tokens were refused, by who showed them and the token's digest. Bounded, whatever comes."""
+    """The refusals by host and digest of the token. The memory is limited."""
 
     def __init__(self) -> None:
         self._of_hosts: OrderedDict[str, OrderedDict[bytes, _Refusal]] = OrderedDict()
 
     def check(self, token: bytes, address: str, now_seconds: float) -> None:
-        """Raises what this token was refused with, when it was shown from there."""
-        # Nearly always there is nothing: a digest is for those who have shown something bad.
+        """Raise the same error as before if this token was refused from this host."""
+        # Usually nothing is known of the host. The digest is computed only for hosts that have shown an invalid token.
         if (tokens := self._of_hosts.get(host := network_of(address))) is None:
             return
         if (refusal := tokens.get(digest := _digest(token))) is None:
@@ -73,11 +73,11 @@ class RefusedTokens:
             return
         tokens.move_to_end(digest)
         self._of_hosts.move_to_end(host)
-        # Kept in a variable, it would keep what the refused call had.
+        # An error kept in a variable would keep the objects of the refused call alive.
         raise error(refusal.reason, refusal.why, **refusal.numbers)
 
     def add(self, token: bytes, address: str, e: SeqdedupeError, since_seconds: float, until_seconds: float) -> None:
-        """From now on it is refused so. Where the clock says an earlier or a later time, it is looked at anew."""
+        """Refuse the token with this error from now on. At a time outside the interval it is checked again."""
         host = network_of(address)
         tokens = self._of_hosts.setdefault(host, OrderedDict())
         self._of_hosts.move_to_end(host)
@@ -89,7 +89,7 @@ class RefusedTokens:
             tokens.popitem(last=False)
 
     def clear(self) -> None:
-        """Forgets all of them: other keys are taken."""
+        """Forget all refusals, because other keys are accepted now."""
         self._of_hosts.clear()
 
 
@@ -97,26 +97,27 @@ def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
-# -- Tokens that somebody signs who is trusted (JSON Web Tokens): the role is `sub`, as in Pulsar.
+# -- Tokens with a trusted signature (JSON Web Tokens): the role is `sub`, as in Pulsar.
 
 ALGORITHMS = {("OKP", "Ed25519"): "EdDSA", ("EC", "P-256"): "ES256", ("RSA", None): "RS256"}
-"""By the type and curve of a key: that of a token is its key's, whatever its header says."""
+"""The algorithms by a key's type and curve. The key decides the algorithm, not the token's header."""
 
 LEEWAY_SECONDS = 5
-"""So far the clocks of who signs and who checks may be apart. A token is taken for so long after its end, too."""
+"""The largest difference between the clocks of signer and checker. A token is also accepted for this time after its
+end."""
 
 MAX_REMEMBERED = 1024
-"""Tokens whose signature need not be checked again."""
+"""The most tokens whose verified signature is remembered."""
 
 EARLY_SECONDS = 1.0
-"""So often a token is looked at again that is not valid yet."""
+"""The interval after which a token that is not valid yet is checked again."""
 
 _LATEST_SECONDS = 253_402_300_799
 """The end of the year 9999."""
 
 
 class PublicKey(jwt.PyJWK):
-    """One that a file says; equal to what the same words have made before."""
+    """A public key of a file. It is equal to another key with the same text."""
 
     def __init__(self, said: dict[str, Any], algorithm: str) -> None:
         super().__init__(said, algorithm)
@@ -134,17 +135,17 @@ Keys = Mapping[str, PublicKey]
 
 
 class Claims(NamedTuple):
-    """What a valid token says."""
+    """The contents of a valid token."""
 
     subject: str
     expires_at_seconds: float
-    """Unix time, from which it is not taken any more."""
+    """The Unix time from which the token is not accepted."""
     issued_at_seconds: float
     """Unix time; `-inf` if the token does not say."""
 
 
 def read_keys(path: Path) -> Keys:
-    """The public keys in a JSON Web Key Set. Raises INVALID_CONFIGURATION."""
+    """Return the public keys in a JSON Web Key Set. Raises INVALID_CONFIGURATION."""
     try:
         found = json.loads(read_named(path))["keys"]
         keys = {key["kid"]: _public_key(key) for key in found}
@@ -153,14 +154,14 @@ def read_keys(path: Path) -> Keys:
     except OSError as e:
         raise _unusable(path, f"cannot be read: {e.strerror}") from e
     except (ValueError, TypeError, KeyError, RecursionError, jwt.PyJWTError) as e:
-        # What else these say may have a key in it.
+        # The text of other errors may contain a key.
         why = str(e) if type(e) is ValueError else type(e).__name__
         raise _unusable(path, f"is no set of public keys (JWKS): {why}") from e
     return keys
 
 
 def _public_key(key: dict[str, Any]) -> PublicKey:
-    """Raises ValueError with what is wrong; TypeError, KeyError, PyJWTError."""
+    """Return the key. Raises ValueError with the reason if it is invalid; TypeError, KeyError, PyJWTError."""
     if "d" in key:
         raise ValueError("one of the keys is private; whoever can read it can make tokens")
     algorithm = ALGORITHMS.get((key["kty"], key.get("crv")))
@@ -178,10 +179,10 @@ def _unusable(path: Path, why: str) -> SeqdedupeError:
 
 
 def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float = math.inf) -> Claims:
-    """What the token says, if it is signed by one of the keys, for this audience, and valid now and for no longer in
-    all than that.
+    """Return the contents of a token with a valid signature for this audience.
 
-    Raises UNAUTHENTICATED, TOKEN_EXPIRED. Of a token that is signed and for this audience, the error names the subject.
+    The token must be valid now, and its whole lifetime must not exceed `max_lifetime_seconds`. Raises UNAUTHENTICATED,
+    TOKEN_EXPIRED. If the token is signed and for this audience, the error names the subject.
     """
     try:
         key = keys.get(jwt.get_unverified_header(token).get("kid", ""))
@@ -219,7 +220,7 @@ def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float 
 
 
 class SignedTokens:
-    """Checks tokens against the keys as they are now."""
+    """Checks tokens against the present keys."""
 
     def __init__(
         self,
@@ -228,7 +229,7 @@ class SignedTokens:
         on_change: Callable[[], None],
         max_lifetime_seconds: float = math.inf,
     ) -> None:
-        """Raises INVALID_CONFIGURATION."""
+        """Read the file. Raises INVALID_CONFIGURATION."""
         self._audience = audience
         self._max_lifetime_seconds = max_lifetime_seconds
         self._verified: dict[bytes, Claims] = {}
@@ -242,11 +243,11 @@ class SignedTokens:
         self._on_change()
 
     def claims_of(self, token: bytes, address: str, now_seconds: float) -> Claims:
-        """What a valid token says that is shown from there. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
+        """Return the contents of a valid token, shown from this address. Raises UNAUTHENTICATED, TOKEN_EXPIRED."""
         claims = self._verified.get(token)
         if claims is not None and now_seconds < claims.expires_at_seconds:
             return claims
-        # It may be signed with a key that was added just now.
+        # The token may be signed with a key that has just been added.
         self.watched.look(at_once=True)
         self._refused.check(token, address, now_seconds)
         try:
@@ -262,8 +263,9 @@ class SignedTokens:
         return claims
 
     def credentials(self, now_seconds: float) -> list[Credential]:
-        """The valid tokens that were shown: the latest of each subject. If there are more than `MAX_SUBJECTS`, those
-        with the smallest part of their lifetime left. For any thread."""
+        """Return the valid tokens that were shown: the latest of each subject. May be called from any thread.
+
+        If there are more than `MAX_SUBJECTS`, return those with the smallest remaining part of their lifetime."""
         latest: dict[str, Validity] = {}
         for subject, ends_seconds, starts_seconds in list(self._verified.values()):
             known = latest.get(subject)
@@ -278,32 +280,32 @@ class SignedTokens:
         return heapq.nsmallest(MAX_SUBJECTS, found, key=part_left)
 
 
-# -- The data directory's own token: who can read its file may do everything.
+# -- The data directory's own token. A caller that can read its file may do everything.
 
 
 TOKEN_FILE = "token"
 TOKEN_BYTES = 32
-"""Of chance in a token that is made here. The file has it in 43 letters of base64."""
+"""The number of random bytes in a generated token. In the file they take 43 letters of base64."""
 
 MIN_TOKEN_LETTERS = 16
 
 _UNWANTED = 0o037
-"""In the file's mode: its group may read it, if somebody has said so; nobody else."""
+"""The forbidden bits of the file's mode. Its group may have the right to read it; others may have no right."""
 
 
 def path_of(data_directory: Path) -> Path:
-    """The token's file. All workers of a data directory have one."""
+    """Return the path of the token's file. All workers of a data directory share it."""
     return (whole_of(data_directory) or data_directory) / TOKEN_FILE
 
 
 def make(data_directory: Path) -> Path:
-    """Makes the token if there is none; it is whole and durable on return. Returns its file. Raises OSError."""
+    """Make the token if there is none; it is complete and durable on return. Return its file. Raises OSError."""
     path = path_of(data_directory)
     if not os.path.lexists(path):
         new = path.with_name(f"{TOKEN_FILE}.{secrets.token_hex(4)}.new")
         write_synced(new, f"{secrets.token_urlsafe(TOKEN_BYTES)}\n".encode())
         try:
-            # Unlike renaming it takes no other one's place.
+            # Unlike a rename, a link does not replace an existing file.
             os.link(new, path)
         except FileExistsError:
             pass
@@ -314,7 +316,7 @@ def make(data_directory: Path) -> Path:
 
 
 def tell(data_directory: Path, log_format: str) -> None:
-    """Says how clients get it: as a line for a shell, where a person reads."""
+    """Tell people how clients get the token: a shell command on a terminal or in text logs, otherwise a log entry."""
     line = f"export SEQDEDUPE_TOKEN_FILE={shlex.quote(str(path_of(data_directory).absolute()))}"
     if log_format == "text" or sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
@@ -323,7 +325,7 @@ def tell(data_directory: Path, log_format: str) -> None:
 
 
 def read(path: Path) -> bytes:
-    """The token in the file. Raises INVALID_CONFIGURATION."""
+    """Return the token in the file. Raises INVALID_CONFIGURATION."""
     try:
         with open_named(path) as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -347,10 +349,10 @@ def _unusable_file(path: Path, why: str, hint: str) -> SeqdedupeError:
 
 
 class OwnToken:
-    """The token as it is now, and the one before it, whose bearers have to read the file again."""
+    """The present token, and the previous one. Clients with the previous token must read the file again."""
 
     def __init__(self, path: Path, on_change: Callable[[], None]) -> None:
-        """Raises INVALID_CONFIGURATION."""
+        """Read the file. Raises INVALID_CONFIGURATION."""
         self._former = b""
         self._now = b""
         self._path = path
@@ -363,10 +365,10 @@ class OwnToken:
         return token
 
     def is_shown(self, token: bytes) -> bool:
-        """Whether this is the token. Raises TOKEN_EXPIRED if it is the one before it."""
+        """Return whether this is the token. Raises TOKEN_EXPIRED if it is the previous one."""
         if hmac.compare_digest(token, self._now):
             return True
-        # Who has read the file just now may be the first to tell that it has changed.
+        # A client that has just read the file may be the first to show that it has changed.
         self.watched.look(at_once=True)
         if hmac.compare_digest(token, self._now):
             return True

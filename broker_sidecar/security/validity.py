@@ -1,7 +1,7 @@
-"""How long credentials are valid, for metrics and alerts; and whose tokens are shown after they have expired.
+"""The validity of credentials, for metrics and alerts, and the subjects that still show expired tokens.
 
-`Credential` is one of them: a certificate, a list of revoked certificates, a caller's token. `ExpiredTokens` counts and
-logs the calls that show an expired token.
+A `Credential` is a certificate, a list of revoked certificates, or a caller's token. `ExpiredTokens` counts and logs
+the calls that show an expired token.
 """
 
 import logging
@@ -17,60 +17,61 @@ from seqdedupe.errors import SeqdedupeError
 logger = logging.getLogger("seqdedupe.security")
 
 MAX_SUBJECTS = 100
-"""Subjects of tokens that have series of their own: of valid tokens, and of expired ones that are still shown."""
+"""The most subjects of tokens with separate metric series: of valid tokens, and of expired ones that are still shown.
+"""
 
 OTHER = "other"
-"""The other subjects whose expired tokens are shown, together."""
+"""All other subjects whose expired tokens are shown, together."""
 
 REPEAT_SECONDS = 600.0
-"""The log names a subject with an expired token once in this time."""
+"""The interval at which the log may name the same subject with an expired token again."""
 
 
 class Validity(NamedTuple):
-    """From when to when something is valid. Unix time; `-inf` where the beginning is not known."""
+    """The begin and end of a validity. Unix time; `-inf` if the beginning is unknown."""
 
     starts_seconds: float
     ends_seconds: float
 
 
 def of_certificates(certificates: Iterable[x509.Certificate]) -> Validity:
-    """The validity of the certificate that expires first. There has to be one."""
+    """Return the validity of the certificate that expires first. There must be at least one."""
     return soonest(
         Validity(one.not_valid_before_utc.timestamp(), one.not_valid_after_utc.timestamp()) for one in certificates
     )
 
 
 def soonest(validities: Iterable[Validity]) -> Validity:
-    """The one that ends first. There has to be one."""
+    """Return the validity that ends first. There must be at least one."""
     return min(validities, key=lambda one: one.ends_seconds)
 
 
 class Credential(NamedTuple):
-    """Something that a sidecar shows or believes, and how long it is valid."""
+    """A credential that a sidecar shows or trusts, and its validity."""
 
     kind: str
     """`server_certificate`, `client_authority`, `revocation_list` or `token`."""
     subject: str
-    """Whose token it is. Empty for all else."""
+    """The subject of a token. Empty for other kinds."""
     validity: Validity
 
 
 class ExpiredTokens:
     """Calls that showed a token after its end, by the token's subject.
 
-    A subject counts only where the token's signature was verified, so a caller without a key writes nothing here. At
-    most `MAX_SUBJECTS` are told apart; the others count as `OTHER`.
+    A subject counts only if the token's signature was verified, so a caller without a key cannot add entries. At most
+    `MAX_SUBJECTS` are counted separately; all others count as `OTHER`.
     """
 
     def __init__(self, now_seconds: Callable[[], float] = time.monotonic) -> None:
         self._now_seconds = now_seconds
         self.calls: dict[str, int] = {OTHER: 0}
-        """By subject. Only ever rises."""
+        """By subject. Counts only rise."""
         self._logged: dict[str, tuple[float, int]] = {}
-        """By subject: when the log may name it again, and how many calls there were when it did."""
+        """By subject: the time at which the log may name it again, and the number of calls when it last did."""
 
     def add(self, e: SeqdedupeError, address: str) -> None:
-        """Counts a refused call, if an expired token is why; the log names the subject, not each time."""
+        """Count a call that was refused because of an expired token. The log names the subject, but not each time."""
         if e.reason != "TOKEN_EXPIRED" or (subject := e.numbers.get("subject")) is None:
             return
         name = subject if subject in self.calls or len(self.calls) <= MAX_SUBJECTS else OTHER

@@ -1,4 +1,4 @@
-"""Files that an operator may replace at any time, and what is made of them."""
+"""Files that an operator may replace at any time, and the values loaded from them."""
 
 import asyncio
 import logging
@@ -14,27 +14,27 @@ from seqdedupe.errors import SeqdedupeError
 logger = logging.getLogger("seqdedupe.security")
 
 LOOK_SECONDS = 1.0
-"""So often the files are looked at. A change is taken up when it was there at two looks: several files are replaced one
-after the other, and one may be read in mid-write."""
+"""The interval at which the files are checked. A change takes effect if two checks have found it: an operator replaces
+several files one after the other, and a file may be in the middle of a write."""
 
 REMIND_SECONDS = 600.0
-"""So often it is said again that the files cannot be used."""
+"""The interval at which the log repeats that the files cannot be used."""
 
 T = TypeVar("T")
 
 
 class Watched(Generic[T]):
-    """`value` is what `load` made of the files, and is made anew when one of them changes.
+    """`value` is the result of `load` for the files. It is loaded again when a file changes.
 
-    Files that cannot be used change nothing: `value` stays, `problem` says why, and so does the log.
+    Invalid files change nothing: `value` stays, `problem` has the reason, and the log repeats it.
     """
 
     def __init__(self, what: str, paths: Sequence[Path], load: Callable[[], T], on_change: Callable[[], None]) -> None:
-        """`on_change` is called when the value has become another one. Raises what `load` raises."""
+        """Load the value. `on_change` is called when a different value has been loaded. Raises the errors of `load`."""
         self.what = what
         self.problem: SeqdedupeError | None = None
         self.on_tried: Callable[[], None] = lambda: None
-        """Called when the files were read again, whatever came of it."""
+        """Called after each new attempt to read the files, with any outcome."""
         self._paths = paths
         self._load = load
         self._on_change = on_change
@@ -43,7 +43,7 @@ class Watched(Generic[T]):
         self.value = load()
 
     def look(self, *, at_once: bool = False) -> None:
-        """Takes up what had changed by the last look; `at_once`: by now."""
+        """Load the files if they changed before the previous look; with `at_once`, if they have changed by now."""
         signature = self._signature()
         if signature == self._tried:
             self._remind()
@@ -52,7 +52,7 @@ class Watched(Generic[T]):
         self._seen = signature
 
     def reload(self) -> None:
-        """Takes up what is there now."""
+        """Load the files as they are now."""
         self._tried = self._signature()
         former = self.value
         try:
@@ -78,7 +78,7 @@ class Watched(Generic[T]):
 
 
 def _signature_of(path: Path) -> tuple[int, ...] | None:
-    """Another one as soon as the file is another one or has changed; None: there is none."""
+    """Return a value that differs as soon as the file is replaced or changed; None if there is no file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -87,7 +87,7 @@ def _signature_of(path: Path) -> tuple[int, ...] | None:
 
 
 class Watching:
-    """All such files of a sidecar. `on_tried` is told what was read again."""
+    """All such files of a sidecar. `on_tried` is called with each one after an attempt to read it again."""
 
     def __init__(self, watched: Iterable[Watched[Any]], on_tried: Callable[[Watched[Any]], None]) -> None:
         self._watched = list(watched)
@@ -96,17 +96,17 @@ class Watching:
 
     @property
     def has_problem(self) -> bool:
-        """Whether some of them say something that is not in force."""
+        """Whether some files have contents that are not in force."""
         return any(one.problem is not None for one in self._watched)
 
     async def keep_looking(self) -> None:
-        """Looks at all of them again and again."""
+        """Look at all files repeatedly."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for one in self._watched:
                 one.look()
 
     def reload(self) -> None:
-        """Reads all of them again, changed or not."""
+        """Read all files again, changed or not."""
         for one in self._watched:
             one.reload()

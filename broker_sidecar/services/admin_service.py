@@ -1,8 +1,9 @@
 """AdminService: the calls about topics and their policies, and all others from the files of their groups.
 
-`CreateTopic` to `GetTopic`, the policies of topics and namespaces, `Snapshot` and `GetVersion` are here. Producers and
-single messages are in `producer_calls.py`, cursors in `read_service.py`, exports, imports and backups in
-`transfer_calls.py`, other sidecars and moves in `cluster_calls.py` and `arrival_calls.py`, the rest in `statistics.py`.
+This file has `CreateTopic` to `GetTopic`, the policies of topics and namespaces, `Snapshot` and `GetVersion`. Producers
+and single messages are in `producer_calls.py`, cursors in `read_service.py`, exports, imports and backups in
+`transfer_calls.py`. Other sidecars and moves are in `cluster_calls.py` and `arrival_calls.py`, the rest in
+`statistics.py`.
 """
 
 import asyncio
@@ -47,14 +48,14 @@ from seqdedupe.v1 import admin_pb2
 SERVICE = "seqdedupe.v1.AdminService"
 
 PAGE_TOPICS = 1_000
-"""In one answer."""
+"""The most topics in one answer."""
 
 CREATION_SECONDS = 20.0
-"""Whoever asks for a topic is told after so long that it is still being made: the clients wait for 30 seconds."""
+"""The time after which the answer says that the topic is still being created. The clients wait for 30 seconds."""
 
 
 class AdminService:
-    """The handlers of AdminService, by themselves or by group."""
+    """All handlers of AdminService: its own, and those of the groups."""
 
     def __init__(self, config: Config, data: Data, streams: Streams, guard: Guard, statistics: Statistics) -> None:
         self._topics = data.all_topics
@@ -137,7 +138,7 @@ class AdminService:
         return admin_pb2.GetTopicResponse(topic=self._topic(full))
 
     def _topic(self, name: str) -> admin_pb2.Topic:
-        """A topic by its full name, as it is now. Raises TOPIC_NOT_FOUND."""
+        """Return a topic by its full name, as it is now. Raises TOPIC_NOT_FOUND."""
         if self._topics.registry.is_being_made(name):
             raise self._topics.ownership.missing(name)
         if name in self._topics.partitions:
@@ -215,7 +216,7 @@ class AdminService:
         return admin_pb2.RemoveNamespacePolicyResponse(policy=policy, applied=applied)
 
     def _policy_in(self, message: admin_pb2.TopicPolicy) -> Policy:
-        """What a request sets, which has to be something."""
+        """Return the values that a request sets; there must be at least one."""
         policy = Policy.of_request(message)
         if policy == Policy():
             raise error("INVALID_REQUEST", "policy is missing or sets nothing: say at least one value")
@@ -227,8 +228,9 @@ class AdminService:
 
 
 async def in_time(name: str, creation: Awaitable[object]) -> None:
-    """Waits for a topic that is being made. Raises RECOVERING if that takes long: it goes on, and whoever asks again
-    waits for it again."""
+    """Wait for a topic that is being created.
+
+    Raises RECOVERING if that takes long. The creation continues, and a repeated request waits for it again."""
     try:
         async with asyncio.timeout(CREATION_SECONDS):
             await creation
@@ -245,11 +247,11 @@ def _name(topic: TopicBase | Closed) -> str:
     return topic.record.name if isinstance(topic, Closed) else topic.name
 
 
-# -- What a CreateTopic asks for.
+# -- The options of a CreateTopic.
 
 
 def _layout_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> Layout:
-    """The layout that is asked for. Raises INVALID_REQUEST."""
+    """Return the requested layout. Raises INVALID_REQUEST."""
     value = request.entry_format
     for field, is_given in (("entry_format", value != admin_pb2.ENTRY_FORMAT_UNSPECIFIED), ("schema", request.schema)):
         if is_given and log is not LogKind.PULSAR:
@@ -262,7 +264,7 @@ def _layout_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> Layout:
 
 
 def _mode_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> bool:
-    """Whether a topic of deduplication IDs is asked for. Raises INVALID_REQUEST."""
+    """Return whether the request is for a topic of deduplication IDs. Raises INVALID_REQUEST."""
     mode = request.deduplication_mode
     if mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         if log is not LogKind.EMBEDDED:
@@ -277,7 +279,7 @@ def _mode_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> bool:
 
 
 def _route_of(request: admin_pb2.CreateTopicRequest) -> DeduplicationRoute | None:
-    """By what messages are to find their partitions; None where nothing is to be found. Raises INVALID_REQUEST."""
+    """Return how messages find their partitions; None if there is no choice. Raises INVALID_REQUEST."""
     by_id = request.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
     if by_id and request.partitions:
         try:

@@ -1,11 +1,10 @@
 """A topic that comes from another sidecar: the calls ReceiveTopic and SettleMove.
 
-Begin with `ArrivalCalls`. `Coming` is what has come of a topic, until it is one of this sidecar, or nothing is left of
-it.
+Begin with `ArrivalCalls`. `Coming` is an arriving topic. It ends as a topic of this sidecar, or without a trace.
 
-The log is written beside the logs, where no start looks, and the snapshot into the store, of an incarnation that is
-no topic of this sidecar. It is read before the other one stops taking messages: what came after it is read from the
-log. The topic is this sidecar's from the moment that its record says so, and not before.
+The log is written next to the other logs, where no start of the sidecar looks. The snapshot is written into the store
+under an incarnation that is no topic of this sidecar. It is read before the other sidecar stops taking messages; later
+messages are read from the log. The topic belongs to this sidecar from the moment that its record says so.
 """
 
 import asyncio
@@ -53,9 +52,9 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Coming:
-    """One that comes. What writes it is done by one thread, in order, whoever waits for it.
+    """An arriving topic. One thread does all its writes in order, even if the caller no longer waits.
 
-    coming ── all of it is here, and nobody asked what became of it ──> taken: its record says so
+    coming ── all of it is here, and no sidecar asked for its outcome ──> taken: its record says so
        └── anything else ──> dropped: nothing is left of it
     """
 
@@ -64,29 +63,30 @@ class Coming:
     snapshot: IncomingSnapshot
     stream: Stream
     receiver: bytes = b""
-    """What whoever gives it was answered: which data directory this is, and which move."""
+    """The answer to the sending sidecar: the identity of this data directory, and the move."""
     stored: RestoredState | None = None
-    """The snapshot, once all of it has come."""
+    """The snapshot, once it has arrived completely."""
     is_taken: bool = False
-    """It is being made this sidecar's, whatever becomes of the call."""
+    """Whether this sidecar is taking the topic. It continues even if the call ends."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "seqdedupe-arriving"))
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Raises MOVE_FAILED where that raises OSError: the disk is full, for example."""
+        """Run `work` in the thread. Raises MOVE_FAILED if it raises OSError, for example because the disk is full."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
         except OSError as e:
             raise error("MOVE_FAILED", f"topic {self.record.name} cannot be written here: {e}") from e
 
     async def read(self, kind: TopicKind[Topic]) -> RestoredState:
-        """All of the snapshot has come, unless it was said before. Raises what is wrong with it, STORE_UNAVAILABLE."""
+        """Return the complete snapshot; read it at the first call. Raises the reason if it is invalid,
+        STORE_UNAVAILABLE."""
         if self.stored is None:
             await self.snapshot.finish()
             self.stored = await kind.load(self.record)
         return self.stored
 
     def end(self, topics: Topics[Topic]) -> None:
-        """Unless it is a topic by now nothing is left of it, soon, or after the next start."""
+        """Remove everything, soon or after the next start, unless it is a topic by now."""
         if topics.is_draining:
             self._thread.shutdown(wait=False)
         else:
@@ -101,10 +101,10 @@ class Coming:
 
     async def _is_dropped(self, store: Store) -> bool:
         try:
-            # First what takes room: a full disk takes no removal from the store. The folder goes last, for it says that
-            # there is something; while it is there none of this incarnation comes.
+            # Messages go first, because a full disk allows no removal from the store. The folder goes last, because it
+            # shows that something is left. While it exists, no topic with this incarnation can arrive.
             await self.run(self.arrival.remove_messages)
-            # Known by now: what a call that was given up had the thread do is done.
+            # This is known now: the thread has finished the work of an abandoned call.
             if not self.arrival.has_begun:
                 return True
             await store.remove_snapshot(self.record.incarnation)
@@ -116,11 +116,11 @@ class Coming:
 
 
 SILENT_SECONDS = 60.0
-"""So long the other sidecar may say nothing: it may wait for its disk, and copies while its clients leave it time."""
+"""The longest silence of the other sidecar. It may wait for its disk, and copies while its clients leave it time."""
 
 
 class ArrivalCalls:
-    """The handlers. Only a sidecar with logs of its own takes topics, and none that has some shards alone."""
+    """The handlers. Only a sidecar with its own logs takes topics, and not if it has only some of the shards."""
 
     def __init__(self, data: Data, streams: Streams, guard: Guard) -> None:
         self._logs = data.logs if data.peers is None else None
@@ -131,15 +131,16 @@ class ArrivalCalls:
         self._under_way: dict[str, Coming] = {}
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
-        """By the name of the call."""
+        """Return the handlers by the name of the call."""
         return {
             "ReceiveTopic": grpc.stream_stream_rpc_method_handler(self._streams.handler(self._receive_topic)),
             "SettleMove": unary(admin_pb2.SettleMoveRequest, self._settle_move),
         }
 
     def check_is_known(self, name: str) -> None:
-        """Raises RECOVERING if a topic of this name has come from a sidecar that need not know yet that it is here: if
-        it was deleted, or given on, that one would take it again."""
+        """Raise RECOVERING if the sidecar from which this topic came may not know yet that it is here.
+
+        If the topic were deleted or moved on now, that sidecar would take it again."""
         record = self._topics.registry.record(name) if self._topics is not None else None
         if self._logs is not None and record is not None and self._logs.has_arrived(record.incarnation):
             raise error("RECOVERING", f"the sidecar that topic {name} came from does not know yet that it is here")
@@ -150,20 +151,21 @@ class ArrivalCalls:
         return self._logs, self._topics
 
     async def _receive_topic(self, _requests: object, _context: Context, stream: Stream) -> None:
-        """The topic is this sidecar's, and serves, when the last answer is written:
+        """Receive a topic. This sidecar has it and serves it when the last answer is written:
 
-        1. The first message says which topic comes. No other of that name comes meanwhile.
-        2. The other sidecar is answered which data directory this is, and which move.
-        3. Parts of the log and pieces of the snapshot come. The snapshot is read when all of it is here.
-        4. The topic's record says that it is this sidecar's, unless it was asked meanwhile what became of it.
+        1. The first message names the topic. No other topic of that name can arrive meanwhile.
+        2. The answer identifies this data directory, and the move.
+        3. Parts of the log and pieces of the snapshot arrive. The snapshot is read when it is complete.
+        4. The topic's record says that it is this sidecar's, unless the other sidecar has meanwhile asked for the
+           outcome.
 
-        Whatever goes wrong up to 3 leaves nothing of it.
+        A failure up to step 3 leaves nothing of the topic.
         """
         logs, topics = self._own()
         head = parse_small(admin_pb2.ReceiveTopicRequest, await stream.read_first() or b"").head
         self._permissions.check_topic(Action.ADMINISTER, topic_name(head.topic))
         coming = self._begun(logs, topics, head, stream)  # 1
-        # It does not give way to another stream.
+        # This stream does not give way to another one.
         stream.frames_in_flight += 1
         try:
             coming.receiver = bytes.fromhex(await coming.run(logs.receiver)) + secrets.token_bytes(MOVE_BYTES)
@@ -182,7 +184,7 @@ class ArrivalCalls:
                     raise error("INVALID_REQUEST", "a part of the snapshot came after its end")
                 else:
                     await coming.snapshot.add(request.snapshot)
-            # One of an earlier version has not said that the snapshot has ended.
+            # A sidecar of an earlier version does not report the end of the snapshot.
             stored = await coming.read(topics.kind)
             async with self._trail.change("ReceiveTopic", f"topic: {coming.record.name}"):
                 await self._finish(logs, topics, coming, stored, request.end.next_index)  # 4
@@ -194,8 +196,10 @@ class ArrivalCalls:
                 coming.end(topics)
 
     def _begun(self, logs: EmbeddedLogs, topics: Topics[Topic], head: Any, stream: Stream) -> Coming:
-        """Nobody else gives this one a topic of that name from now on. Raises TOPIC_EXISTS, TOO_MANY_TOPICS,
-        NEWER_FORMAT, OLDER_FORMAT, INVALID_REQUEST; MOVE_FAILED if it is coming already."""
+        """Begin an arrival. From now on no other sidecar can move a topic of that name here.
+
+        Raises TOPIC_EXISTS, TOO_MANY_TOPICS, NEWER_FORMAT, OLDER_FORMAT, INVALID_REQUEST; MOVE_FAILED if it is arriving
+        already."""
         name = topic_name(head.topic)
         if len(head.secret) != SECRET_BYTES:
             raise error("INVALID_REQUEST", f"the secret of a log has {SECRET_BYTES} bytes")
@@ -217,7 +221,7 @@ class ArrivalCalls:
         self, logs: EmbeddedLogs, topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int
     ) -> None:
         name = coming.record.name
-        # Who asks what became of it has taken it out, and it never comes to be; or finds it among those being made.
+        # SettleMove may have removed the entry. Then the topic is never taken. A later call finds it in creation.
         if self._under_way.pop(name, None) is not coming:
             raise error("MOVE_FAILED", f"topic {name} is not taken any more: it was asked what became of it")
         _check_is_free(logs, topics, coming.record)
@@ -250,7 +254,8 @@ class ArrivalCalls:
         if request.is_known:
             await asyncio.to_thread(log_folder.is_known, folder, request.receiver.hex())
         elif has_moved:
-            # Nobody gives one on whose giver does not know yet that it came: it was here before, and did not come back.
+            # A sidecar does not forward a topic until the sender has recorded that the topic arrived. So this topic
+            # was here before, and did not come back.
             return admin_pb2.SettleMoveResponse()
         elif log_folder.leaving_to(folder) is not None:
             raise error("MOVE_FAILED", f"topic {name} was given away here, too: who has it is being found out")
@@ -260,7 +265,7 @@ class ArrivalCalls:
 
 
 async def _next(stream: Stream) -> admin_pb2.ReceiveTopicRequest:
-    """What the other sidecar says next. Raises STREAM_IDLE if nothing comes, MOVE_FAILED where it has ended."""
+    """Return the other sidecar's next message. Raises STREAM_IDLE if nothing comes, MOVE_FAILED if it has ended."""
     try:
         async with asyncio.timeout(SILENT_SECONDS):
             data = await stream.read()
@@ -272,9 +277,8 @@ async def _next(stream: Stream) -> admin_pb2.ReceiveTopicRequest:
 
 
 async def _keep_from_who_had_it(topics: Topics[Topic], record: TopicRecord) -> None:
-    """Whoever removes what is left here of a topic that was given away, once all know where it is, removes nothing from
-    now on: it comes back."""
-    # One that nobody has used since the start says by then where it went.
+    """Make a pending removal of this moved topic's remains do nothing from now on, because the topic comes back."""
+    # A topic that was not used since the start is looked at now, so that its record shows where it went.
     await topics.waiting.use(record.name)
     async with topics.registry.locked(record.name) as entry:
         if entry.record is not None and entry.record.incarnation == record.incarnation:
@@ -282,7 +286,7 @@ async def _keep_from_who_had_it(topics: Topics[Topic], record: TopicRecord) -> N
 
 
 def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecord) -> None:
-    """Raises TOPIC_EXISTS and so on if the topic cannot be taken. One that was here before, and was moved, is free."""
+    """Raise TOPIC_EXISTS and other errors if the topic cannot be taken. The place of a moved topic is free."""
     name = record.name
     topics.check_takes_changes(name)
     topics.partitions.check_is_free(name)
@@ -298,10 +302,10 @@ def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecor
 
 
 async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int) -> Topic:
-    """Makes the topic this sidecar's, which serves it on return."""
+    """Make the topic this sidecar's own. On return, this sidecar serves it."""
 
     def check_is_whole(topic: Topic) -> None:
-        # What a crash may leave half-written nobody has sent.
+        # A crash may leave a half-written record. The other sidecar has not sent one.
         is_torn = isinstance(topic.log, EmbeddedLog) and topic.log.cut_bytes
         if is_torn or topic.confirmed_index != next_index:
             why = f"its log ends with index {topic.confirmed_index}, and should with {next_index}"
@@ -314,7 +318,7 @@ async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, ne
 
             async def put() -> None:
                 if former:
-                    # Where it went. Its record is another one by now.
+                    # Remove the note of where the topic went. Its record is another object by now.
                     await topics.kind.delete(coming.record.incarnation)
                 await coming.run(coming.arrival.finish, coming.receiver.hex())
 
@@ -326,8 +330,9 @@ async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, ne
 
 
 async def _forgotten(topics: Topics[Topic], record: TopicRecord) -> bool:
-    """One of this name that was here before, and has nothing left but where it went, is not known any more. Whether it
-    was of this incarnation: then that is still to be removed."""
+    """Forget a moved topic of this name, of which only the new place is stored.
+
+    Return whether it had the same incarnation. Then its place is still to be removed."""
     former = topics.registry.record(record.name)
     if former is None:
         return False
@@ -339,8 +344,9 @@ async def _forgotten(topics: Topics[Topic], record: TopicRecord) -> bool:
 
 
 async def _remove(topics: Topics[Topic], former: TopicRecord) -> None:
-    """Nothing is left of a topic that was moved, and is not among the records any more. Raises why that is not so yet:
-    it will be, and its incarnation stays taken until then."""
+    """Remove the rest of a moved topic that is no longer among the records.
+
+    Raises the reason if this fails now. It is tried again later, and its incarnation stays in use until then."""
     try:
         await topics.stored.remove(replace(former, state=TopicState.DELETING))
     except SeqdedupeError:

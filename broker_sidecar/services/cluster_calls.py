@@ -1,8 +1,8 @@
-"""The calls of AdminService about other sidecars, and topics that go from one to another.
+"""The calls of AdminService about other sidecars, and about topics that move from one to another.
 
-Begin with `ClusterCalls`: who there is, who is gone, who has a topic; moving one. In front of a Pulsar cluster a topic
-is given up and taken here (`Moves`). One on a sidecar's own log is given away by `cluster/departures.py`, and comes by
-the calls of `arrival_calls.py`.
+Begin with `ClusterCalls`: it lists sidecars, forgets lost ones, finds the owner of a topic and moves it. In front of a
+Pulsar cluster, `Moves` releases a topic here and waits until another sidecar takes it. A topic on a sidecar's own log
+is sent by `cluster/departures.py`, and received by the calls of `arrival_calls.py`.
 """
 
 import asyncio
@@ -32,20 +32,21 @@ logger = logging.getLogger("seqdedupe.server")
 # -- Moving a topic of a cluster from this sidecar to another one.
 
 AWAY_SECONDS = 2 * TAKE_SECONDS
-"""From a topic that was given up. Another sidecar must serve it within half of that, and a client waits longer."""
+"""The time for which this sidecar keeps away from a released topic. Another sidecar must serve it within half of that,
+and a client waits longer."""
 POLL_SECONDS = 0.1
 
 
 class Moves:
-    """Those that are under way. They go on when whoever asked for them has gone."""
+    """Moves in progress. They continue after their callers have disconnected."""
 
     def __init__(self) -> None:
         self._under_way: dict[str, asyncio.Task[str]] = {}
 
     async def move(self, topic: Topic, to: str, cluster: "LogCluster") -> str:
-        """Gives up a topic, unless it is to be where it is; answers at which address it is served then.
+        """Release a topic, unless it is already at `to`. Return the address at which it is served then.
 
-        Raises NOT_OWNER and why else it is not served here, INVALID_ADDRESS, MOVE_FAILED.
+        Raises NOT_OWNER and other reasons why it is not served here, INVALID_ADDRESS, MOVE_FAILED.
         """
         topic.check_serving()
         to = str(SidecarAddress.parse(to)) if to else ""
@@ -68,12 +69,12 @@ async def _move(topic: Topic, to: str, cluster: "LogCluster") -> str:
         why = "; ".join(said)
         raise error("MOVE_FAILED", f"topic {topic.name} was not moved, and is taken again here: {why}") from e
     finally:
-        # Keeping away ends. If nobody has the topic it is taken back by that, else it is seen who has it.
+        # End keeping away. If no sidecar has the topic, this takes it back; otherwise it shows who has the topic.
         topic.owner.wanted.set()
 
 
 async def _check_can_have(topic: Topic, address: str, others: Neighbours) -> None:
-    """Raises MOVE_FAILED unless the sidecar there knows this topic, and stands by."""
+    """Raise MOVE_FAILED unless the sidecar there knows this topic, and stands by."""
     try:
         known = await others.topic(address, topic.name)
     except SeqdedupeError as e:
@@ -87,9 +88,9 @@ async def _check_can_have(topic: Topic, address: str, others: Neighbours) -> Non
 
 
 async def _taken(topic: Topic, to: str, cluster: "LogCluster", said: list[str]) -> str:
-    """The address of the sidecar that serves the topic, when one does: the one at `to`, or (empty) whoever has it.
+    """Return the address of the sidecar that serves the topic, once one does: `to`, or if that is empty, any owner.
 
-    Raises why the one at `to` does not; `said` ends with what was heard last.
+    Raises the reason why the sidecar at `to` does not serve it. The last element of `said` is the last error.
     """
     while True:
         try:
@@ -98,14 +99,14 @@ async def _taken(topic: Topic, to: str, cluster: "LogCluster", said: list[str]) 
             return address
         except SeqdedupeError as e:
             said[1:] = [str(e)]
-            # It may have tried just before the topic was given up. Of several, another one may have it in the end.
+            # It may have tried just before the release. If `to` is empty, the owner may be another one in the end.
             if to and e.reason != "NOT_OWNER":
                 raise
         await asyncio.sleep(POLL_SECONDS)
 
 
 async def _next_owner(name: str, cluster: "LogCluster") -> str:
-    """The address of who has the topic, when another one does."""
+    """Return the address of the next owner of the topic, once another sidecar owns it."""
     while not (address := await cluster.owner_of(name)):  # noqa: ASYNC110 (nobody tells)
         await asyncio.sleep(POLL_SECONDS)
     return address
@@ -126,7 +127,7 @@ class ClusterCalls:
         self._moves = Moves()
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
-        """By the name of the call."""
+        """Return the handlers by the name of the call."""
         return {
             "GetShards": unary(admin_pb2.GetShardsRequest, self._get_shards),
             "ListSidecars": unary(admin_pb2.ListSidecarsRequest, self._list_sidecars),

@@ -1,4 +1,4 @@
-"""DedupeService: a broker with a log of its own, and its topics, an attachment a stream."""
+"""DedupeService: attachments of a broker with its own log to its topics, one stream for each attachment."""
 
 import asyncio
 import secrets
@@ -22,22 +22,22 @@ from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import dedupe_pb2
 
-# -- The messages of `DedupeService.Attach` as bytes: what a broker says, and its columns.
+# -- The messages of `DedupeService.Attach` as bytes: the steps of a broker, and their columns.
 
 MAX_CHECKS = 256
-"""In one message."""
+"""The most checks in one message."""
 
 MAX_FIELDS = 2 * MAX_CHECKS
-"""In one message, other steps and fields of newer brokers among them."""
+"""The most fields in one message. This includes other steps and fields of newer brokers."""
 
 SMALL_BYTES = 64 * 1024
-"""Whatever a message of this size holds, it can be parsed."""
+"""A message of at most this size can always be parsed, with any content."""
 
 
 def parse_steps(data: bytes) -> Any:
-    """The steps in a message, of the alias schema. Raises MALFORMED_MESSAGE, INVALID_REQUEST."""
+    """Return the steps in a message, of the alias schema. Raises MALFORMED_MESSAGE, INVALID_REQUEST."""
     if len(data) > SMALL_BYTES:
-        # 16 MiB hold millions of empty checks; parsed, they are half a gigabyte.
+        # 16 MiB can hold millions of empty checks, and parsed they take half a gigabyte.
         deque(field_tags(data, "an AttachRequest", MAX_FIELDS), 0)
     request = parse_columns(wire.AttachRequest, dedupe_pb2.AttachRequest, data)
     if len(request.checks) > MAX_CHECKS:
@@ -46,7 +46,7 @@ def parse_steps(data: bytes) -> Any:
 
 
 def columns_of(message: Any) -> Columns:
-    """The columns of a `Check` or `Replay`. Raises INVALID_REQUEST."""
+    """Return the columns of a `Check` or `Replay`. Raises INVALID_REQUEST."""
     lowest = values(message.sequence_ids, INT64, "sequence_ids")
     highest = lowest
     if message.highest_sequence_ids:
@@ -61,13 +61,14 @@ SERVICE = "seqdedupe.v1.DedupeService"
 MAX_TOKEN = 2**64 - 1
 
 MAX_UNSENT_BYTES = 256 * 1024
-"""Of a broker whose answers wait for so much, nothing more is taken until they are sent."""
+"""The most bytes of unsent answers. Above that, the sidecar reads no messages of the broker until it has sent them."""
 
 TRIM_NEWS_SECONDS = 0.1
-"""So long news of the trim position waits for an answer to go with: to a busy broker none goes alone."""
+"""The time for which news of the trim position waits, to be sent with an answer. To a busy broker it is never sent
+alone."""
 
 END_SECONDS = 1.0
-"""A client that reads nothing for so long is not told why its attachment ends."""
+"""The time to send the reason when an attachment ends. A client that does not read meanwhile does not get it."""
 
 
 class DedupeService:
@@ -99,7 +100,7 @@ class DedupeService:
         if not request.HasField("begin") or len(request.ListFields()) > 1:
             raise error("INVALID_REQUEST", "the first message is begin, alone and without a token")
         topic = await self._topic_of(topic_name(request.begin.topic))
-        # It holds the topic: it never gives way to another stream because nobody publishes.
+        # It holds the topic, so it never gives way to another stream, even if nobody publishes.
         stream.frames_in_flight += 1
         hold = _Hold(topic, stream, self._permissions)
         try:
@@ -111,12 +112,12 @@ class DedupeService:
             hold.close()
 
     async def _topic_of(self, name: str) -> AttachedTopic:
-        """The topic to attach, made if need be."""
-        # What it replays and reports is the truth of the whole topic, whatever names it says.
+        """Return the topic to attach. Create it if necessary."""
+        # Its replay and reports are the truth of the whole topic, for all producer names in them.
         self._permissions.check_topic(Action.ATTACH, name)
         await self._topics.waiting.use(name)
         if not self._topics.is_there(name):
-            # A broker's partition is no topic of its own: it is judged as the broker's topic, as for everything else.
+            # A broker's partition is no separate topic. As everywhere, the rules apply to the broker's topic.
             others = (one for one in self._topics.registry.names() if one != name)
             self._permissions.check_creates(whole_of(name) or name, others)
         return await self._topics.get_or_create(name)
@@ -125,8 +126,8 @@ class DedupeService:
 class _Hold:
     """One attachment, as messages of its stream.
 
-    One task writes, so that the end of the attachment, which cancels the other one, cuts no message off, and is the
-    last one.
+    Only one task writes. The end of the attachment cancels the other task, so it cuts no message off, and the end is
+    the last message.
     """
 
     def __init__(self, topic: AttachedTopic, stream: Stream, permissions: Permissions) -> None:
@@ -135,7 +136,7 @@ class _Hold:
         self._permissions = permissions
         self._token = secrets.randbelow(MAX_TOKEN) + 1
         self._held_bytes = 0
-        """For admissions in flight, of the memory that all clients share."""
+        """The memory for admissions in flight, as part of the memory that all clients share."""
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0
         self._news = asyncio.Event()
@@ -146,7 +147,7 @@ class _Hold:
         self._writer = unasked(self._send_all())
 
     async def serve(self) -> None:
-        """Answers what the broker says until it says no more. Raises why the attachment ends before that."""
+        """Answer the broker's messages until it ends its side. Raises the reason if the attachment ends before."""
         try:
             with self._stream.ending():
                 await self._answer_all()
@@ -178,7 +179,7 @@ class _Hold:
                 self._say(answer)
 
     async def _change(self, request: Any, answer: Any) -> None:
-        """Does all that a message says beside its checks."""
+        """Carry out all steps of a message except its checks."""
         topic, attachment = self._topic, self._attachment
         if request.HasField("register"):
             await self._register(request.register)
@@ -197,7 +198,8 @@ class _Hold:
             attachment.reset()
 
     async def _register(self, register: Any) -> None:
-        """Registers the names, some in one step of the event loop. What is invalid raises before the first of them."""
+        """Register the names, some in each step of the event loop. Invalid names raise an error before the first one is
+        registered."""
         topic, handle, column = self._topic, register.first_handle, column_of_names(register)
         starts = range(0, len(column.offsets) - 1, NAMES_A_STEP)
         parts = [Binary(column.offsets[first : first + NAMES_A_STEP + 1], column.data) for first in starts]
@@ -266,14 +268,14 @@ class _Hold:
             self._news.set()
 
     async def _send_all(self) -> None:
-        """Sends what is said, and where the trim position is, until nothing more comes."""
+        """Send the answers and the trim position until no more answers come."""
         while not self._has_ended or self._unsent:
             if not self._unsent:
                 await self._news.wait()
             self._news.clear()
             self._told_trim_position = self._topic.trim_position
             trim = wire.AttachResponse(trim_position=self._told_trim_position)
-            # Messages one after the other are one message.
+            # Concatenated messages are one message.
             data = b"".join((*self._unsent, trim.SerializeToString()))
             self._unsent.clear()
             self._unsent_bytes = 0
@@ -282,7 +284,8 @@ class _Hold:
                 await self._stream.write(data)
 
     async def tell_end(self, why: SeqdedupeError) -> None:
-        """Says why it ends, to a client that has room for it: what the status says is lost to one that is writing."""
+        """Send the reason of the end, if the client reads. A client that is writing would lose the reason in the
+        status."""
         end = wire.End(reason=why.reason, message=why.message, retry_delay_ms=why.retry_delay_ms)
         self._say(wire.AttachResponse(end=end))
         self._has_ended = True

@@ -1,4 +1,4 @@
-"""The calls of AdminService about a topic's producers, and about single messages of theirs."""
+"""The calls of AdminService about a topic's producers, and about single messages of the producers."""
 
 import secrets
 from typing import Any
@@ -21,11 +21,13 @@ from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
 PAGE_PRODUCERS = 1_000
-"""In one answer."""
+"""The most producers in one answer."""
 
 
 class ProducerCalls:
-    """The handlers. Messages are only in topics on the sidecar's own log, producers in all."""
+    """The handlers. Calls about messages need a topic on the sidecar's own log. Calls about producers work for all
+    topics.
+    """
 
     def __init__(self, data: Data, streams: Streams, permissions: Permissions) -> None:
         self._streams = streams
@@ -35,7 +37,7 @@ class ProducerCalls:
         self._pages = ProducerPages()
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
-        """By the name of the call."""
+        """Return the handlers by the name of the call."""
         call = self._streams.call
         return {
             "ListProducers": call(
@@ -48,15 +50,17 @@ class ProducerCalls:
         }
 
     async def _owned(self, name: str) -> Any:
-        """The topic, for what is said of its producers. Raises TOPIC_NOT_FOUND, or NOT_OWNER: what is known of them
-        here may be old."""
+        """Return the topic, for answers about its producers.
+
+        Raises TOPIC_NOT_FOUND. Raises NOT_OWNER if the topic is on another sidecar, because the state here may be
+        old."""
         topic = await find(self._all_topics, name)
         if topic.state is State.STANDBY:
             topic.check_may_go_on()
         return topic
 
     async def list_producers(self, request: admin_pb2.ListProducersRequest) -> admin_pb2.ListProducersResponse:
-        """See `ListProducers`. Raises what that answers, TOPIC_NOT_FOUND and NOT_OWNER among it."""
+        """Answer `ListProducers`. Raises its errors, among them TOPIC_NOT_FOUND and NOT_OWNER."""
         topic = await self._owned(request.topic)
         if not 0 <= request.limit <= PAGE_PRODUCERS:
             raise error("INVALID_REQUEST", f"limit is {request.limit}: it should be 0 to {PAGE_PRODUCERS}")
@@ -66,7 +70,7 @@ class ProducerCalls:
         )
 
     async def get_producer(self, request: admin_pb2.GetProducerRequest) -> admin_pb2.GetProducerResponse:
-        """See `GetProducer`. Raises what that answers, PRODUCER_NOT_FOUND among it."""
+        """Answer `GetProducer`. Raises its errors, among them PRODUCER_NOT_FOUND."""
         topic = await self._owned(request.topic)
         name = producer_name(request.producer_name)
         number = topic.producers.number(name)
@@ -94,7 +98,7 @@ class ProducerCalls:
     ) -> admin_pb2.GetMessageStateResponse:
         topic = await self._own_topic(request.topic)
 
-        # What it looks through in the log takes turns with what readers get.
+        # The search in the log takes turns with readers for memory.
         room = stream.reserve_in_turn
         if request.deduplication_id:
             found = await operations.state_by_id(topic, request.deduplication_id, room)
@@ -137,7 +141,7 @@ class ProducerCalls:
 
 
 def producer_proto(topic: TopicBase, name: bytes, number: int) -> admin_pb2.Producer:
-    """A producer as it is now."""
+    """Return a producer as it is now."""
     numbers = topic.producers.numbers[number]
     return admin_pb2.Producer(
         name=name.decode(),
@@ -147,7 +151,7 @@ def producer_proto(topic: TopicBase, name: bytes, number: int) -> admin_pb2.Prod
     )
 
 
-# -- Pages of a topic's producers, from one to the next by an opaque number, while names come and are forgotten.
+# -- Pages of a topic's producers. An opaque number leads to the next page, while names are added and forgotten.
 
 _NUMBER_BITS = 32
 _MASK = 2**31 - 1
@@ -157,19 +161,20 @@ Page = list[tuple[int, bytes]]
 
 
 class ProducerPages:
-    """Gives each page the place of the next one: the producer number, and of which numbering that is.
+    """Gives each page the place of the next one: the producer number, and an ID of the present numbering.
 
-    Numbers change when names of forgotten producers are freed, when a topic is opened again, and with the process.
+    The numbering changes when names of forgotten producers are freed, when a topic is opened again, and with the
+    process.
     """
 
     def __init__(self) -> None:
         self._numberings: WeakKeyDictionary[Producers, int] = WeakKeyDictionary()
 
     def page(self, producers: Producers, place: int, count: int) -> tuple[Page, int]:
-        """So many names from a place on (0: the first one), those of forgotten producers left out; and the next place,
-        0 at the end. A place of another numbering is that of the first name: none is ever left out.
+        """Return at most `count` names from a place on (0: the first name), and the next place; 0 at the end.
 
-        Raises INVALID_REQUEST.
+        Names of forgotten producers are omitted. With a place of another numbering, the pages begin again at the first
+        name, so that none is missed. Raises INVALID_REQUEST.
         """
         if place < 0:
             raise error("INVALID_REQUEST", f"offset is {place}: it should be 0, or the next_offset of a page")

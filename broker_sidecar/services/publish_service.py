@@ -1,4 +1,4 @@
-"""PublishService: sessions, and frames on their way to a topic and back."""
+"""PublishService: sessions, and frames from a client to a topic and their answers."""
 
 import asyncio
 import logging
@@ -38,37 +38,37 @@ logger = logging.getLogger("broker_sidecar.publish")
 # -- The messages of PublishService as bytes: frames in, answers out.
 
 MAX_FRAMES = 256
-"""In one message of a stream: they are admitted in one go, and others wait for their turn."""
+"""The most frames in one message of a stream. They are admitted together while other streams wait."""
 
 MAX_FIELDS = 2 * MAX_FRAMES
-"""In one message of a stream, the topic and fields of newer clients among them."""
+"""The most fields in one message of a stream. This includes the topic and fields of newer clients."""
 
-# What a receipt has in the end that is given early.
+# The last fields of an early receipt.
 _DURABLE_AT = struct.Struct("<Bq")
 
 _NO_BATCH_INDEX = b"\xff" * 4
 
 _NUMBER_BYTES = 9
-"""`Frame.number` with its tag."""
+"""The size of `Frame.number` with its tag."""
 
 
 def parse_publish(data: bytes) -> tuple[str, bytes]:
-    """Topic and batch of a unary request. Raises MALFORMED_MESSAGE."""
+    """Return topic and batch of a unary request. Raises MALFORMED_MESSAGE."""
     request = parse(wire.PublishRequest, data)
     if len(data) == _field_bytes(len(request.topic.encode())) + _field_bytes(len(request.batch)):
         return request.topic, request.batch
-    # A batch in several pieces is legal, protobuf merges them, but the alias schema shows only the last one. So a
-    # request that is not as long as its parts is read with the published schema.
+    # A batch may legally come in several pieces that protobuf merges, but the alias schema shows only the last piece.
+    # So a request that is longer than its visible parts is parsed again with the published schema.
     published = parse(publish_pb2.PublishRequest, data)
     return published.topic, published.batch.SerializeToString()
 
 
 def parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
-    """Topic and frames (number, batch) of a message of the stream. Raises MALFORMED_MESSAGE, INVALID_REQUEST."""
+    """Return topic and frames (number, batch) of a message of the stream. Raises MALFORMED_MESSAGE, INVALID_REQUEST."""
     frames: list[tuple[int, bytes]] = []
     at = 0
-    # What all but a stream's first message look like: frames, each its number and then its batch. Half the cost of
-    # parsing one, and a large batch is copied once instead of twice.
+    # The usual layout of all messages but a stream's first: frames, each with its number and then its batch. This loop
+    # costs half of a parse, and copies a large batch once instead of twice.
     while len(frames) <= MAX_FRAMES and data[at : at + 1] == wire.FRAMES_TAG:
         frame_bytes, number_at = wire.read_varint(data, at + 1)
         batch_at = number_at + _NUMBER_BYTES
@@ -93,15 +93,15 @@ def parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
 
 
 def takes_early_receipts(data: bytes) -> bool:
-    """Whether the first message of the stream says so. Raises MALFORMED_MESSAGE."""
+    """Return whether the first message of the stream asks for early receipts. Raises MALFORMED_MESSAGE."""
     _check_number_of_fields(data)
     return bool(parse(wire.PublishStreamRequest, data).early_receipts)
 
 
 def _check_number_of_fields(data: bytes) -> None:
-    """Raises INVALID_REQUEST if there are too many frames or fields to make objects of, MALFORMED_MESSAGE.
+    """Raise INVALID_REQUEST if there are too many frames or fields to make objects of them; MALFORMED_MESSAGE.
 
-    16 MiB hold millions of empty frames; parsed, they are a gigabyte.
+    16 MiB can hold millions of empty frames, and parsed they take a gigabyte.
     """
     frames = 0
     for tag in field_tags(data, "a PublishStreamRequest", MAX_FIELDS):
@@ -111,12 +111,12 @@ def _check_number_of_fields(data: bytes) -> None:
 
 
 def _field_bytes(size: int) -> int:
-    """How long a field of so many bytes is encoded, with a tag of one byte."""
+    """Return the encoded size of a field with `size` bytes and a tag of one byte."""
     return size and 1 + len(wire.varint(size)) + size
 
 
 def encode_receipt(topic: Topic, receipt: FrameReceipt) -> bytes:
-    """An element of `PublishStreamResponse.receipts`, or `PublishResponse.receipt`: tag and length included."""
+    """Encode an element of `PublishStreamResponse.receipts`, or `PublishResponse.receipt`, with tag and length."""
     if receipt.verdicts is None and len(receipt.runs) == 1 and (first := receipt.runs[0]).batch_index == -1:
         durable_at = _DURABLE_AT.pack(14 << 3 | 1, receipt.durable_at) if receipt.durable_at else b""
         receipts, size, frame, index, message_id, id_size, ledger, entry, place, none = wire.ALL_NEW_TAGS
@@ -131,7 +131,7 @@ def encode_receipt(topic: Topic, receipt: FrameReceipt) -> bytes:
 
 
 def _receipt_message(topic: Topic, receipt: FrameReceipt) -> Any:
-    """The receipt as a message of the alias schema."""
+    """Return the receipt as a message of the alias schema."""
     message = wire.Receipt(frame=receipt.frame, first_index=receipt.first_index, durable_at=receipt.durable_at)
     if receipt.verdicts is not None:
         message.verdicts = receipt.verdicts.tobytes()
@@ -158,7 +158,7 @@ def _receipt_message(topic: Topic, receipt: FrameReceipt) -> Any:
 
 
 def encode_refusal(refusal: Refusal) -> bytes:
-    """An element of `PublishStreamResponse.refusals`, tag and length included."""
+    """Encode an element of `PublishStreamResponse.refusals`, with tag and length."""
     e = refusal.error
     message = publish_pb2.Refusal(
         frame=refusal.frame,
@@ -188,20 +188,22 @@ def encode_refusal(refusal: Refusal) -> bytes:
 SERVICE = "seqdedupe.v1.PublishService"
 
 MAX_RESPONSE_BYTES = 2 * 1024 * 1024
-"""Answers in one response, unless the first alone is larger: that stays below gRPC's default limit of 4 MiB."""
+"""The most bytes of answers in one response, unless the first alone is larger. This stays below gRPC's default limit
+of 4 MiB."""
 
 LAST_ANSWERS_SECONDS = 1.0
-"""When the sidecar drains, or another one has taken the topic: for a client to read the answers that wait."""
+"""The time for a client to read the waiting answers when the sidecar drains, or another one has taken the topic."""
 
 MAX_ANSWER_FACTOR = 3
-"""A receipt of old rows is at most this many times as long as its batch: 33 bytes a row at most (an old one whose place
-is known; a new one that is a run of its own takes 25), of which the batch has at least 12."""
+"""The largest ratio of a receipt of old rows to its batch, in bytes. A row takes at least 12 bytes of the batch.
+In the receipt, an old row with a known place takes at most 33 bytes, and a new row that is a separate run takes 25."""
 
 MAX_ANSWER_BYTES = 33 * MAX_BATCH_ROWS
-"""The longest receipt."""
+"""The size of the longest receipt."""
 
 FRAME_BYTES = 2048
-"""What a frame in flight takes beside its batch: objects of Python and numpy. Of small batches it is nearly all."""
+"""The memory of a frame in flight in addition to its batch: objects of Python and numpy. For a small batch, it is
+nearly the whole memory."""
 
 NO_MESSAGE_ID = MessageId(-1, -1, -1).to_proto()
 
@@ -209,15 +211,16 @@ _STATE_OF_TOPIC = struct.Struct("<BqBq")
 
 
 class _FrameStream:
-    """What one publish stream has under way, and the answers that wait to be sent. A frame passes these steps:
+    """The frames in flight of one publish stream, and its answers that wait to be sent. A frame passes these steps:
 
-    1. Its message is read when there is room for one as large as the last, and cut into frames (`parse_frames`).
-    2. What the topic has of it on disk is looked up, while others are served (`take`).
-    3. It waits until there is room for it and its answer.
+    1. The stream reads the message when there is room for one as large as the last. `parse_frames` cuts it into frames.
+    2. The topic looks up on disk which rows it has, while other streams are served (`take`).
+    3. The frame waits until there is room for it and its answer.
     4. The topic judges it and hands it to its log, all in one step of the event loop (`admit`).
-    5. The topic answers, now or when it is stored. The answer takes the frame's room, and is sent (`send_all`).
+    5. The topic answers at once or when the frame is stored. The answer takes the frame's room, and is sent
+       (`send_all`).
 
-    `is_early`: receipts may come before what they say is durable.
+    `is_early`: receipts may come before their rows are durable.
     """
 
     def __init__(
@@ -232,11 +235,11 @@ class _FrameStream:
         self.unsent: deque[bytes] = deque()
         self._when_durable = self._is_durable if is_early else None
         self._tells_durable = False
-        """Whether something is durable by now that a receipt was given early of."""
+        """Whether rows with an early receipt have become durable since the last response."""
         self.news = asyncio.Event()
 
     async def take_all(self, frames: list[tuple[int, bytes]]) -> int:
-        """Admits these frames, of which nothing is left then; returns how long the longest one was."""
+        """Admit these frames and empty the list's elements. Return the size of the longest batch."""
         sizes = [len(batch) for _, batch in frames]
         behind_bytes = sum(sizes)
         if frames:
@@ -251,14 +254,15 @@ class _FrameStream:
         return max(sizes, default=0)
 
     async def take(self, frame: int, batch: bytes, behind_bytes: int = 0) -> None:
-        """Admits a frame when there is room for it, in the step that follows on looking up. `behind_bytes` have been
-        read too, and wait until then."""
+        """Admit a frame when there is room for it, in the same step as the end of its lookup.
+
+        `behind_bytes` have been read too, and wait until then."""
         ids, looked_up, size = self.topic.ids, None, len(batch)
         while True:
             if ids.window is not None:
                 self.stream.share.has_read(size + behind_bytes)
-                # Again after a wait: the window's runs may be others by then, and the event loop would wait for the
-                # disk.
+                # Look up again after a wait. The window's runs may have changed, and then the event loop would wait
+                # for the disk.
                 looked_up = await ids.look_up(batch)
             if self.has_room(size):
                 break
@@ -268,7 +272,7 @@ class _FrameStream:
         self.admit(frame, batch, looked_up)
 
     def admit(self, frame: int, batch: bytes, looked_up: LookedUp | None = None) -> None:
-        """Hands a frame to the topic; the answer comes to `unsent`. `looked_up`: as of `Topic.admit`."""
+        """Hand a frame to the topic. The answer is added to `unsent`. `looked_up`: as of `Topic.admit`."""
         size = FRAME_BYTES + len(batch)
         self.stream.share.take(size)
         self.stream.frames_in_flight += 1
@@ -290,7 +294,7 @@ class _FrameStream:
         try:
             self.topic.admit(batch, frame, reply, self.cache, when_durable=self._when_durable, looked_up=looked_up)
         except Exception:
-            # Nothing of it was admitted, and nobody answers.
+            # Nothing of the frame was admitted, and no answer will come.
             self.stream.frames_in_flight -= 1
             self.stream.share.give_back(size)
             raise
@@ -299,7 +303,7 @@ class _FrameStream:
         try:
             return encode_receipt(self.topic, answer) if isinstance(answer, FrameReceipt) else encode_refusal(answer)
         except Exception as e:
-            # Its client sends what has no answer again when the stream has ended: it would wait for it otherwise.
+            # Without an answer the client would wait. When the stream has ended, it sends the frame again.
             logger.exception("an answer could not be made")
             self.stream.end(error("OUT_OF_MEMORY", f"there is no answer to a frame: {type(e).__name__}"))
             return b""
@@ -310,29 +314,29 @@ class _FrameStream:
         self.news.set()
 
     def end(self) -> None:
-        """The client is not read from any more; what waits is still answered."""
+        """End the input from the client. Frames in flight are still answered."""
         self.has_ended = True
         self.news.set()
 
     def give_up(self) -> None:
-        """The client is gone: answers that wait, and those to come, are dropped."""
+        """Drop waiting and later answers: the client has disconnected."""
         self.is_gone = True
         self.topic.disconnect(self.cache)
         self.stream.share.give_back(sum(map(len, self.unsent)))
         self.unsent.clear()
 
     def has_room(self, size: int, *, to_read: bool = False) -> bool:
-        """Whether a frame of so many bytes may be admitted now, or read."""
+        """Return whether a frame of `size` bytes may be admitted now, or read."""
         return self.stream.share.fits(_room_for(size), to_read=to_read) and self.topic.flight.has_room()
 
     async def wait_for_room(self, size: int, *, to_read: bool = False) -> None:
-        """Returns when a frame of so many bytes may be admitted, or read."""
+        """Wait until a frame of `size` bytes may be admitted, or read."""
         await self.stream.share.wait_for(_room_for(size), to_read=to_read)
         if not self.topic.flight.has_room():
             await self.topic.flight.wait_for_room()
 
     def take_unsent(self) -> tuple[bytes, int]:
-        """A response with all answers that wait, or as many as it may hold; and how many bytes these have."""
+        """Return a response with the waiting answers, up to the limit of a response, and the size of these answers."""
         self._tells_durable = False
         taken: list[bytes] = []
         size = 0
@@ -346,7 +350,8 @@ class _FrameStream:
         return b"".join(taken), size
 
     async def send_all(self) -> None:
-        """The one task that writes to a stream: never the reader, which would stop reading when a client does."""
+        """Write all answers. Only this task writes to the stream. If the reader wrote, it would stop reading while the
+        client does not read."""
         while not self.has_ended or self.stream.frames_in_flight or self.unsent:
             await self.news.wait()
             self.news.clear()
@@ -379,18 +384,19 @@ class PublishService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _open(self, request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
-        """Opens sessions, or resumes those whose epochs are given, in these steps:
+        """Open sessions, or resume those with the given epochs, in these steps:
 
-        1. What the caller sends counts for its share, for the log gets a record of it.
-        2. Names as which it may not publish are set aside, and answered so at their places. Who has filled its part of
-           the disk opens nothing, and resumes only what the log says already.
-        3. The topic is found, or made.
-        4. Names that are new to it have to fit the shares. Resuming makes names known too: the epoch of another one is
-           as good as its own.
-        5. The topic gives sessions to the others, in parts if they are many, between which others may open names.
-        6. The audit trail has who took over whose names, and the answer is made.
+        1. The request counts for the caller's share, because the log gets a record of it.
+        2. Names as which the caller may not publish are set aside and refused at their places. A caller whose disk
+           share is full opens nothing, and resumes only what the log already holds.
+        3. The topic is found, or created.
+        4. Names that are new to the topic must fit the shares. Resuming makes names known too: the epoch of another
+           name is also accepted.
+        5. The topic gives sessions to the other names. Many names are opened in parts, between which other callers may
+           open names.
+        6. The audit trail records who took over whose names, and the answer is made.
         """
-        if len(request.producer_names) > MAX_OPEN_NAMES:  # before they become objects of Python
+        if len(request.producer_names) > MAX_OPEN_NAMES:  # before Python objects are made of them
             raise wrong_count()
         shares = self._permissions.shares
         shares.check_rate(shares.of(caller().name), request.ByteSize(), time.monotonic())  # 1
@@ -404,7 +410,7 @@ class PublishService:
         if denied:
             names = [name for place, name in enumerate(names) if place not in denied]
             epochs = [epoch for place, epoch in enumerate(epochs) if place not in denied]
-        # Held for as long as names are counted.
+        # Held while names are counted.
         judged = await self._permissions.judge_known_names(topic.name, topic.producers)
 
         def check_new(some: list[str], *, writes: bool = False) -> None:
@@ -421,20 +427,21 @@ class PublishService:
         return await _opened_to_proto(topic, opened.among(len(request.producer_names), denied))
 
     async def _denied(self, topic: str, names: list[str]) -> dict[int, SeqdedupeError]:
-        """Those of the names as which the caller may not publish, by place. Raises NOT_ALLOWED, which names the first
-        ones, if none is left."""
+        """Return the errors for the names as which the caller may not publish, by place.
+
+        Raises NOT_ALLOWED, which names the first ones, if all are denied."""
         self._permissions.check_topic(Action.PUBLISH, topic)
         places, denial = await self._permissions.denied_names(topic, names)
         if denial is None:
             return {}
         if len(places) == len(names):
             raise denial
-        # Whoever sent the name knows the rest; 10,000 answers that tell it would be too long for one message.
+        # The caller knows the name that it sent. 10,000 answers that repeat the names would not fit into one message.
         short = error("NOT_ALLOWED", "the caller may not publish as this producer")
         return dict.fromkeys(places, short)
 
     async def _topic_of(self, request: publish_pb2.OpenRequest, names: list[str]) -> Topic:
-        """The topic that an Open is for, made if need be; not for one that will be refused."""
+        """Return the topic of an Open. Create it if necessary, unless the request will be refused."""
         await self._topics.waiting.use(topic_name(request.topic))
         try:
             return self._topics.get(request.topic)
@@ -443,7 +450,7 @@ class PublishService:
                 return await find(self._topics, request.topic)
         full = topic_name(request.topic)
         if whole_of(full) is not None:
-            # A partition that another process has made is there for whoever may publish.
+            # A partition made by another process exists for every caller that may publish.
             with suppress(NotFoundError):
                 return await find(self._topics, full)
         await check_names(names)
@@ -480,11 +487,12 @@ class PublishService:
                 raise answer.error
             state = _STATE_OF_TOPIC.pack(2 << 3 | 1, topic.log.incarnation, 3 << 3 | 1, topic.term)
             return encode_receipt(topic, answer) + state
-        except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
+        except Exception as e:  # noqa: BLE001 (the caller gets an answer after every error)
             await abort(context, e)
 
     def _check_unnamed(self, topic: Topic) -> None:
-        """Raises NOT_ALLOWED if the topic's messages have no producers, and the caller may publish as some alone."""
+        """Raise NOT_ALLOWED if the topic's messages have no producers, and the caller may publish only as certain
+        ones."""
         if topic.window is not None:
             self._permissions.check_publishes_unnamed(topic.name)
 
@@ -497,7 +505,7 @@ class PublishService:
         name, frames = parse_frames(first)
         is_early = takes_early_receipts(first)
         del first  # the frames are copies of it
-        # Once: from here on every frame is judged by itself.
+        # Checked once here. After this, the topic judges every frame separately.
         self._permissions.check_topic(Action.PUBLISH, topic_name(name))
         stream.allowed.clear()
         topic = await find(self._topics, name)
@@ -518,20 +526,20 @@ class PublishService:
             publishing.give_up()
 
     async def _take_frames(self, publishing: _FrameStream, frames: list[tuple[int, bytes]]) -> None:
-        """Admits these frames and all that come after them, until the client says that no more do."""
+        """Admit these frames and all later ones, until the client ends its side of the stream."""
         topic = publishing.topic
         while True:
             if topic.has_successor:
-                # Raises where it is, if not here.
+                # Raises an error with the topic's place if it is not here.
                 self._topics.get(topic.name)
                 raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
-            # Looked at here first: each frame comes by, and hardly any caller has such a limit.
+            # Test the limit here first: every frame passes here, and few callers have this limit.
             if publishing.stream.use.limits.bytes_on_disk is not None:
                 self._permissions.check_disk(self._topics)
             if publishing.allowing is not None:
                 self._check_unnamed(topic)
             size = await publishing.take_all(frames)
-            # What comes next is likely to be as large. Once it is read it cannot be left to gRPC any more.
+            # The next message probably has the same size. After the read it can no longer wait inside gRPC.
             if not publishing.has_room(size, to_read=True):
                 await publishing.wait_for_room(size, to_read=True)
             data = await publishing.stream.read()
@@ -539,13 +547,13 @@ class PublishService:
                 return
             name, frames = parse_frames(data)
             del data  # the frames are copies of it
-            # Names alone are compared: what is known of another topic is none of this caller's business.
+            # Compare names only. A caller must not learn about other topics.
             if name and topic_name(name) != topic.name:
                 raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
 
 
 async def _opened_to_proto(topic: Topic, opened: OpenAnswer) -> publish_pb2.OpenResponse:
-    """What an Open came to. However many names it has, others are served meanwhile."""
+    """Return the answer to an Open. Other calls are served meanwhile, for any number of names."""
     response = publish_pb2.OpenResponse(
         incarnation=topic.log.incarnation,
         term=topic.term,
@@ -573,10 +581,10 @@ async def _opened_to_proto(topic: Topic, opened: OpenAnswer) -> publish_pb2.Open
 
 
 def _answer_bytes(size: int) -> int:
-    """How long the answer to a batch of so many bytes is at most."""
+    """Return the largest size of the answer to a batch of `size` bytes."""
     return min(MAX_ANSWER_FACTOR * size, MAX_ANSWER_BYTES)
 
 
 def _room_for(size: int) -> int:
-    """What has to be free on a stream for a batch of so many bytes, and the answer that takes its place."""
+    """Return the room that a stream needs for a batch of `size` bytes and for the answer that takes its place."""
     return FRAME_BYTES + max(size, COPIES * _answer_bytes(size))

@@ -1,4 +1,4 @@
-"""ReadService: pages, streams, and questions about where things are; and named cursors, those of AdminService too."""
+"""ReadService: pages, streams, searches for places, and named cursors (also the cursor calls of AdminService)."""
 
 import asyncio
 import struct
@@ -27,21 +27,21 @@ from seqdedupe.v1 import admin_pb2, read_pb2
 SERVICE = "seqdedupe.v1.ReadService"
 
 LEAST_PAGE_BYTES = 16 * 1024
-"""Pages have no fewer, and no more than PAGE_BYTES unless a message does: hundreds of clients that read nothing leave
-some."""
+"""The smallest size limit of a page. The largest is PAGE_BYTES, unless a message alone is larger. With this lower
+limit, hundreds of clients that do not read leave some memory."""
 
 _TAIL = struct.Struct("<BqBqBq")
 _SKIPPED = struct.Struct("<HBBqBq")
-"""Field 16, whose tag takes two bytes, and in it an IndexRange."""
+"""Field 16, whose tag takes two bytes. It contains an IndexRange."""
 
 UNKNOWN_END = -1
 
 _LEAST_ALIVE_MS, _MOST_ALIVE_MS = 1_000, 3_600_000
-"""A client may ask for answers as often and as rarely as that."""
+"""The limits of the interval at which a client may ask for answers."""
 
 
 def _encode(topic: Topic, page: Page) -> bytes:
-    """A ReadResponse or ReadStreamResponse: the stored records are its encoding already."""
+    """Encode a ReadResponse or ReadStreamResponse. The stored records are already in this encoding."""
     end = topic.confirmed_index if topic.knows_its_end else UNKNOWN_END
     tail = _TAIL.pack(13 << 3 | 1, page.next_index, 14 << 3 | 1, end, 15 << 3 | 1, topic.incarnation)
     if page.skipped:
@@ -50,7 +50,7 @@ def _encode(topic: Topic, page: Page) -> bytes:
 
 
 async def _start(topic: Topic, start: read_pb2.ReadStart, *, skip_damaged: bool) -> int:
-    """The index at which to begin reading."""
+    """Return the index at which to begin reading."""
     match start.WhichOneof("start"):
         case "after":
             index = await index_after(topic, Position.from_proto(start.after), skip_damaged=skip_damaged)
@@ -66,16 +66,16 @@ async def _start(topic: Topic, start: read_pb2.ReadStart, *, skip_damaged: bool)
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A stream of pages, as it stands."""
+    """The state of a stream of pages."""
 
     topic: Topic
     index: int
-    """Of the message that goes out next."""
+    """The index of the next message to send."""
     stop: int | None
 
     @property
     def lag(self) -> int:
-        """How many messages it could have and has not been sent."""
+        """The number of available messages that were not sent yet."""
         end = self.topic.readable_index
         return max(0, (end if self.stop is None else min(end, self.stop)) - self.index)
 
@@ -94,7 +94,7 @@ class ReadService:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
-            # On the wire a call with one answer is as one with a stream of them.
+            # On the wire, a call with one answer looks the same as a call with a stream of answers.
             "Read": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._read, is_call=True)),
             "ReadStream": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._read_stream)),
             "Locate": self._streams.call(read_pb2.LocateRequest, partial(find, self._topics), self._locate),
@@ -117,11 +117,11 @@ class ReadService:
             page = Page(b"", index)
         self._count(index, page)
         answer = _encode(topic, page)
-        del page  # while the client takes the answer
+        del page  # free it while the client takes the answer
         await stream.write_reserved(answer)
 
     async def _page(self, topic: Topic, index: int, stop: int, stream: Stream, *, skip_damaged: bool) -> Page:
-        """A page for a call, which does not wait for room. Raises QUEUE_FULL, SHARE_EXCEEDED."""
+        """Return a page for a call. It does not wait for room. Raises QUEUE_FULL, SHARE_EXCEEDED."""
         size = _page_bytes(stream.share)
         while True:
             stream.reserve_now(size, "readers hold all the memory that there is for pages")
@@ -141,14 +141,14 @@ class ReadService:
         elif not request.follow:
             stop = end_index(topic)
         alive_ms = request.alive_ms and min(max(request.alive_ms, _LEAST_ALIVE_MS), _MOST_ALIVE_MS)
-        # At once, so that the caller knows that it is being served, and where the end is.
+        # Answer at once, so that the caller knows that the sidecar serves it, and where the end is.
         said = read_pb2.ReadStreamResponse(alive_ms=alive_ms).SerializeToString()
         await stream.write(_encode(topic, Page(b"", index)) + said)
 
         last_bytes = 0
 
         async def room(least_bytes: int) -> int:
-            """Reserved before anything is read. A message is likely to be as large as the one before it."""
+            """Reserve room before anything is read. A message is probably as large as the one before it."""
             size = max(_page_bytes(stream.share), last_bytes, least_bytes)
             return await stream.reserve(size, least_bytes or LEAST_PAGE_BYTES)
 
@@ -165,9 +165,9 @@ class ReadService:
                 self._count(reading.index, page)
                 reading.index = page.next_index
                 last_bytes = len(page.records)
-                del page  # until there is another one
+                del page  # free it until the next page
                 if reading.index >= topic.readable_index:
-                    # It may take long until there is another message.
+                    # The next message may come much later.
                     stream.release()
         finally:
             keeping.cancel()
@@ -197,7 +197,7 @@ class ReadService:
             case _:
                 raise error("INVALID_REQUEST", "Locate needs publish_time_ms or byte_budget")
         if index >= end:
-            # That is the topic's end, unless what is certain has grown meanwhile.
+            # This is the topic's end, unless the certain part has grown meanwhile.
             topic.check_knows_its_end()
         return read_pb2.LocateResponse(index=index, incarnation=topic.incarnation)
 
@@ -210,7 +210,7 @@ class ReadService:
 
 
 async def _keep_alive(stream: Stream, reading: Reading, writing: asyncio.Lock, seconds: float) -> None:
-    """Says so often that the sidecar is there, where nothing else was said; never, if that is 0."""
+    """Send an empty page after each `seconds` without another answer; never if it is 0."""
     said_at = stream.moved_at
     while seconds:
         await asyncio.sleep(max(said_at, stream.moved_at) + seconds - time.monotonic())
@@ -219,12 +219,12 @@ async def _keep_alive(stream: Stream, reading: Reading, writing: asyncio.Lock, s
             if time.monotonic() < max(said_at, moved_at) + seconds:
                 continue
             await stream.write(_encode(reading.topic, Page(b"", reading.index)))
-            # To others that need a place it is as silent as before.
+            # These pages do not count as activity when another stream needs a place.
             said_at, stream.moved_at = stream.moved_at, moved_at
 
 
 def _page_bytes(share: Share) -> int:
-    """How large the next page may be: the less there is left for the caller, the smaller are those that take it."""
+    """Return the size limit of the next page. The less memory is left for the caller, the smaller are its pages."""
     return max(LEAST_PAGE_BYTES, int(PAGE_BYTES * share.free_part**2))
 
 
@@ -234,10 +234,10 @@ def _checked_stop(stop_index: int) -> int:
     return stop_index
 
 
-# -- The calls about named cursors: those of ReadService, for who reads, and those of AdminService.
+# -- The calls about named cursors: those of ReadService for readers, and those of AdminService.
 
 RECORD_BYTES = 256
-"""What a moved cursor takes in the log beside its name and what it keeps, at most."""
+"""The most bytes of a moved cursor in the log, in addition to its name and its content."""
 
 
 class Cursors:
@@ -248,14 +248,14 @@ class Cursors:
         self._permissions = permissions
 
     def reading(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
-        """Those of ReadService, by the name of the call."""
+        """Return the handlers of ReadService by the name of the call."""
         return {
             "GetCursor": unary(read_pb2.GetCursorRequest, self._get_cursor),
             "MoveCursor": unary(read_pb2.MoveCursorRequest, self._move_cursor),
         }
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
-        """Those of AdminService."""
+        """Return the handlers of AdminService by the name of the call."""
         return {
             "ListCursors": unary(admin_pb2.ListCursorsRequest, self._list_cursors),
             "SetCursorHold": unary(admin_pb2.SetCursorHoldRequest, self._set_cursor_hold),
@@ -281,7 +281,7 @@ class Cursors:
         expected = _kept(request.expected) if request.HasField("expected") else None
         await self._wait_for_turn(request)
         topic = await self._topic(request.topic)
-        # From here on in one step: of moves that come together each one counts what the others make.
+        # From here on one step of the event loop: each of several concurrent moves counts the cursors of the others.
         there = [cursor.name for cursor in topic.newest_policy.cursors]
         if request.name not in there:
             self._permissions.check_new_cursor(topic.name, there)
@@ -289,7 +289,10 @@ class Cursors:
         return read_pb2.MoveCursorResponse()
 
     async def _wait_for_turn(self, request: read_pb2.MoveCursorRequest) -> None:
-        """Who may do no more than read must not fill the topic's log. Raises SHARE_EXCEEDED."""
+        """Wait as the caller's shares require, because a caller with only the right to read must not fill the topic's
+        log.
+
+        Raises SHARE_EXCEEDED."""
         shares, now_seconds = self._permissions.shares, time.monotonic()
         use = shares.of(caller().name)
         if not caller().is_unrestricted:

@@ -1,7 +1,7 @@
-"""The two services that are gRPC's own: health and reflection.
+"""The two standard services of gRPC: health and reflection.
 
-grpc.health.v1.Health: of the sidecar as a whole (no name), and of each topic by its name, full or short. Telling a
-state never waits for anybody who watches it. grpc.reflection.v1alpha: tools learn the schema from the sidecar.
+grpc.health.v1.Health reports the sidecar as a whole (no name), and each topic by its full or short name. A change of
+state never waits for its watchers. grpc.reflection.v1alpha: tools learn the schema from the sidecar.
 """
 
 import asyncio
@@ -27,9 +27,12 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health:
-    """What is told, and the handlers of those who ask or watch. `asked` is told the name of a topic that one asks
-    for, which is to use it. `check_owner` raises NOT_OWNER for one that another process has. `called` is told who asks:
-    a connection may be there for that alone."""
+    """The states, and the handlers of the calls that ask for them or watch them.
+
+    `asked` is called with the requested topic's name, to make the topic ready for use. `check_owner` raises NOT_OWNER
+    for a topic of another process. `called` is called with the caller of a check, whose connection may serve for
+    nothing else.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class Health:
         self._is_draining = False
 
     def set(self, name: str, status: Any) -> None:
-        """Tells a status; None: there is no such topic any more. When draining, nothing counts but that."""
+        """Set a status; None: the topic no longer exists. While draining, nothing changes."""
         if self._is_draining:
             return
         if status is None:
@@ -62,17 +65,17 @@ class Health:
 
     @property
     def is_serving(self) -> bool:
-        """That of the process as a whole."""
+        """Whether the process as a whole serves."""
         return bool(self._statuses[""] == SERVING)
 
     def summary(self) -> str:
-        """How far this process is, in a line for people."""
+        """Return the state of this process as a line for people."""
         what = "Draining" if self._is_draining else "Serving" if self.is_serving else "Recovering"
         topics = [status for name, status in self._statuses.items() if name not in ("", CONFIGURATION)]
         return f"{what}: {topics.count(SERVING)} of {len(topics)} topics ready"
 
     def drain(self) -> None:
-        """Everything is NOT_SERVING from now on."""
+        """Set everything to NOT_SERVING for good."""
         for name in list(self._statuses):
             self.set(name, NOT_SERVING)
         self._is_draining = True
@@ -93,7 +96,7 @@ class Health:
             if name not in self._statuses:
                 self._check_owner(name)
                 raise error("TOPIC_NOT_FOUND", f"there is no topic {name}")
-        except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
+        except Exception as e:  # noqa: BLE001 (the caller gets an answer after every error)
             await abort(context, e)
         self._asked(name)
         return _response(self._statuses[name])
@@ -120,7 +123,7 @@ class Health:
 
 
 def _name_in(data: bytes) -> str:
-    """What is asked about: the whole, or a topic by its full name. Raises INVALID_TOPIC_NAME."""
+    """Return the requested name: the whole, or a topic by its full name. Raises INVALID_TOPIC_NAME."""
     name = parse_small(health_pb2.HealthCheckRequest, data).service
     return name if name in HEALTH_OF_THE_WHOLE else topic_name(name)
 

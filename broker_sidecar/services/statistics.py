@@ -1,8 +1,8 @@
-"""How the sidecar does, for people who look at it: what `AdminService.GetStatistics` answers, and the page shows.
+"""The sidecar's state for people: the answer of `AdminService.GetStatistics`, which the web page shows too.
 
-`RecentActivity` is what happened in the topics in the last minutes, interval by interval. Topics count anyway; what
-they have counted is looked at once an interval. So a message costs nothing more, and a topic in which nothing happens
-next to nothing. `Statistics` is the answer, for the topics that are asked for.
+`RecentActivity` has the events of the last minutes in the topics, by interval. Topics have counters anyway, and they
+are read once in each interval. So a message costs nothing more, and an idle topic costs almost nothing. `Statistics`
+makes the answer for the requested topics.
 """
 
 import asyncio
@@ -27,50 +27,50 @@ from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.registry import Closed
 from seqdedupe.v1 import admin_pb2
 
-# -- What happened in the topics in the last minutes, interval by interval.
+# -- Events of the last minutes in the topics, by interval.
 
 INTERVAL_SECONDS = 3.0
 
 INTERVALS = 200
-"""So many are kept: ten minutes."""
+"""The number of intervals that are kept: ten minutes."""
 
 MAX_HISTORIES = 5_000
-"""Topics in which something happened meanwhile; of more there are no histories. One takes 4 kB."""
+"""The most topics with a history, among those with recent events. Others have none. A history takes 4 kB."""
 
 TOPICS_AT_ONCE = 256
-"""So many are looked at in one step of the event loop."""
+"""The number of topics whose counters are read in one step of the event loop."""
 
 SERIES = ("not_dup", "dup", "unknown", "refused", "stored_bytes")
 """Fields of `Activity`, and counters of a topic."""
 
 NOT_DUP, DUP, UNKNOWN, REFUSED = range(4)
-"""Places among them."""
+"""Places in SERIES."""
 
 _MOST = 2**32 - 1
 _NOTHING = (0,) * len(SERIES)
 _PLACES = INTERVALS + 1
-"""One more than is shown: that of the interval that is being written."""
+"""One more than is shown: the place of the interval that is being written."""
 
 Counts = tuple[int, ...]
-"""By series."""
+"""One count for each series."""
 
 _counted: Callable[[TopicCounters], Counts] = attrgetter(*SERIES)
 
 
 @dataclass(slots=True)
 class Past:
-    """What happened in a topic, or in all of them."""
+    """The recent events in a topic, or in all topics."""
 
     ring: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros((len(SERIES), _PLACES), np.uint32))
     last: Counts = _NOTHING
-    """In the last interval."""
+    """The counts of the last interval."""
     sums: Counts = _NOTHING
-    """In all intervals that are kept."""
+    """The sums over all intervals that are kept."""
     quiet_intervals: int = 0
-    """So many ago something happened last."""
+    """The number of intervals since the last event."""
 
     def add(self, place: int, counts: Counts) -> None:
-        """An interval is over, which takes the place of the oldest."""
+        """Add the counts of a completed interval, in the place of the oldest one."""
         gone = self.ring[:, place].tolist()
         self.last = tuple(min(count, _MOST) for count in counts)
         self.sums = tuple(s + n - g for s, n, g in zip(self.sums, self.last, gone, strict=True))
@@ -79,28 +79,28 @@ class Past:
 
 
 class RecentActivity:
-    """The pasts of `topics` from `begin` on."""
+    """The recent events in `topics`, from `begin` on."""
 
     def __init__(self, topics: Topics[Any]) -> None:
         self._topics = topics
         self._ended = 0
-        """So many intervals have."""
+        """The number of completed intervals."""
         self._all = Past()
         self._pasts: dict[str, Past] = {}
         self._before: dict[str, Counts] = {}
-        """What was counted at the end of the last one."""
+        """The counters at the end of the last interval."""
         self._told: deque[Counter[str]] = deque(maxlen=_PLACES)
-        """What callers were told by the end of each interval, the oldest first."""
+        """The counts of refusals by reason at the end of each interval, the oldest first."""
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Looks once an interval from now on, until the topics are drained."""
+        """Read the counters once in each interval from now on, until the topics are drained."""
         if self._task is None and not self._topics.is_draining:
             self.look()
             self._task = self._topics.in_background(self._run())
 
     def look(self) -> None:
-        """The first interval begins."""
+        """Begin the first interval."""
         self._before = {topic.name: _counted(topic.counters) for topic in self._topics.registry.open_topics()}
         self._told.append(refusals.copy())
 
@@ -113,7 +113,7 @@ class RecentActivity:
             await self.end_interval()
 
     async def end_interval(self) -> None:
-        """An interval is over, and the next one begins."""
+        """End an interval, and begin the next one."""
         place = self._ended % _PLACES
         total = _NOTHING
         seen: dict[str, Counts] = {}
@@ -127,7 +127,7 @@ class RecentActivity:
             past = self._pasts.get(name)
             counts = _NOTHING
             if now != before:
-                # What has counted less was opened anew.
+                # If a count is lower than before, the topic was opened again.
                 counts = tuple(n - b if n >= b else n for n, b in zip(now, before, strict=True))
                 total = tuple(t + c for t, c in zip(total, counts, strict=True))
                 if past is None and len(self._pasts) < MAX_HISTORIES:
@@ -143,30 +143,30 @@ class RecentActivity:
         ]:
             del self._pasts[name]
 
-    # -- what is told of it ------------------------------------------------------------------------------------
+    # -- the history for answers -------------------------------------------------------------------------------
 
     def past(self, name: str) -> Past | None:
-        """That of a topic by its full name; None if nothing has happened, or it has none."""
+        """Return the history of a topic by its full name; None if there were no events, or it has no history."""
         return self._pasts.get(name)
 
     def activity(self, past: Past | None = None) -> admin_pb2.Activity:
-        """A past as it is told; without one that of all topics."""
+        """Return a history as a message; without an argument, the history of all topics."""
         shown = min(self._ended, INTERVALS)
         places = np.arange(self._ended - shown, self._ended) % _PLACES
         values = (past or self._all).ring[:, places].tolist()
         return admin_pb2.Activity(**dict(zip(SERIES, values, strict=True)))
 
     def refusals(self) -> list[admin_pb2.ReasonCount]:
-        """What callers were told meanwhile, the most frequent first."""
+        """Return the refusals of the last minutes by reason, the most frequent first."""
         since = refusals - self._told[0] if self._told else Counter[str]()
         return [admin_pb2.ReasonCount(reason=reason, count=count) for reason, count in since.most_common()]
 
 
-# -- The answer, for the topics that are asked for.
+# -- The answer, for the requested topics.
 
 DEFAULT_TOPICS = 50
 MAX_TOPICS = 500
-"""In one answer."""
+"""The most topics in one answer."""
 
 AnyTopic = TopicBase | Closed
 Key = Callable[[AnyTopic, Past], tuple[Any, ...]]
@@ -203,7 +203,7 @@ _ORDERS: dict[int, Key] = {
 
 
 class Statistics:
-    """Those of this process's topics. `warnings` has what was logged."""
+    """The statistics of this process's topics. `warnings` has the logged warnings."""
 
     def __init__(self, topics: Topics[Any], is_serving: Callable[[], bool], warnings: LastWarnings) -> None:
         self._topics = topics
@@ -213,7 +213,7 @@ class Statistics:
         self.history = RecentActivity(topics)
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
-        """By the name of the call."""
+        """Return the handlers by the name of the call."""
         return {"GetStatistics": unary(admin_pb2.GetStatisticsRequest, self.get_statistics)}
 
     @property
@@ -221,10 +221,10 @@ class Statistics:
         return int(time.monotonic() - self._began)
 
     async def get_statistics(self, request: admin_pb2.GetStatisticsRequest) -> admin_pb2.GetStatisticsResponse:
-        """Raises INVALID_REQUEST, TOPIC_NOT_FOUND, as `Topics.look_at`."""
+        """Return the statistics. Raises INVALID_REQUEST, TOPIC_NOT_FOUND, as `Topics.look_at`."""
         self.history.begin()
         _check(request)
-        # Also while it is not known whether there are more.
+        # Works also while it is unknown whether there are more topics.
         every: dict[str, AnyTopic] = self._topics.found()
         names = self._names(request, every)
         page = names[request.offset : request.offset + (request.limit or DEFAULT_TOPICS)]
@@ -249,7 +249,7 @@ class Statistics:
         )
 
     def _names(self, request: admin_pb2.GetStatisticsRequest, every: dict[str, AnyTopic]) -> list[str]:
-        """Of the topics that are asked for, in their order."""
+        """Return the names of the requested topics, in the requested order."""
         if request.topic:
             topic = self._topics.look_at(request.topic)
             return [topic.record.name if isinstance(topic, Closed) else topic.name]
@@ -282,12 +282,13 @@ def _check(request: admin_pb2.GetStatisticsRequest) -> None:
 
 
 def replay_left_messages(topic: TopicBase | Closed) -> int:
-    """Messages that are known to be in its log, and not read yet by its recovery."""
+    """Return the number of messages that the log is known to have, and that recovery has not read yet."""
     return 0 if isinstance(topic, Closed) or topic.knows_its_end else topic.readable_index - topic.confirmed_index
 
 
 def snapshot_age_seconds(topic: TopicBase | Closed) -> float:
-    """Since its last durable snapshot, or since it was opened; 0 if that covers all messages."""
+    """Return the time since the last durable snapshot, or since the topic was opened; 0 if the snapshot covers all
+    messages."""
     if isinstance(topic, Closed) or topic.confirmed_index <= topic.keeper.snapshot_index:
         return 0.0
     return asyncio.get_running_loop().time() - topic.keeper.snapshotter.durable_at

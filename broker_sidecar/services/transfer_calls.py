@@ -1,7 +1,7 @@
-"""The calls of AdminService that take what a sidecar has out of it, and into one.
+"""The calls of AdminService that copy data out of a sidecar, and into one.
 
-`TransferCalls` has those of a topic's numbers, as streams of columns; `BackupCalls` the one that makes a backup of all
-that this process has.
+`TransferCalls` has the calls for a topic's state, as streams of columns. `BackupCalls` has the call that makes a backup
+of all data of this process.
 """
 
 import asyncio
@@ -48,10 +48,11 @@ from seqdedupe.v1 import admin_pb2
 logger = logging.getLogger("seqdedupe.backup")
 
 MAX_PART_BYTES = 5 * 256 * 1024
-"""Of an export: 4,096 producers with the longest names, and their numbers."""
+"""The most bytes of a part of an export: 4,096 producers with the longest names, and their numbers."""
 
 SILENT_SECONDS = 2.0
-"""A client that says nothing for so long after what was refused is told why, whether it has ended or not."""
+"""The time for which a client may be silent after a refusal. Then it receives the reason, even if it has not ended its
+side."""
 
 
 class TransferCalls:
@@ -64,8 +65,8 @@ class TransferCalls:
         self._trail = guard.trail
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
-        """By the name of the call."""
-        # On the wire a call with one answer is as one with a stream of them.
+        """Return the handlers by the name of the call."""
+        # On the wire, a call with one answer looks the same as a call with a stream of answers.
         return {
             "ExportWatermarks": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._export_watermarks)),
             "ExportSnapshot": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._export_snapshot)),
@@ -116,7 +117,7 @@ class TransferCalls:
         await stream.write(admin_pb2.ImportWatermarksResponse(producers=producers).SerializeToString())
 
     async def _imported(self, stream: Stream, ended: ExitStack) -> int:
-        """Reads and carries out an import; returns how many producers it has."""
+        """Read an import and carry it out. Return its number of producers."""
         importing: WatermarksImport[Any] | None = None
         topic: TopicBase | None = None
         producers = 0
@@ -153,7 +154,7 @@ class TransferCalls:
         await stream.write(admin_pb2.ImportWindowResponse(ids=ids).SerializeToString())
 
     async def _imported_window(self, stream: Stream, ended: ExitStack) -> int:
-        """Reads and carries out an import; returns how many IDs it has."""
+        """Read an import and carry it out. Return its number of IDs."""
         importing: WindowImport | None = None
         name = ""
         async for data in messages(stream):
@@ -175,14 +176,14 @@ class TransferCalls:
 
 
 def _with_window(topic: TopicBase) -> Topic:
-    """Raises INVALID_REQUEST for a topic on a broker's own log."""
+    """Return the topic. Raises INVALID_REQUEST for a topic on a broker's own log."""
     if not isinstance(topic, Topic):
         raise error("INVALID_REQUEST", f"topic {topic.name} takes no deduplication IDs: its log is a broker's own")
     return topic
 
 
 def _check_has_producers(topic: TopicBase) -> None:
-    """Raises INVALID_REQUEST for a topic of deduplication IDs: its window is not in such a file."""
+    """Raise INVALID_REQUEST for a topic of deduplication IDs: such a file does not contain its window."""
     if topic.window is not None:
         why = f"topic {topic.name} is one of deduplication IDs, whose state is exported and imported by backups alone"
         raise error("INVALID_REQUEST", why, hint="`seqdedupe backup` has all of it.")
@@ -190,7 +191,7 @@ def _check_has_producers(topic: TopicBase) -> None:
 
 @contextmanager
 def _writing(stream: Stream) -> Iterator[None]:
-    """What is being written keeps the stream from giving way to another one."""
+    """Keep the stream from giving way to another one while data is written."""
     stream.frames_in_flight += 1
     try:
         yield
@@ -200,9 +201,10 @@ def _writing(stream: Stream) -> Iterator[None]:
 
 @asynccontextmanager
 async def _read_to_its_end(stream: Stream) -> AsyncIterator[None]:
-    """A client that still writes when its call ends is told of a broken call, and not why: what it says is read.
+    """After a refusal, read the client's messages until it ends or is silent, and raise the refusal then.
 
-    One that is silent waits for the answer: it gets it.
+    If the call ended while the client still writes, the client would see a broken call without the reason. A silent
+    client waits for the answer, and gets it.
     """
     try:
         yield
@@ -215,38 +217,38 @@ async def _read_to_its_end(stream: Stream) -> AsyncIterator[None]:
         raise
 
 
-# -- A backup of all that this process has, of one moment, while it serves.
+# -- A backup of all data of this process at one moment, while it serves.
 #
-# What the store says, and how far readers may see the logs, is looked at in one step of the event loop. The rest is
-# copying: a log is only appended to, and retention waits.
+# One step of the event loop looks at the store, and at the ends of the logs that readers may see. The rest is copying:
+# a log is only appended to, and retention waits.
 
 Run = Callable[..., Awaitable[Any]]
 """Calls a function in the backup's thread."""
 
 
 class _Moment(NamedTuple):
-    """What there is to be copied."""
+    """The data to copy."""
 
     at_us: int
     records: list[TopicRecord]
-    """Of the topics that there are."""
+    """The records of the existing topics."""
     rows: Iterator[tuple[bytes, bytes]]
-    """All records of the store but those of topics that are being made or deleted, or were moved to other sidecars."""
+    """All records of the store, except of topics that are being created or deleted, or were moved to other sidecars."""
     parts: dict[int, Sequence[DurablePart]]
-    """Of each log that is open, by incarnation."""
+    """The parts of each open log, by incarnation."""
     closed: dict[int, SeqdedupeError]
-    """Why others are not."""
+    """Why other logs are not open, by incarnation."""
 
 
 async def back_up(data: Data, folder: Path, making: BackupMaker, others: list[Path], run: Run) -> int:
-    """Makes a backup of the data directory in this folder; how many topics it has. `others` are perhaps backups too.
+    """Make a backup of the data directory in `folder`. Return its number of topics. `others` may be backups too.
 
     Raises DRAINING, STORE_DAMAGED, STORE_UNAVAILABLE, and what `BackupMaker` raises.
     """
     await run(making.begin, others)
     topics = data.all_topics
     if data.logs is None:
-        # The messages are elsewhere.
+        # The messages are stored elsewhere.
         moment = _moment(data, {})
         await run(making.add_store, moment.rows, moment.at_us)
         records = moment.records
@@ -271,12 +273,12 @@ async def _settled_moment(data: Data, logs: EmbeddedLogs) -> _Moment:
 
 
 def _moment(data: Data, parts: dict[int, Sequence[DurablePart]]) -> _Moment:
-    """As of this call, which nothing comes between."""
+    """Return the data as of this call, which the event loop does not interrupt."""
     topics, store = data.all_topics, data.store
     if topics.is_draining:
         raise error("DRAINING", "the sidecar is shutting down")
     rows = store.scan(b"", b"\xff")
-    # From the first one on the store is shown as it is now, whenever the others are read.
+    # From the first record on, the scan shows the store as it is now, even if the others are read later.
     first = list(islice(rows, 1))
     moved = {one.record.incarnation for one in topics.registry.closed_topics() if data.has_moved(one.record)}
     active = [record for record in store.topics() if record.state is TopicState.ACTIVE]
@@ -288,7 +290,7 @@ def _moment(data: Data, parts: dict[int, Sequence[DurablePart]]) -> _Moment:
 
 
 async def _add_logs(making: BackupMaker, moment: _Moment, topics: Topics[Any], run: Run) -> list[TopicRecord]:
-    """The topics that are in the backup."""
+    """Add the logs, and return the topics that are in the backup."""
     gone: list[TopicRecord] = []
     for record in moment.records:
         try:
@@ -319,7 +321,7 @@ async def _add_logs(making: BackupMaker, moment: _Moment, topics: Topics[Any], r
 
 
 def _is_deleted(topics: Topics[Any], record: TopicRecord) -> bool:
-    """Whether the topic is being deleted, or was."""
+    """Return whether the topic is being deleted, or was deleted."""
     entry = topics.registry.get(record.name)
     if entry is None or entry.record is None or entry.record.incarnation != record.incarnation:
         return True
@@ -332,7 +334,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class BackupCalls:
-    """The handlers. One backup is made at a time."""
+    """The handlers. Only one backup is made at a time."""
 
     def __init__(self, config: Config, data: Data, streams: Streams) -> None:
         self._data = data
@@ -343,7 +345,7 @@ class BackupCalls:
         self._thread = ThreadPoolExecutor(1, "seqdedupe-backup")
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
-        """By the name of the call."""
+        """Return the handlers by the name of the call."""
         return {
             "Backup": grpc.unary_stream_rpc_method_handler(self._streams.handler(self._backup)),
             "ConfirmBackup": unary(admin_pb2.ConfirmBackupRequest, self._confirm_backup),
@@ -357,7 +359,7 @@ class BackupCalls:
 
     async def _backup(self, data: bytes, _context: Context, stream: Stream) -> None:
         name = parse_small(admin_pb2.BackupRequest, data).name
-        # It does not give way to another stream.
+        # This stream does not give way to another one.
         stream.frames_in_flight += 1
         async with self._lock:
             to, others = await self._placed(name)
@@ -372,14 +374,14 @@ class BackupCalls:
         await stream.write(answer.SerializeToString())
 
     async def _placed(self, name: str) -> tuple[Path, list[Path]]:
-        """As `_place`. A disk that is elsewhere may not answer: then a thread of its own waits, not the event loop."""
+        """Return the result of `_place`. It runs in a separate thread, because a remote disk may not answer."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, name)
         except OSError as e:
             raise error("BACKUP_FAILED", f"{self._backup_directory} cannot be read: {e}") from e
 
     async def _made(self, making: BackupMaker, others: list[Path], stream: Stream) -> int:
-        """Makes it, and says how far it is; how many topics it has."""
+        """Make the backup and report the progress. Return its number of topics."""
         run = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         work = asyncio.ensure_future(back_up(self._data, self._data_directory, making, others, run))
         try:
@@ -392,20 +394,22 @@ class BackupCalls:
 
     @asynccontextmanager
     async def _making(self, to: Path) -> AsyncIterator[BackupMaker]:
-        """A backup that is whole after the block, or gone. Raises BACKUP_FAILED."""
+        """Yield a backup that is complete after the block, or removed. Raises BACKUP_FAILED."""
         making = BackupMaker(to)
         try:
             yield making
         except BaseException as e:
             making.stop()
-            # In its thread: what runs there is at its end by then.
+            # In the backup's thread: work that runs there has ended before this begins.
             self._thread.submit(making.remove)
             if isinstance(e, OSError):
                 raise error("BACKUP_FAILED", f"the backup {to} cannot be written: {e}") from e
             raise
 
     def _place(self, name: str) -> tuple[Path, list[Path]]:
-        """Where a backup of this name goes, and where others are. Raises INVALID_REQUEST, DIRECTORY_NOT_EMPTY."""
+        """Return the place of a backup with this name, and the places of others. Raises INVALID_REQUEST,
+        DIRECTORY_NOT_EMPTY.
+        """
         folder = Path(self._backup_directory).absolute()
         if not self._backup_directory or not folder.is_dir():
             why = f"{folder} is not there" if self._backup_directory else "it was not told where to"
@@ -415,7 +419,7 @@ class BackupCalls:
             what = "it should be 1 to 100 ASCII letters, digits and any of ._-, the first one a letter or digit"
             raise error("INVALID_REQUEST", f"{name!r} cannot be the name of a backup: {what}")
         below = [self._data_directory.name] if directories.whole_of(self._data_directory) else []
-        # The name itself may be there if other workers have their parts in it, but as a folder.
+        # The folder `name` itself may exist if other workers have their parts in it.
         for there in {folder / name, folder.joinpath(name, *below)}:
             if there.is_symlink() or (there.exists() and (not below or there != folder / name)):
                 raise error("DIRECTORY_NOT_EMPTY", f"{there} is there", hint="Choose another name, or remove that.")

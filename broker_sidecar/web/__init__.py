@@ -1,2 +1,2 @@
-"""The sidecar's HTTP server, for people and Prometheus: it shows, and changes nothing. `http_server.py` serves what it
-is given; `pages.py` makes the pages."""
+"""The sidecar's HTTP server, for people and Prometheus. It shows state and changes nothing.
+`seqdedupe/http_server.py` serves the routes; `pages.py` makes the pages."""

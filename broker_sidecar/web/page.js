@@ -1,10 +1,10 @@
-// Shows what the page is a moment later, without loading it anew. Without this the browser does, now and then.
+// Updates the page's content without loading the page again. Without scripts, the browser reloads it regularly.
 "use strict";
 
 const live = document.getElementById("live");
 const stale = document.getElementById("stale");
 
-// What somebody has selected or is typing must not be taken away.
+// An update must not remove a selection, or text that the visitor is typing.
 function inUse() {
   const selection = document.getSelection();
   return (

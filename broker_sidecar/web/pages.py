@@ -1,4 +1,4 @@
-"""The pages for people: what is asked for, and what is shown then."""
+"""The pages for people: their requests and contents."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,10 +21,10 @@ from seqdedupe.http_server import Request, Response, Route, on_loop
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 
-# -- HTML and SVG, made of elements. The one place where text becomes markup: whatever is not made here is escaped.
+# -- HTML and SVG, made of elements. Only this section turns text into markup; all text passed to it is escaped.
 
 _EMPTY = frozenset({"meta", "link", "input"})
-"""Elements of HTML that have no end tag."""
+"""HTML elements without an end tag."""
 
 
 class Markup(str):
@@ -34,14 +34,14 @@ class Markup(str):
 
 
 Content = Markup | str | int | None
-"""None is nothing."""
+"""The content of an element. None is omitted."""
 
 
 def tag(name: str, /, *content: Content, **attributes: str | int | bool | None) -> Markup:
-    """An element. Text is escaped, and what would turn the direction of writing is shown as an escape.
+    """Return an element. Text is escaped. Characters that would change the direction of writing are shown as escapes.
 
-    A trailing underscore of an attribute's name is left out, others are hyphens; None and False leave the attribute
-    out, and True gives it no value.
+    A trailing underscore of an attribute's name is removed, and other underscores become hyphens. None and False omit
+    the attribute, and True gives it no value.
     """
     shown = "".join(
         f" {key.removesuffix('_').replace('_', '-')}" + ("" if value is True else f'="{_text(value)}"')
@@ -52,7 +52,7 @@ def tag(name: str, /, *content: Content, **attributes: str | int | bool | None) 
 
 
 def joined(*content: Content) -> Markup:
-    """One after the other."""
+    """Concatenate the parts."""
     return Markup("".join(part if isinstance(part, Markup) else _text(part) for part in content if part is not None))
 
 
@@ -60,20 +60,20 @@ def _text(value: str | int) -> str:
     return escape(printable(str(value)))
 
 
-# -- Small charts as SVG: what happened in the last minutes, the newest on the right.
+# -- Small charts as SVG: the last minutes, the newest values on the right.
 
 WIDTH = 200
 HEIGHT = 40
-"""In units of its own: a chart is as large as the page's style says."""
+"""In own units: the page's style sets the size of a chart."""
 
 _ROOM = 2
-"""Above the highest value, for the line."""
+"""The space above the highest value, for the line."""
 
 
 def chart(values: Sequence[int], intervals: int, label: str, kind: str) -> Markup:
-    """A line and the area below it. `intervals` are the whole width; `kind` is a class of the style sheet.
+    """Return a line and the area below it. `intervals` are the whole width; `kind` is a class of the style sheet.
 
-    `label` says the same to who does not see it.
+    `label` describes the chart for people who cannot see it.
     """
     attributes = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "preserveAspectRatio": "none"}
     drawn = _drawn(values, intervals) if any(values) else ()
@@ -93,10 +93,10 @@ def _drawn(values: Sequence[int], intervals: int) -> tuple[Markup, Markup]:
     return tag("path", d=area, class_="area"), tag("path", d=line, class_="line")
 
 
-# -- What all pages for people have around them, and how they are answered.
+# -- The common frame of all pages for people.
 
 WITHOUT_SCRIPT_SECONDS = 10
-"""So often a browser without scripts loads the page again."""
+"""The interval at which a browser without scripts loads the page again."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -104,14 +104,14 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Frame-Options": "DENY",
 }
-"""Nothing is loaded from elsewhere, nothing within the page is a script or a style, and nobody frames it."""
+"""Nothing is loaded from elsewhere. The page contains no inline script or style. Other pages cannot frame it."""
 
 NO_HEADERS: Mapping[str, str] = {}
-"""Beside these."""
+"""No headers in addition to HEADERS."""
 
 
 def link_to(path: str, **query: Any) -> str:
-    """A path with what is asked for there; what is empty or 0 is left out."""
+    """Return a path with a query. Values that are empty or 0 are omitted."""
     asked = urlencode({key: value for key, value in query.items() if value})
     return f"{path}?{asked}" if asked else path
 
@@ -119,7 +119,7 @@ def link_to(path: str, **query: Any) -> str:
 def page(
     title: str, *content: Content, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] = NO_HEADERS
 ) -> Response:
-    """A page. The script replaces the content by what it is a moment later."""
+    """Return a page. Its script regularly replaces the content by the present content."""
     html = tag(
         "html",
         tag(
@@ -144,7 +144,7 @@ def page(
 
 
 def header(found: admin_pb2.GetStatisticsResponse, address: str) -> Markup:
-    """Which sidecar it is, and how it does."""
+    """Return the head of a page: the sidecar's address, state, version and uptime."""
     state = ("Serving", "good") if found.is_serving else ("Not serving", "bad")
     return tag(
         "header",
@@ -157,14 +157,14 @@ def header(found: admin_pb2.GetStatisticsResponse, address: str) -> Markup:
 def failure(
     title: str, message: str, hint: str, status: HTTPStatus, headers: Mapping[str, str] = NO_HEADERS
 ) -> Response:
-    """Why there is no page."""
+    """Return a page that says why there is no other page."""
     back = tag("p", tag("a", "All topics", href="/"))
     said = tag("section", tag("h1", title), tag("p", message), tag("p", hint, class_="faint"), back)
     return page(title, said, status=status, headers=headers)
 
 
 def tile(label: str, value: str, unit: str, drawing: Markup, note: str = "") -> Markup:
-    """A figure with its past."""
+    """Return a figure with its chart."""
     return tag(
         "div",
         tag("h2", label),
@@ -176,17 +176,17 @@ def tile(label: str, value: str, unit: str, drawing: Markup, note: str = "") -> 
 
 
 def section(title: str, *content: Content) -> Markup:
-    """A part of a page."""
+    """Return a section of a page."""
     return tag("section", tag("h2", title), joined(*content))
 
 
 # -- The page of all topics.
 
 TOPICS = 50
-"""On a page."""
+"""The most topics on a page."""
 
 _MERGED = 4
-"""So many intervals are one in the small charts of the list."""
+"""The number of intervals that are merged into one in the small charts of the list."""
 
 _ORDER_LABELS = {
     "rate": "Rate",
@@ -201,11 +201,11 @@ _LOOKS = {
     admin_pb2.TOPIC_STATE_DAMAGED: "bad",
     admin_pb2.TOPIC_STATE_STANDBY: "calm",
 }
-"""Classes of the style sheet; of the other states it is `uneasy`."""
+"""Classes of the style sheet. Other states have the class `uneasy`."""
 
 
 def overview(found: admin_pb2.GetStatisticsResponse, address: str, *, search: str, order: str, offset: int) -> Response:
-    """The page of what was found so."""
+    """Return the page of the topics found."""
     asked: dict[str, str | int] = {"q": search, "order": order if order != "rate" else "", "offset": offset}
     return page(
         f"seqdedupe {address}",
@@ -224,13 +224,13 @@ def overview(found: admin_pb2.GetStatisticsResponse, address: str, *, search: st
 
 
 def state_shown(state: int) -> Markup:
-    """A topic's state as a word."""
+    """Return a topic's state as a word."""
     name = state_name(state).replace("_", " ").capitalize()
     return tag("span", name, class_=f"state {_LOOKS.get(state, 'uneasy')}")  # type: ignore[call-overload]
 
 
 def tiles(activity: admin_pb2.Activity, interval_ms: int) -> Markup:
-    """What is taken and refused, of all topics or of one."""
+    """Return the figures for stored and refused messages, of all topics or of one."""
     minutes = INTERVALS * interval_ms // 60_000
     return tag(
         "div",
@@ -269,7 +269,7 @@ def _search(search: str, order: str) -> Markup:
 
 
 def _recovery(found: admin_pb2.GetStatisticsResponse) -> Content:
-    """How far a start has come; nothing when all topics serve."""
+    """Return the progress of a start; nothing if all topics serve."""
     counts = {one.state: one.topics for one in found.states}
     total, serving = sum(counts.values()), counts.get(admin_pb2.TOPIC_STATE_SERVING, 0)
     if serving == total:
@@ -347,7 +347,7 @@ def _row(one: admin_pb2.TopicStatistics, interval_ms: int) -> Markup:
 
 
 def name_shown(name: str) -> Markup:
-    """A topic's full name, of which the last part is what counts."""
+    """Return a topic's full name, with emphasis on the last part."""
     first, _, last = name.rpartition("/")
     return joined(tag("span", f"{first}/", class_="faint"), tag("bdi", last))
 
@@ -371,7 +371,7 @@ def _pages(found: admin_pb2.GetStatisticsResponse, asked: dict[str, str | int]) 
 
 
 def _refusals(found: admin_pb2.GetStatisticsResponse) -> Content:
-    """What callers were told, by reason; nothing if that is nothing."""
+    """Return the errors that callers received, by reason; nothing if there are none."""
     if not found.refusals:
         return None
     rows = (tag("div", tag("dt", one.reason), tag("dd", f"{one.count:,}")) for one in found.refusals)
@@ -408,7 +408,7 @@ def _at(time_ms: int) -> str:
 # -- The page of one topic.
 
 _TERM_SHIFT = 32
-"""An epoch is the term and the number of the session in it."""
+"""An epoch consists of the term and the number of the session in it."""
 
 
 def topic_page(
@@ -419,8 +419,10 @@ def topic_page(
     wanted: str,
     is_first: bool,
 ) -> Response:
-    """The page of the one topic that was found. `producers` are a page of them, the first one or not, or why there are
-    none; `wanted` is the name of the one that is looked for."""
+    """Return the page of the one topic found.
+
+    `producers` is a page of them (the first one if `is_first`), or the reason why there is none. `wanted` is the
+    searched producer name."""
     [one] = found.topics
     return page(
         f"{one.topic.name} · seqdedupe {address}",
@@ -504,19 +506,19 @@ def _producer_row(one: admin_pb2.Producer) -> Markup:
 
 
 def _id(number: int) -> str:
-    """A sequence ID; −1 is that of a producer of which there is nothing."""
+    """Return a sequence ID as text. −1 stands for a producer without any."""
     return "–" if number == -1 else f"{number:,}"
 
 
 PRODUCERS = 100
-"""On a page."""
+"""The most producers on a page."""
 
 _FILES = {
     "/page.css": "text/css; charset=utf-8",
     "/page.js": "text/javascript; charset=utf-8",
     "/icon.svg": "image/svg+xml",
 }
-"""They tell nothing: whoever comes gets them."""
+"""Files without private data. Every visitor may load them."""
 
 _STATUSES = {
     "UNAUTHENTICATED": HTTPStatus.UNAUTHORIZED,
@@ -532,7 +534,7 @@ R = TypeVar("R")
 
 
 class Pages:
-    """Routes `/` and `/topic`, and the files that they need. `address` is what the sidecar is called. To be made on
+    """The routes `/` and `/topic`, and the files that they need. `address` is the sidecar's displayed name. Make it on
     the event loop."""
 
     def __init__(self, statistics: Statistics, producers: ProducerCalls, visitors: Visitors, address: str) -> None:
@@ -584,7 +586,7 @@ class Pages:
 
 
 def _told(route: Route) -> Route:
-    """The route, which tells errors as pages."""
+    """Return the route, with errors shown as pages."""
 
     def answer(request: Request) -> Response:
         try:
@@ -602,7 +604,7 @@ def _told(route: Route) -> Route:
 
 
 def _number(request: Request, name: str, most: int) -> int:
-    """A number in the query, 0 if it is not there. Raises INVALID_REQUEST."""
+    """Return a number of the query, 0 if it is missing. Raises INVALID_REQUEST."""
     text = request.query.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
         raise error("INVALID_REQUEST", f"{name} is {text!r}: it should be a number that a link of the page has")

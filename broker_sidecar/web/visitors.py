@@ -1,4 +1,4 @@
-"""Who looks at the pages: a browser shows a token as the password of HTTP's basic authentication."""
+"""Visitors of the pages. A browser shows a token as the password of HTTP basic authentication."""
 
 import base64
 import binascii
@@ -17,7 +17,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.http_server import Request
 
 ASK = {"WWW-Authenticate": 'Basic realm="seqdedupe: the password is the token", charset="UTF-8"'}
-"""Has a browser ask for it."""
+"""Makes a browser ask for the token."""
 
 _SCHEME = "basic"
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class Visitors:
-    """May a visitor make a call of AdminService? As in that call: by the token, and by the rules for whose it is."""
+    """Calls of AdminService by visitors. As in gRPC, the token identifies the visitor, and the rules apply to it."""
 
     def __init__(self, authentication: Authentication, permissions: Permissions, trail: Trail) -> None:
         self._authentication = authentication
@@ -34,8 +34,8 @@ class Visitors:
         self._trail = trail
 
     async def call(self, visitor: Request, name: str, handle: Callable[[M], Awaitable[R]], request: M) -> R:
-        """Makes the call of this name as the visitor, on the event loop. Raises UNAUTHENTICATED, TOKEN_EXPIRED,
-        NOT_ALLOWED, and what the call raises."""
+        """Make the call of this name as the visitor, on the event loop. Raises UNAUTHENTICATED, TOKEN_EXPIRED,
+        NOT_ALLOWED, and the errors of the call."""
         method = f"/{SERVICE}/{name}"
         set_caller(self._subject(visitor, method))
         self._permissions.check_call(method, request.SerializeToString())
@@ -53,14 +53,14 @@ class Visitors:
     def _known(self, visitor: Request, host: str, address: str) -> Subject:
         token = _token_in(visitor)
         if token is not None and not _is_loopback(host):
-            # It has been sent already. Whoever tries it once knows not to make a habit of it.
+            # The token has been sent already. The refusal keeps the visitor from sending it regularly.
             why = f"a token was sent from {host} without TLS: whoever was on the way can have read it"
             raise error("UNAUTHENTICATED", why, hint="Make another token, and forward a port to look at the page.")
         return self._authentication.of_token(token, address)
 
 
 def _token_in(visitor: Request) -> bytes | None:
-    """The password that is shown; None if there is none."""
+    """Return the password in the request; None if there is none."""
     scheme, _, shown = visitor.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != _SCHEME:
         return None
@@ -78,5 +78,5 @@ def _is_loopback(host: str) -> bool:
 
 
 def asks(visitor: Request) -> bool:
-    """Whether a browser there may be asked for a token: only where nobody is on the way."""
+    """Return whether the page may ask the browser for a token: only if no one can read the traffic."""
     return _is_loopback(visitor.client[0])
