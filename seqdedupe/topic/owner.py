@@ -43,9 +43,8 @@ LONGEST_REST_SECONDS = 4.0
 
 TRY_AGAIN_SECONDS = 1.0
 CATCH_UP_SECONDS = 300.0
-"""The interval at which an idle follower reads on. The log's owner keeps everything that this sidecar's snapshots do
-not cover.
-"""
+"""The interval at which a sidecar that does not own a log reads on. Messages that this sidecar does not know cannot be
+dropped from the log: its snapshots state from where it needs the log."""
 
 
 # -- Reading a log, to merge what is in it.
