@@ -93,7 +93,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 class Allowing:
-    """The judgements about a topic's producers for one client. Each name is judged once, until `judge_again`.
+    """The judgements about a topic's producers for one client. Each name is judged once, until the result becomes invalid.
 
     `deny` makes the error for forbidden names.
     """
