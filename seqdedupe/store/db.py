@@ -180,7 +180,7 @@ class Store:
         await self.flush(self.write(batch))
 
     async def remove_snapshot(self, incarnation: int) -> None:
-        """Remove what is stored of a topic except its record, durable on return. No work on the topic may be in
+        """Remove all data of a topic except its record, durable on return. No work on the topic may be in
         progress."""
         await self.flush(self._without_snapshots([incarnation]))
 
@@ -371,8 +371,8 @@ def _first_opening(folder: Path, mark: Mark) -> _Opening:
         return _Opening(1, open_rocksdb(folder, mark, read_only=True), is_read_only=True)
 
 
-# -- Copies of a store: one to be looked at, since opening a store cuts what is torn, and RocksDB always writes; and
-# one that is kept, of records that are read while the store is in use.
+# -- Copies of a store. One kind is made to be read, since opening a store cuts torn data, and RocksDB always writes.
+# The other kind is kept: a copy of records that are read while the store is in use.
 
 _PREFIX = "seqdedupe-store-"
 

@@ -205,7 +205,7 @@ def _damaged(path: Path, data: bytes) -> SeqdedupeError:
     return error("STORE_DAMAGED", f"{path} is damaged: {data[:200]!r}", hint="Restore it from a backup.", file=path)
 
 
-# -- Which sidecar a store is of, and how often it has opened topics of a cluster for writing.
+# -- The sidecar that a store belongs to, and the number of its openings of a cluster's topics for writing.
 
 RANDOM_NAME_BYTES = 8
 OPENINGS_BEGIN_SECONDS = 1_577_836_800

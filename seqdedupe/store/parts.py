@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 
-# -- Keys and the form of every value in the store. `docs/internals/formats-store.md` draws them.
+# -- The keys and the form of every value in the store. `docs/internals/formats-store.md` draws them.
 #
 # A value is sealed: CRC32C of the key and of everything after the checksum, version, body. So a damaged record, or one
 # stored under another record's key, is never read as a good one.
@@ -338,7 +338,7 @@ def decode_names(key: bytes, value: bytes) -> list[bytes]:
     return [body[start:end] for start, end in places.tolist()]
 
 
-# -- The record of a topic, besides its snapshot.
+# -- The record of a topic, in addition to its snapshot.
 
 _BODY = struct.Struct("<QBBBI")
 

@@ -32,8 +32,8 @@ from seqdedupe.files import sync_folder
 from seqdedupe.locks import holder_of
 from seqdedupe.store.parts import FORMAT_VERSION, other_format
 
-# -- The file DURABLE: the store's own lock, its format version, up to where its writes were durable, and whether
-# there is a journal.
+# -- The file DURABLE: the store's own lock, its format version, the end of its durable writes, and whether there is a
+# journal.
 #
 # A write-ahead log that is torn, cut short or missing may be the result of a power cut, or damage. This file has the
 # number of RocksDB's last synced write, which tells the two apart: a store that opens with a lower one has lost durable
@@ -132,7 +132,7 @@ def _decoded(data: bytes) -> tuple[int, bool]:
     return int(sequence), bool(version & JOURNAL)
 
 
-# -- What a power cut tore off RocksDB's manifest and write-ahead logs is cut off before RocksDB reads them.
+# -- Torn ends of RocksDB's manifest and write-ahead logs, after a power cut, are removed before RocksDB reads them.
 #
 # After a power cut, any pages and sectors of unsynced data may be stored, with zeros or old bytes between them. RocksDB
 # takes some of these patterns for padding and goes on after the hole, and some for damage. On some it loops for ever

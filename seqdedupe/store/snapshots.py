@@ -412,8 +412,8 @@ class Snapshots:
         return opening
 
     async def write_anew(self, delta: Delta) -> int:
-        """Write a snapshot that holds everything, without a window. Earlier stored data does not count any more, even
-        if it cannot be read.
+        """Write a snapshot that holds everything, without a window. Earlier records do not count any more, not even
+        unreadable ones.
 
         It is one write, unsynced, as in `write_delta`. Nothing else may be written meanwhile. A thread makes the data.
         The write itself blocks the event loop, about 50 ms for a million producers. Raises STORE_UNAVAILABLE.

@@ -394,7 +394,7 @@ def _checked(key: bytes, value: bytes, form: struct.Struct) -> bytes:
     return body
 
 
-# -- The imported window of a topic of deduplication IDs in the store: one run, and which file it came in.
+# -- The imported window of a topic of deduplication IDs in the store: one run, and the file that it came in.
 #
 # It is not a part of the snapshots: the log states whether it counts. So it is written before the log states it, and
 # stays when a complete snapshot is written, or all of them are removed.

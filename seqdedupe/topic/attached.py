@@ -28,7 +28,7 @@ from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.keeper import DUE_PERIODS, Keeper, producers_of
 from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy, Policy
 
-# -- A broker's hold on its topic: the replay of its log, then checks, and reports of what became of them.
+# -- A broker's hold on its topic: the replay of its log, then checks, and reports of their outcomes.
 #
 # Nothing here waits, and nothing is half done: an error raises, and has changed nothing. The rules for the broker are
 # in dedupe.proto.
@@ -467,8 +467,8 @@ class AttachedTopic(TopicBase):
     # -- who is attached ---------------------------------------------------------------------------------------
 
     def attach(self, end: Callable[[SeqdedupeError], None], trim_moved: Callable[[], None]) -> BrokerAttachment:
-        """Let a broker take the topic. A broker that had it is notified of the end. Forget what is in flight: replay
-        restores it.
+        """Let a broker take the topic. A broker that had it is notified of the end. Forget appends in flight: replay
+        restores them.
 
         `end` is called once, with the reason, when something other than `detach` ends the attachment; `trim_moved` when
         `trim_position` has changed. Raises DRAINING, TOPIC_NOT_FOUND.
@@ -505,7 +505,7 @@ class AttachedTopic(TopicBase):
         if end is not None:
             end(why)
 
-    # -- what the broker says ----------------------------------------------------------------------------------
+    # -- reports of the broker ---------------------------------------------------------------------------------
 
     def replayed(self, attachment: BrokerAttachment, entries: int) -> None:
         """Note that `entries` entries were replayed, up to `attachment.position`."""
@@ -569,7 +569,7 @@ class AttachedTopic(TopicBase):
         self._detach(error("NOT_ATTACHED", why))
         self.change_state(State.RECOVERING, NOBODY)
 
-    # -- what others ask ---------------------------------------------------------------------------------------
+    # -- requests of others ------------------------------------------------------------------------------------
 
     def numbers_of(self, name: str) -> tuple[int, int]:
         """Return pushed and persisted of a producer. Raises NOT_ATTACHED while they are not known,
@@ -604,7 +604,7 @@ class AttachedTopic(TopicBase):
             return False
         return True
 
-    # -- producers that nobody uses ----------------------------------------------------------------------------
+    # -- unused producers --------------------------------------------------------------------------------------
 
     def in_use(self) -> list[Int64s]:
         """Return the producers that the broker has registered, or that have something in flight."""

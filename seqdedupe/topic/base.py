@@ -32,7 +32,7 @@ class State(Enum):
     """The state of a topic: what it does at the moment."""
 
     RECOVERING = 1
-    """The log is being read, or cannot be read now. Readers get what is certain."""
+    """The log is being read, or cannot be read now. Readers get the messages that are certain."""
     SERVING = 2
     READ_ONLY = 3
     """The log refuses writes now; the topic keeps trying."""
@@ -40,7 +40,7 @@ class State(Enum):
     DAMAGED = 5
     """Permanent: the log or the store holds something that was not written."""
     STANDBY = 6
-    """Another sidecar owns the log. Readers get what is certain."""
+    """Another sidecar owns the log. Readers get the messages that are certain."""
     TERMINATED = 7
     """Permanent: the log takes nothing more from any writer. Readers get all of it."""
 
@@ -116,7 +116,7 @@ class TopicBase(ABC):
     ) -> None:
         self.name = name
         self.incarnation = incarnation
-        # -- what it does at the moment
+        # -- its present state
         self.state = State.RECOVERING
         self.why = "the log is being read"
         self.knows_its_end = False
@@ -139,7 +139,7 @@ class TopicBase(ABC):
         self._on_state = on_state
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_ended = False
-        # -- what is known of it
+        # -- its known data
         self.producers = producers
         self.sessions = Sessions(producers)
         self.counters = TopicCounters()
@@ -196,7 +196,7 @@ class TopicBase(ABC):
             raise damaged_topic(self.name, self.damage)
 
     def check_may_go_on(self) -> None:
-        """Raise LOG_DAMAGED, TOPIC_TERMINATED or NOT_OWNER if this sidecar can add nothing to what is certain."""
+        """Raise LOG_DAMAGED, TOPIC_TERMINATED or NOT_OWNER if no more messages become certain in this sidecar."""
         self.check_not_damaged()
         if self.terminated is not None:
             raise self.terminated
@@ -269,7 +269,7 @@ class TopicBase(ABC):
         while self.readable_index <= index and self.state not in ends:
             await self.confirmed.wait()
 
-    # -- its log, as far as it is ours -------------------------------------------------------------------------
+    # -- its log, if it is not a broker's ----------------------------------------------------------------------
 
     @abstractmethod
     def log_place(self) -> bytes:
@@ -321,7 +321,7 @@ class TopicBase(ABC):
     def put_in_force(self, policy: Policy) -> None:
         """Put this policy of the topic in force, over the one that it inherits."""
 
-    # -- its producers, for who keeps them ---------------------------------------------------------------------
+    # -- its producers, for the keeper -------------------------------------------------------------------------
 
     @abstractmethod
     def snapshot_is_durable(self) -> None:
@@ -360,7 +360,7 @@ class TopicBase(ABC):
 
     @abstractmethod
     async def drain(self) -> None:
-        """Stop taking messages, settle what is in flight, take a last snapshot, and release everything."""
+        """Stop taking messages, settle appends in flight, take a last snapshot, and release everything."""
 
     @abstractmethod
     async def close(self, why: str) -> None:

@@ -80,7 +80,7 @@ _REASONS = {
 }
 
 
-# -- As which producers a frame may be published.
+# -- The producers as which a frame may be published.
 
 NamesJudge = Callable[[Bytes, Int64s2], Uint8s]
 """A function that returns 1 for each allowed name at these places of a buffer."""
@@ -93,7 +93,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 class Allowing:
-    """The judgements about a topic's producers for one client. Each name is judged once, until the result becomes invalid.
+    """The judgements about a topic's producers for one client. A name is judged once, until the result is invalid.
 
     `deny` makes the error for forbidden names.
     """
@@ -319,7 +319,7 @@ def cut(frame: Frame, verdicts: Uint8s) -> Frame:
     return Frame(encoded, view, places, producer_rows, int(places[ROWS]), int(places[COLUMNS_END]))
 
 
-# -- What a topic answers to a frame.
+# -- The answers of a topic to a frame.
 
 _NO_INDEXES = np.zeros(0, np.int64)
 NONE_KNOWN = (_NO_INDEXES, _NO_INDEXES, _NO_INDEXES)
@@ -385,7 +385,7 @@ Reply = Callable[[FrameReceipt | Refusal], None]
 """A function that is called once for each frame."""
 
 
-# -- What a topic has handed to its log, and whose outcome is not known yet.
+# -- Frames and records that a topic has handed to its log, with an outcome that is not known yet.
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 """The limit for bytes that are admitted and not settled, in one topic."""

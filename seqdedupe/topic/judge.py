@@ -140,7 +140,7 @@ class BySequenceId:
         self._producers.fail_in_flight()
 
 
-# -- Why a frame is refused, and the numbers of the producers that were the cause.
+# -- The reason why a frame is refused, and the numbers of the producers that caused it.
 
 
 def forbidden(allowing: Allowing, numbers: Int64s) -> tuple[SeqdedupeError, list[RefusedProducer]]:
@@ -269,10 +269,10 @@ def _is_stale(producer: RefusedProducer) -> bool:
     return can_have_been_given(producer.epoch) and producer.epoch < producer.current_epoch
 
 
-# -- The judge of a topic of deduplication IDs: there the IDs alone decide. No session, epoch or link is wanted.
+# -- The judge of a topic of deduplication IDs: only the IDs decide. No session, epoch or link is needed.
 #
-# `ByDeduplicationId` holds all that a topic knows of them: the window in memory, its runs in the store
-# (`window_runs`), and what was imported.
+# `ByDeduplicationId` holds everything that a topic knows of them: the window in memory, its runs in the store
+# (`window_runs`), and the import.
 
 logger = logging.getLogger("seqdedupe.topic")
 

@@ -28,7 +28,7 @@ from seqdedupe.tasks import retrieve
 from seqdedupe.topic.control import STATED_A_RECORD, encode
 from seqdedupe.topic.policy import NEVER, Applied, Policy
 
-# -- When a topic's numbers go to the store: one snapshot at a time, shared by all that wait for it.
+# -- The times when a topic's numbers go to the store: one snapshot at a time, shared by all callers that wait.
 
 _snapshots_logger = logging.getLogger("seqdedupe.snapshots")
 
@@ -294,7 +294,7 @@ class Snapshotter:
             await self._compaction
 
 
-# -- What the store has of a topic, read into memory, for one that is opened from it.
+# -- The store's data of a topic, read into memory, from which the topic is opened.
 
 
 @dataclass(frozen=True, slots=True)

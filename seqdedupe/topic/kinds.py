@@ -28,7 +28,7 @@ from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
 
-# -- What the directory of topics needs of a kind of log: topics on it, and what is there.
+# -- The operations that the directory of topics needs of a kind of log: topics on it, and the list of logs.
 
 T_co = TypeVar("T_co", bound=TopicBase, covariant=True)
 

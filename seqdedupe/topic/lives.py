@@ -25,7 +25,7 @@ from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.registry import Closed, Registry
 
-# -- Records of topics in the store: written, put right where a write failed, removed with what they stand for.
+# -- Records of topics in the store: written, repaired after a failed write, removed with the data of the topic.
 
 
 class TopicRecords:
@@ -115,14 +115,14 @@ class TopicRecords:
         await self.clean_up(*deleting)
 
     async def remove(self, record: TopicRecord) -> None:
-        """Remove what is left of a topic that has no users and whose record is DELETING. Raises STORE_UNAVAILABLE,
+        """Remove the remains of a topic that has no users and whose record is DELETING. Raises STORE_UNAVAILABLE,
         LOG_REFUSED: then it is not done, or the next start finishes it."""
         await self._store.put_topics(record)
         await self._delete_logs(record.incarnation)
         await self._store.remove_topic(record.incarnation)
 
     async def clean_up(self, *records: TopicRecord) -> None:
-        """Remove what is left of a topic, or of all partitions of one, whose records are DELETING.
+        """Remove the remains of a topic, or of all partitions of one, whose records are DELETING.
 
         What cannot be removed now is tried again.
         """

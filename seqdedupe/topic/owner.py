@@ -47,7 +47,7 @@ CATCH_UP_SECONDS = 300.0
 dropped from the log: its snapshots state from where it needs the log."""
 
 
-# -- Reading a log, to merge what is in it.
+# -- Reading a log, to merge its contents.
 
 MAX_TERM = 2**31 - 1
 
@@ -119,7 +119,7 @@ def replay_from(log: Log, confirmed_index: int, merge: Merge, last_ownership: in
     return Replay(log, next_index, merge, skip_below=confirmed_index, last_ownership=last_ownership)
 
 
-# -- Whose the log is.
+# -- The ownership of the log.
 
 
 class Owned(Protocol):
@@ -188,7 +188,7 @@ class Owner:
        is tried again (`_pause`).
     2. While this process owns the log, a failed append ends the ownership (`log_failed`). The log is then taken over
        again, which finds out the outcome of everything in flight.
-    3. The log is *given away*: to another sidecar that took it, or that shall have it (`hand_over`).
+    3. The ownership *moves* to another sidecar, which took the log, or which shall have it (`hand_over`).
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Owner:
     async def recover(self) -> None:
         """Take over the log and read what the snapshot does not cover; then the topic serves.
 
-        If that cannot be done now, tries go on in the background without a limit. Readers find what is certain
+        If that cannot be done now, tries go on in the background without a limit. Readers find certain messages
         meanwhile. If another sidecar owns the log, there is a delay after this one was shut out. Damage is read twice
         before the topic is DAMAGED for good.
         """
@@ -421,8 +421,7 @@ class Owner:
         topic.spawn(self._recover())
 
     def out_of_step(self, e: BaseException | None) -> SeqdedupeError:
-        """Find out what is in flight, as after an unknown outcome, because this process and the log may disagree about
-        it.
+        """Find out the outcome of appends in flight, because this process and the log may disagree about them.
 
         Otherwise IDs would be in flight for ever. Return the reason why nothing is taken meanwhile.
         """
@@ -434,9 +433,8 @@ class Owner:
         return error("RECOVERING", f"topic {topic.name} takes no messages now: {topic.why}")
 
     def begin_another_term(self) -> None:
-        """Begin another term, since this one has no epoch left for new sessions. First find out what is in flight.
-        Raises RECOVERING.
-        """
+        """Begin another term, since this one has no epoch left for new sessions. The outcome of appends in flight is
+        found out first. Raises RECOVERING."""
         topic = self._topic
         topic.change_state(State.RECOVERING, f"it was opened as often as it can be in term {topic.term}")
         topic.spawn(self._recover())
@@ -508,7 +506,7 @@ class Owner:
         self._tried.tell()
 
     async def _until_free(self) -> None:
-        """Wait until nobody seems to own the log and this sidecar need not stay away from it any more.
+        """Wait until no sidecar seems to own the log and this sidecar need not stay away from it any more.
 
         By then the contents of the log are merged, except what came just now.
         """
@@ -585,7 +583,7 @@ async def _first_of(*works: Coroutine[Any, Any, object]) -> None:
         task.result()
 
 
-# -- How long another sidecar's topic is left alone.
+# -- The time for which this sidecar does not try to take another sidecar's topic.
 
 FIRST_SECONDS = 0.5
 LONGEST_SECONDS = 60.0
@@ -634,7 +632,7 @@ class KeepingAway:
         self._until = now + seconds * (1 + jitter) / 2
 
 
-# -- Who published into a topic before it had an owner: its first owner states it, so that its log tells it for good.
+# -- Producers that published before the topic had an owner. Its first owner states them in the log, permanently.
 
 
 def state_earlier(topic: Owned) -> None:

@@ -16,7 +16,7 @@ from seqdedupe.limits import FlushInterval, Retention, WindowLimits
 from seqdedupe.message_id import Position
 from seqdedupe.store.parts import LogKind
 
-# -- Which window of deduplication IDs was imported into a topic. It is kept, and changes, with the topic's policy.
+# -- The window of deduplication IDs that was imported into a topic. It is stored, and changes, with the topic's policy.
 #
 # The log states which window it was; only the store has the IDs.
 
@@ -41,7 +41,7 @@ def imported_window_of(message: Any) -> ImportedWindow:
     return ImportedWindow(message.checksum, message.ids, message.last_publish_time_ms)
 
 
-# -- Named cursors: how far somebody has read a topic. They are kept with the topic's policy, and change one by one.
+# -- Named cursors: how far a reader has read a topic. They are stored with the topic's policy, and change one by one.
 
 MAX_CURSORS = 32
 """The largest number of cursors of a topic. All of them are in its policy, and so in each snapshot."""
@@ -137,7 +137,7 @@ WINDOW = tuple(name for name in ONLY_ON if name.startswith("deduplication_window
 
 
 class GapPolicy(Enum):
-    """What happens to a message whose ID does not follow its producer's last one. Values as on the wire."""
+    """The treatment of a message whose ID does not follow its producer's last one. Values as on the wire."""
 
     ALLOW = 1
     REJECT = 2
@@ -145,7 +145,7 @@ class GapPolicy(Enum):
 
 
 class OverlapPolicy(Enum):
-    """What happens to a range of a broker's log if only its first IDs are persisted. Values as on the wire."""
+    """The treatment of a range of a broker's log if only its first IDs are persisted. Values as on the wire."""
 
     PULSAR = 1
     """Answer DUP, as Pulsar does. The new IDs are lost."""
@@ -154,7 +154,7 @@ class OverlapPolicy(Enum):
 
 
 class DeduplicationRoute(Enum):
-    """How messages with deduplication IDs are assigned to partitions. Values as on the wire (`DeduplicationRoute`)."""
+    """The assignment of messages with deduplication IDs to partitions. Values as on the wire (`DeduplicationRoute`)."""
 
     ID = 1
     KEY = 2

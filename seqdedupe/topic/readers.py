@@ -58,10 +58,10 @@ def end_index(topic: TopicBase) -> int:
 async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = False) -> int:
     """Return the index at which to read on after a position.
 
-    Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, RECOVERING if the position is after what is certain.
-    Raises POSITION_DIVERGED if another message, or one of another history, stands there. The history is not checked if
-    the position does not state it, or if its message is trimmed or damaged. A damaged message raises LOG_DAMAGED unless
-    `skip_damaged`.
+    Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, and RECOVERING if the position is after the last certain
+    message. Raises POSITION_DIVERGED if another message, or one of another history, stands there. The history is not
+    checked if the position does not state it, or if its message is trimmed or damaged. A damaged message raises
+    LOG_DAMAGED unless `skip_damaged`.
     """
     incarnation = topic.incarnation
     if position.incarnation != incarnation:
@@ -246,7 +246,7 @@ def _cut(
     return cut_header + encoded + ids, int(places[RECORD_END]), base + last
 
 
-# -- Streams of pages, and what followers share: at the end of a topic all get one page, and they take turns.
+# -- Streams of pages, and the data that followers share: at the end of a topic all get one page, and take turns.
 #
 # A page that goes out costs the event loop the same for one batch as for a hundred. So with more followers, more
 # messages are gathered for each.
@@ -325,8 +325,8 @@ class Followers:
     async def page(self, topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
         """Return a page as `read_page`, made once for all who request the same; None if each must read it alone.
 
-        None is for a page that cannot be read (so that each caller gets the error), if the task that read it went away,
-        and for a record larger than a page. The page may be larger than `max_bytes` if another caller has more room.
+        None: the page cannot be read (each caller then gets the error), the task that read it went away, or a record is
+        larger than a page. The page may be larger than `max_bytes` if another caller has more room.
         """
         key = self._numbers.setdefault(topic, next(self._count)), from_index, stop_index
         if (made := self._pages.get(key)) is not None:

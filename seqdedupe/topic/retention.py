@@ -108,7 +108,7 @@ async def _stated_from(topic: Trimmed, first_index: int) -> int:
             stated.append(int(producers.numbers[below, STATED].min()))
         await asyncio.sleep(0)
     if generation != producers.generation:
-        # Some have got numbers that were looked at before.
+        # Some producers have new numbers, which were looked at before the renumbering.
         return topic.log.first_index
     return max(min(stated), topic.log.first_index)
 

@@ -433,7 +433,7 @@ class Topic(TopicBase):
         for end in list(self._streams.values()):
             end(why)
 
-    # -- what it holds -----------------------------------------------------------------------------------------
+    # -- contents ----------------------------------------------------------------------------------------------
 
     @property
     def window(self) -> IdWindow | None:
@@ -492,7 +492,7 @@ class Topic(TopicBase):
             return self.confirmed_index
         return max(self.confirmed_index, self.log.certain_index)
 
-    # -- policy, retention, and what was imported --------------------------------------------------------------
+    # -- policy, retention and import --------------------------------------------------------------------------
 
     async def set_policy(self, policy: Policy) -> None:
         """Set the whole policy. On return it is durable and in force, between two frames.
@@ -563,7 +563,7 @@ class Topic(TopicBase):
         await self.owner.recover()
 
     async def drain(self) -> None:
-        """Stop taking messages, settle what is in flight, take a last snapshot, and close the log."""
+        """Stop taking messages, settle appends in flight, take a last snapshot, and close the log."""
         self.change_state(State.DRAINING, "the sidecar is shutting down")
         await self.all_settled()
         if self.knows_its_end:

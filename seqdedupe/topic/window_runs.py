@@ -52,7 +52,7 @@ logger = logging.getLogger("seqdedupe.exports")
 _topic_logger = logging.getLogger("seqdedupe.topic")
 
 
-# -- What was imported.
+# -- The import.
 
 
 class WindowImported:
