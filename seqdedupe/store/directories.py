@@ -209,7 +209,7 @@ def _damaged(path: Path, data: bytes) -> SeqdedupeError:
 
 RANDOM_NAME_BYTES = 8
 OPENINGS_BEGIN_SECONDS = 1_577_836_800
-"""2020-01-01: the numbers of openings are the seconds since then."""
+"""2020-01-01, from which on the numbers of openings count seconds."""
 _NUMBER_BYTES = 8
 
 

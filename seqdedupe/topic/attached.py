@@ -381,8 +381,8 @@ logger = logging.getLogger("seqdedupe.topic")
 NOBODY = "no broker is attached"
 
 COUNT_SECONDS = 0.05
-"""The time for which stored entries are collected and then counted together towards the next snapshot. A log may grow
-by millions a second, and would be snapshotted without a break."""
+"""The time for which stored entries are collected and then counted together towards the next snapshot. A log that
+grows by millions a second would otherwise be snapshotted without a break."""
 
 
 class AttachedTopic(TopicBase):

@@ -38,7 +38,7 @@ class State(Enum):
     """The log refuses writes now; the topic keeps trying."""
     DRAINING = 4
     DAMAGED = 5
-    """Permanent: the log or the store holds something that was not written."""
+    """Permanent: contents of the log or the store differ from the written data."""
     STANDBY = 6
     """Another sidecar owns the log. Readers get the messages that are certain."""
     TERMINATED = 7

@@ -562,7 +562,7 @@ class Flight:
             frame.producer_rows = new_numbers[frame.producer_rows]
 
     def written(self, count: int) -> list[Admitted | Changing]:
-        """Return the next `count` frames of which it was not known that they are written, the oldest first."""
+        """Note that `count` more items are written, and return them, the oldest first."""
         some = list(islice(self._admitted, self._written, self._written + count))
         self._written += count
         return some
