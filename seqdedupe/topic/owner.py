@@ -225,8 +225,8 @@ class Owner:
         """Take over the log and read what the snapshot does not cover; then the topic serves.
 
         If that cannot be done now, tries go on in the background without a limit. Readers find certain messages
-        meanwhile. If another sidecar owns the log, there is a delay after this one was shut out. Damage is read twice
-        before the topic is DAMAGED for good.
+        meanwhile. If another sidecar owns the log, a sidecar that was shut out waits before the next try. After damage
+        the log is read once more before the topic is DAMAGED for good.
         """
         if not self._is_recovering and not self._topic.knows_its_end:
             self._is_recovering = True
@@ -555,7 +555,7 @@ class Owner:
                 # The sidecar that takes the log over reads it again, and reports the final result.
                 logger.error("topic %s is read no further by this standby: %s", topic.name, e)
                 if e.reason == "NO_STATE":
-                    # Not after its owner is gone: only the owner has what is missing here.
+                    # Try now, not after the owner is gone: only the owner has the missing state.
                     self.wanted.set()
                 return
             except (UnavailableError, OSError) as e:

@@ -161,7 +161,7 @@ async def read_page(
 async def _next_readable(topic: Topic, index: int, e: SeqdedupeError, skip_damaged: bool) -> int:
     """Return the first readable message from this index on, after reading there raised `e`.
 
-    Raises `e` unless it is a read error and the reader allows to skip such messages.
+    Raises `e` unless it is a read error and the reader allows skipping such messages.
     """
     if skip_damaged and e.reason in ("LOG_DAMAGED", "LOG_UNREADABLE"):
         return await topic.log.next_readable(index)
