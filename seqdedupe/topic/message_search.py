@@ -90,7 +90,7 @@ async def _looked_through_from(log: Log, end_index: int) -> int:
 
 
 async def publish_time_ms(log: Log, index: int, room: Room = any_room) -> int:
-    """Return the time when the log took the message with this index; 0 if retention has dropped it, or it is damaged."""
+    """Return when the log took the message with this index; 0 if retention has dropped it, or it is damaged."""
     try:
         async for page in _pages(log, index, index + 1, room):
             return int(next(_records(log, page))[PUBLISH_TIME_MS])
