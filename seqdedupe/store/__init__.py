@@ -1,6 +1,6 @@
-"""The store: topics and the snapshots of their producers, in one RocksDB directory a sidecar.
+"""The store: topics and the snapshots of their producers, in one RocksDB directory per sidecar.
 
-Begin with `db`, by which alone RocksDB is written to, made durable and copied. `parts` has the keys and forms of all
-records, and that of a topic; `snapshots` and `windows` are its state, and what was imported. `directories` is about the
-data directory around it.
+Begin with `db`: RocksDB is written, made durable and copied only there. `parts` has the keys and encodings of all
+records, and the record of a topic. `snapshots` and `windows` have a topic's state, and its import. `directories` is
+about the data directory around it.
 """

@@ -1,11 +1,11 @@
-"""One RocksDB directory a sidecar: written to, made durable and, after a failure, opened again here alone.
+"""One RocksDB directory per sidecar. It is written, made durable and, after a failure, opened again only here.
 
-Writes are small and unsynced, on the event loop; `flush` syncs them in the store's one thread, off the GIL.
-After a failed write or sync RocksDB takes nothing more, so the store closes it and opens it again. What was
-not durable by then may be lost, and with it the ground under later writes: every write answers the number of
-the opening it went to, and `flush` succeeds only for writes of the opening that it synced.
+Writes are small and unsynced, on the event loop; `flush` syncs them in the store's one thread, off the GIL. After a
+failed write or sync RocksDB takes nothing more, so the store closes it and opens it again. Data that was not durable by
+then may be lost, and later writes may build on it. So every write returns the number of the opening that it went to,
+and `flush` succeeds only for writes of the opening that it synced.
 
-Copies of a store stand last.
+Copies of a store are at the end.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 BEHIND_SECONDS = 0.01
-"""After so long it is looked again whether RocksDB has worked off what was written."""
+"""The interval of the checks whether RocksDB has worked off earlier writes."""
 
 _NO_ROOM = os.strerror(errno.ENOSPC)
 
@@ -72,8 +72,8 @@ class _Opening:
 class Store:
     """The store of one sidecar. Coroutines and writes belong to one event loop, reads to any thread.
 
-    Everything raises STORE_UNAVAILABLE while RocksDB is not open; that starts opening it again, once at a
-    time, so trying again later helps. Reads and opening raise STORE_DAMAGED, NEWER_FORMAT and OLDER_FORMAT.
+    Everything raises STORE_UNAVAILABLE while RocksDB is not open. Such a call also starts to open it again, once at a
+    time, so a later try may succeed. Reads and opening raise STORE_DAMAGED, NEWER_FORMAT and OLDER_FORMAT.
     """
 
     def __init__(self, folder: Path, mark: Mark, opening: _Opening) -> None:
@@ -93,11 +93,10 @@ class Store:
 
     @staticmethod
     def open(folder: Path) -> "Store":
-        """Opens the store in this folder, or creates it if the folder is not there or is empty. Blocks.
+        """Open the store in this folder, or create it if the folder does not exist or is empty. This blocks.
 
-        Where its disk is full it can only be read, until something is written and there is room. Raises
-        DIRECTORY_IN_USE, STORE_DAMAGED (some files missing included), NEWER_FORMAT, OLDER_FORMAT,
-        STORE_UNAVAILABLE.
+        On a full disk the store can only be read, until something is written and there is room. Raises
+        DIRECTORY_IN_USE, STORE_DAMAGED (some files missing included), NEWER_FORMAT, OLDER_FORMAT, STORE_UNAVAILABLE.
         """
         with rocksdb_errors(folder):
             if not folder.exists() or not any(folder.iterdir()):
@@ -120,7 +119,7 @@ class Store:
         return store
 
     def close(self) -> None:
-        """Waits for what runs in the store's thread and closes. What was not flushed may be lost."""
+        """Wait for work in the store's thread, and close. Data that was not flushed may be lost."""
         with self._lock:
             if self._closed:
                 return
@@ -131,21 +130,21 @@ class Store:
                 close_rocksdb(db)
         self._mark.close()
 
-    # The journal of the logs beside it.
+    # The journal of the logs next to it.
 
     @property
     def has_journal(self) -> bool:
-        """Whether the logs beside the store may need their journal."""
+        """Whether the logs next to the store may need their journal."""
         return self._mark.has_journal
 
     def tell_journal(self, has_journal: bool) -> None:
-        """Says so from now on; durable on return. For any thread. Raises OSError."""
+        """Record `has_journal`; durable on return. For any thread. Raises OSError."""
         self._mark.tell_journal(has_journal)
 
     # Topics.
 
     def topics(self) -> list[TopicRecord]:
-        """All topics, the oldest first."""
+        """Return all topics, the oldest first."""
         stored = self.scan(topic_key(0), topic_key(MAX_NUMBER))
         topics = [TopicRecord.decode(key, value) for key, value in stored]
         for topic in topics:
@@ -154,16 +153,16 @@ class Store:
         return topics
 
     def next_incarnation(self, now_us: int, shard: int | None = None) -> int:
-        """An incarnation for a new topic: the time, or one above the last one given, if that is later.
+        """Return an incarnation for a new topic: the time, or one above the last one given, if that is later.
 
-        With its shard it is raised to one that ends in that: no two processes give the same one.
+        With `shard`, it is raised to a number that ends in the shard: no two processes give the same one.
         """
         given = max(now_us, self._last_incarnation + 1)
         self._last_incarnation = given if shard is None else given + (shard - given) % SHARDS
         return self._last_incarnation
 
     async def put_topics(self, *records: TopicRecord) -> None:
-        """Writes topics' records, all or none of them, and that their incarnations have been given. Durable on
+        """Write topics' records, all or none, and the fact that their incarnations have been given. Durable on
         return."""
         batch = WriteBatch(raw_mode=True)
         for record in records:
@@ -174,18 +173,19 @@ class Store:
         await self.flush(self.write(batch))
 
     async def remove_topic(self, incarnation: int) -> None:
-        """Removes a topic's record and snapshots, durable on return. Nothing of it may be under way."""
+        """Remove a topic's record and snapshots, durable on return. No work on the topic may be in progress."""
         batch = WriteBatch(raw_mode=True)
         batch.delete(topic_key(incarnation))
         batch.delete_range(*snapshot_range(incarnation))
         await self.flush(self.write(batch))
 
     async def remove_snapshot(self, incarnation: int) -> None:
-        """Removes what is stored of a topic but its record, durable on return. Nothing of it may be under way."""
+        """Remove all data of a topic except its record, durable on return. No work on the topic may be in
+        progress."""
         await self.flush(self._without_snapshots([incarnation]))
 
     def remove_snapshots(self, incarnations: list[int]) -> None:
-        """The same of several. Blocks, before the store is used."""
+        """Do the same for several topics. This blocks. Call it before the store is used."""
         self._without_snapshots(incarnations)
         self._sync(self._current())
 
@@ -198,11 +198,11 @@ class Store:
     # Namespaces.
 
     def namespace_policies(self) -> list[tuple[str, bytes]]:
-        """The policies of namespaces, by name, each in the bytes of its control record."""
+        """Return the policies of namespaces, by name, each in the bytes of its control record."""
         return [(key[1:].decode(), unseal(key, value)) for key, value in self.scan(*NAMESPACES)]
 
     async def put_namespace_policy(self, namespace: str, policy: bytes | None) -> None:
-        """Writes a namespace's policy, or removes it (None). Durable on return."""
+        """Write a namespace's policy, or remove it (None). Durable on return."""
         key = namespace_key(namespace)
         batch = WriteBatch(raw_mode=True)
         if policy is None:
@@ -218,11 +218,11 @@ class Store:
 
     @property
     def opening(self) -> int:
-        """How often RocksDB was opened. When it changes, what was written and not flushed may be lost."""
+        """The number of times that RocksDB was opened. When it changes, writes that were not flushed may be lost."""
         return self._current().number
 
     def scan(self, start: bytes, stop: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Keys and values from `start` to before `stop`, as they were when the reading began. Blocks."""
+        """Yield keys and values from `start` to before `stop`, as they were when the reading began. This blocks."""
         opening = self._current()
         with self._failures(opening):
             bounds = ReadOptions()
@@ -238,21 +238,21 @@ class Store:
             rows.status()
 
     def sealed(self, key: bytes) -> bytes:
-        """What is sealed under this key; empty if nothing is. Blocks. Raises STORE_DAMAGED."""
+        """Return the data sealed under this key; empty if there is none. This blocks. Raises STORE_DAMAGED."""
         return next((unseal(key, value) for _, value in self.scan(key, key + b"\0")), b"")
 
     def get(self, keys: list[bytes]) -> list[bytes | None]:
-        """The values of these keys; None where there is none. Blocks, and lets other threads run."""
+        """Return the values of these keys; None if there is none. This blocks, and lets other threads run."""
         opening = self._current()
         with self._failures(opening):
             return opening.db[keys]  # type: ignore[index, return-value]
 
     def write(self, batch: WriteBatch, only_in: int | None = None) -> int:
-        """Writes a batch whole, unsynced; `await flush()` with the number returned makes it durable.
+        """Write a batch whole, unsynced. `await flush()` with the returned number makes it durable.
 
-        Batches become durable in the order in which they were written. Holds the GIL: give it little at once. With
-        `only_in` it raises STORE_UNAVAILABLE if RocksDB was opened again since that opening: what it builds on may be
-        lost.
+        Batches become durable in the order in which they were written. A write holds the GIL: keep batches small. With
+        `only_in` it raises STORE_UNAVAILABLE if RocksDB was opened again since that opening: data that the batch builds
+        on may be lost.
         """
         opening = self._current()
         if only_in is not None and opening.number != only_in:
@@ -263,15 +263,15 @@ class Store:
         return opening.number
 
     async def write_when_idle(self, batch: WriteBatch) -> int:
-        """`write`, of what can wait until RocksDB has worked off what was written before."""
+        """Call `write` after RocksDB has worked off earlier writes, for data that can wait."""
         await self.wait_until_idle()
         return self.write(batch)
 
     async def wait_until_idle(self, at_most_seconds: float | None = None) -> None:
-        """Returns when RocksDB has worked off what was written before: what can wait is to be written now.
+        """Wait until RocksDB has worked off earlier writes. Data that can wait should be written then.
 
-        Raises STORE_UNAVAILABLE if that takes longer than `at_most_seconds`: a write might fail then, and have RocksDB
-        opened again.
+        Raises STORE_UNAVAILABLE if that takes longer than `at_most_seconds`: a write might fail then, and cause RocksDB
+        to be opened again.
         """
         try:
             async with asyncio.timeout(at_most_seconds):
@@ -281,16 +281,16 @@ class Store:
                         is_behind = rocksdb.is_behind(opening.db)
                     if not is_behind:
                         return
-                    # RocksDB tells nobody when it is done.
+                    # RocksDB sends no signal when it is done.
                     await asyncio.sleep(BEHIND_SECONDS)
         except TimeoutError:
             raise error("STORE_UNAVAILABLE", "the store has not worked off in time what was written before") from None
 
     async def flush(self, opening: int) -> None:
-        """All that was written before, in this opening of RocksDB, is durable on return.
+        """Make all earlier writes in this opening of RocksDB durable.
 
-        Callers share flushes: who comes while one runs waits for the next. Raises STORE_UNAVAILABLE, also if
-        RocksDB was opened again after the write: then it may be lost and has to be written again.
+        Callers share flushes: a caller that comes while one runs waits for the next. Raises STORE_UNAVAILABLE, also if
+        RocksDB was opened again after the write: then the write may be lost and must be repeated.
         """
         if self._next_flush is None:
             self._next_flush = asyncio.create_task(self._flush_after(self._this_flush))
@@ -309,11 +309,11 @@ class Store:
     def _sync(self, opening: _Opening) -> None:
         with self._failures(opening):
             opening.check_writable()
-            # In this order: a number ahead of what is durable would make a power cut look like damage.
+            # In this order: a number ahead of durable data would make a power cut look like damage.
             self._mark.move(rocksdb.sync(opening.db))
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs something in the store's thread, where it cannot meet a reopening."""
+        """Run this in the store's thread, where it cannot run during a reopening."""
         if self._closed:
             raise error("STORE_UNAVAILABLE", "the store is closed")
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args, **kwargs))
@@ -332,7 +332,7 @@ class Store:
 
     @contextmanager
     def _failures(self, opening: _Opening) -> Iterator[None]:
-        """Turns RocksDB's errors into ours. After one that is not damage, this opening is of no more use."""
+        """Convert RocksDB's errors. After one that is not damage, this opening is of no more use."""
         try:
             with rocksdb_errors(self._folder):
                 yield
@@ -371,13 +371,13 @@ def _first_opening(folder: Path, mark: Mark) -> _Opening:
         return _Opening(1, open_rocksdb(folder, mark, read_only=True), is_read_only=True)
 
 
-# -- Copies of a store: one to be looked at, since opening a store cuts what is torn, and RocksDB always writes; and
-# one that is kept, of records that are read while the store is in use.
+# -- Copies of a store. One kind is made to be read, since opening a store cuts torn data, and RocksDB always writes.
+# The other kind is kept: a copy of records that are read while the store is in use.
 
 _PREFIX = "seqdedupe-store-"
 
 BATCH_BYTES = 256 * 1024
-"""What is written at once: other threads wait for it."""
+"""The bytes written at once: other threads wait for the write."""
 
 TRIES = 1200
 PAUSE_SECONDS = 0.05
@@ -386,10 +386,10 @@ _STALLED = "Write stall"
 
 @contextmanager
 def opened_copy(folder: Path) -> Iterator[Store]:
-    """The store of this folder as the next start would find it, for the length of a block; the folder stays as it is.
+    """Open the store of this folder as the next start would find it, for one `with` block. The folder is unchanged.
 
-    Table files, which nobody ever writes to, are linked; the rest is copied to the system's folder for temporary files.
-    Blocks. Raises what `Store.open` raises, STORE_MISSING if there is none; OSError.
+    Table files, which are never written to again, are linked. The rest is copied to the system's folder for temporary
+    files. This blocks. Raises errors of `Store.open`, STORE_MISSING if there is none; OSError.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise error("STORE_MISSING", f"there is no store {folder}")
@@ -409,9 +409,9 @@ def opened_copy(folder: Path) -> Iterator[Store]:
 
 
 def write_copy(folder: Path, rows: Iterator[tuple[bytes, bytes]]) -> None:
-    """Makes a store of these records, each checked; durable on return, but for the names of its files. Blocks.
+    """Make a store of these records, each checked. It is durable on return, except the names of its files. This blocks.
 
-    Raises STORE_DAMAGED for a record that is not what was written, what `rows` raises; OSError if it cannot be written.
+    Raises STORE_DAMAGED for a damaged record, errors of `rows`, and OSError if it cannot be written.
     """
     with _as_os_errors():
         create_rocksdb(folder)
@@ -430,7 +430,7 @@ def write_copy(folder: Path, rows: Iterator[tuple[bytes, bytes]]) -> None:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """RocksDB's own errors are bare `Exception`s with its text."""
+    """Convert RocksDB's own errors, which are bare `Exception`s with its text."""
     try:
         yield
     except Exception as e:
@@ -451,7 +451,8 @@ def _in_batches(rows: Iterator[tuple[bytes, bytes]]) -> Iterator[WriteBatch]:
 
 
 def _write_patiently(db: Rdict, batch: WriteBatch) -> None:
-    """As soon as RocksDB takes it: it writes down what it has in memory, and would hold up the whole process."""
+    """Write as soon as RocksDB takes it. While RocksDB writes its memory to disk, a write would block the whole
+    process."""
     for left in reversed(range(TRIES)):
         try:
             write(db, batch)
@@ -463,13 +464,13 @@ def _write_patiently(db: Rdict, batch: WriteBatch) -> None:
 
 
 def of_original(message: str, folder: Path) -> str:
-    """What was said of a copy, with the name of the folder that was copied."""
+    """Return a message about a copy, with the name of the folder that was copied."""
     copy = re.escape(str(Path(tempfile.gettempdir(), _PREFIX))) + r"\w+/store"
     return re.sub(copy, lambda _: str(folder), message)
 
 
 def check_all(store: Store) -> int:
-    """Reads every record that is in force, with its checksum; how many there are. Raises STORE_DAMAGED."""
+    """Read every record in force, with its checksum, and return their number. Raises STORE_DAMAGED."""
     count = 0
     for key, value in store.scan(b"", b"\xff"):
         unseal(key, value)

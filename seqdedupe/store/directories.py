@@ -1,6 +1,6 @@
-"""What a data directory says of itself: its shards (the file SHARDS), or the workers that it is split into (WORKERS).
+"""The data directory's own files: its shards (the file SHARDS), or the workers that it is split into (WORKERS).
 
-A directory with neither has all topics there are, for one process. Both files are text, whole or refused.
+A directory with neither has all existing topics, for one process. Both files are text, and are read whole or refused.
 """
 
 import os
@@ -20,14 +20,14 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.parts import INSTANCE_NAME, LAST_OPENING, seal
 
 MANIFEST_FILE = "BACKUP"
-"""A folder with it is a backup (`transfer/backup`), and no data directory."""
+"""The file that marks a folder as a backup (`transfer/backup`), which is not a data directory."""
 SHARDS_FILE = "SHARDS"
 WORKERS_FILE = "WORKERS"
 FORMAT_VERSION = 1
 
 MAX_WORKERS = SHARDS
 CLUSTER_ID_BYTES = 8
-"""Of one that is made up."""
+"""The bytes of a generated cluster ID."""
 CLUSTER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _RESTORE_ALL = "Restore the data directory, all of it, from one backup."
@@ -45,26 +45,26 @@ class Claim:
     shards: frozenset[int]
 
     def encode(self) -> bytes:
-        """The bytes of SHARDS."""
+        """Return the bytes of SHARDS."""
         return _sealed("shards", f"cluster {self.cluster_id}\nshards {to_text(self.shards)} of {SHARDS}\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The workers of a directory; with `to` it is on its way from `workers` of them to so many."""
+    """The workers of a directory. `to` is set while their number is being changed from `workers` to `to`."""
 
     cluster_id: str
     workers: int
     to: int | None = None
 
     def encode(self) -> bytes:
-        """The bytes of WORKERS."""
+        """Return the bytes of WORKERS."""
         way = f" to {self.to}" if self.to is not None else ""
         return _sealed("workers", f"cluster {self.cluster_id}\nworkers {self.workers}{way}\n")
 
 
 def read_claim(directory: Path) -> Claim | None:
-    """What the directory claims; None if it is one without shards. Raises STORE_DAMAGED, NEWER_FORMAT; OSError."""
+    """Return the directory's claim; None if it is one without shards. Raises STORE_DAMAGED, NEWER_FORMAT; OSError."""
     path = directory / SHARDS_FILE
     if (data := _read(path)) is None:
         return None
@@ -80,10 +80,10 @@ def read_claim(directory: Path) -> Claim | None:
 
 
 def read_split(directory: Path) -> Split | None:
-    """How the directory is split; None if it is not.
+    """Return how the directory is split; None if it is not.
 
-    Raises STORE_MISSING if it has a worker's directory and does not say of how many, STORE_DAMAGED, NEWER_FORMAT;
-    OSError.
+    Raises STORE_MISSING if it has a worker's directory but does not state the number of workers; STORE_DAMAGED,
+    NEWER_FORMAT; OSError.
     """
     path = directory / WORKERS_FILE
     if (data := _read(path)) is None:
@@ -99,8 +99,8 @@ def read_split(directory: Path) -> Split | None:
 
 
 def write(directory: Path, said: Claim | Split) -> None:
-    """The directory says so from now on. The old file is there or the new one, whatever happens; durable on return.
-    Raises OSError."""
+    """Write the directory's file. After a crash either the old or the new file exists. Durable on return. Raises
+    OSError."""
     name = SHARDS_FILE if isinstance(said, Claim) else WORKERS_FILE
     new = directory / f"{name}.new"
     write_synced(new, said.encode())
@@ -109,19 +109,19 @@ def write(directory: Path, said: Claim | Split) -> None:
 
 
 def of_worker(directory: Path, worker: int) -> Path:
-    """The directory of a worker, from 0 on."""
+    """Return the directory of a worker, counted from 0."""
     return directory / f"worker-{worker}"
 
 
 def whole_of(directory: Path) -> Path | None:
-    """The directory of which this one is a worker's; None if it is none."""
+    """Return the split directory that contains this worker's directory; None if this one is not a worker's."""
     whole = directory.absolute().parent
     return whole if (directory / SHARDS_FILE).exists() and (whole / WORKERS_FILE).exists() else None
 
 
 def parts_of(directory: Path) -> list[Path]:
-    """The directories of its workers, or itself if it is not split. Raises what `check_stays` and `check_workers`
-    raise."""
+    """Return the directories of its workers, or itself if it is not split. Raises errors of `check_stays` and
+    `check_workers`."""
     split = check_stays(directory)
     if split is None:
         return [directory]
@@ -130,8 +130,8 @@ def parts_of(directory: Path) -> list[Path]:
 
 
 def check_stays(directory: Path) -> Split | None:
-    """How the directory is split. Raises INVALID_CONFIGURATION if its number of workers is being changed; what
-    `read_split` raises."""
+    """Return how the directory is split. Raises INVALID_CONFIGURATION if its number of workers is being changed; errors
+    of `read_split`."""
     split = read_split(directory)
     if split is not None and split.to is not None:
         why = f"{directory} is on its way from {split.workers} workers to {split.to}"
@@ -140,8 +140,8 @@ def check_stays(directory: Path) -> Split | None:
 
 
 def check_workers(directory: Path, split: Split) -> None:
-    """Raises STORE_MISSING if the directory of a worker is not there, SHARD_CLAIMED_TWICE as `check_once`, and what
-    reading a claim raises."""
+    """Raise STORE_MISSING if the directory of a worker does not exist, SHARD_CLAIMED_TWICE as `check_once`, and errors
+    of reading a claim."""
     claims: dict[str, Claim] = {}
     for folder in sorted(directory.glob("worker-*")):
         if (claim := read_claim(folder)) is not None:
@@ -166,8 +166,8 @@ def check_workers(directory: Path, split: Split) -> None:
 
 
 def check_once(claims: dict[str, Claim]) -> None:
-    """Raises SHARD_CLAIMED_TWICE if two of these, by where they are, claim one shard, INVALID_CONFIGURATION if they are
-    of two clusters."""
+    """Raise SHARD_CLAIMED_TWICE if two of these claims, by place, have the same shard; INVALID_CONFIGURATION if they
+    belong to two clusters."""
     clusters = {claim.cluster_id: where for where, claim in claims.items()}
     if len(clusters) > 1:
         both = " and ".join(f"{where} is of the cluster {cluster}" for cluster, where in clusters.items())
@@ -180,7 +180,7 @@ def check_once(claims: dict[str, Claim]) -> None:
 
 
 def unclaimed(claims: dict[str, Claim]) -> frozenset[int]:
-    """The shards that none of these has."""
+    """Return the shards that none of these has."""
     return ALL_SHARDS.difference(*(claim.shards for claim in claims.values()))
 
 
@@ -192,7 +192,7 @@ def _sealed(kind: str, said: str) -> bytes:
 def _read(path: Path) -> bytes | None:
     try:
         data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):  # whoever makes the directory tells what is in its way
+    except (FileNotFoundError, NotADirectoryError):  # the code that makes the directory reports the obstacle
         return None
     version = _FIRST_LINE.match(data.decode("ascii", "replace"))
     if version and int(version[1]) > FORMAT_VERSION:
@@ -205,7 +205,7 @@ def _damaged(path: Path, data: bytes) -> SeqdedupeError:
     return error("STORE_DAMAGED", f"{path} is damaged: {data[:200]!r}", hint="Restore it from a backup.", file=path)
 
 
-# -- Which sidecar a store is of, and how often it has opened topics of a cluster for writing.
+# -- The sidecar that a store belongs to, and the number of its openings of a cluster's topics for writing.
 
 RANDOM_NAME_BYTES = 8
 OPENINGS_BEGIN_SECONDS = 1_577_836_800
@@ -221,10 +221,10 @@ class StoreInstance:
         self._last_opening = int.from_bytes(store.sealed(LAST_OPENING), "little")
 
     def named(self, wanted: str) -> str:
-        """The name that the store has from now on: the one it has, else this one, or a random one (empty).
+        """Return the store's name from now on: the stored one, else `wanted`, or a random one if `wanted` is empty.
 
-        It is durable with whatever the store makes durable next. Raises INVALID_CONFIGURATION if the store has another
-        one than is wanted, STORE_UNAVAILABLE.
+        It is durable with the next data that the store makes durable. Raises INVALID_CONFIGURATION if the store has
+        another name than `wanted`, STORE_UNAVAILABLE.
         """
         stored = self._store.sealed(INSTANCE_NAME).decode()
         if stored and wanted not in ("", stored):
@@ -240,9 +240,9 @@ class StoreInstance:
         return stored
 
     async def claim_opening(self, known: int) -> int:
-        """A number for an opening, above this one and above all that it ever answered; durable on return.
+        """Return a number for an opening, above `known` and above all earlier results; durable on return.
 
-        About the seconds since 2020, so that it rises although the store was lost.
+        It is about the seconds since 2020, so that it rises even if the store was lost.
         """
         clock = int(time.time()) - OPENINGS_BEGIN_SECONDS
         self._last_opening = opening = max(clock, known + 1, self._last_opening + 1)

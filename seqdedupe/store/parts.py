@@ -1,4 +1,4 @@
-"""How each record of the store is encoded: a topic's, and the parts of a snapshot: header, names, pages, deltas.
+"""The encoding of each record of the store: topics, and the parts of a snapshot: header, names, pages, deltas.
 
 All numbers are little-endian; keys are not (see `records`). Decoders raise STORE_DAMAGED, NEWER_FORMAT and
 OLDER_FORMAT.
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 
-# -- Keys and the form of every value in the store. `docs/internals/formats-store.md` draws them.
+# -- The keys and the form of every value in the store. `docs/internals/formats-store.md` draws them.
 #
-# A value is sealed: CRC32C of the key and of all that follows it, version, body. So a damaged record, or one that
-# stands under another's key, is never read as a good one.
+# A value is sealed: CRC32C of the key and of everything after the checksum, version, body. So a damaged record, or one
+# stored under another record's key, is never read as a good one.
 
 FORMAT_VERSION = 5
-"""Of the store as a whole and of every record in it."""
+"""The format version of the store as a whole and of every record in it."""
 
 LAST_INCARNATION = b"I"
 """The key of the last incarnation that a topic was written with."""
@@ -51,7 +51,7 @@ WINDOW = b"W"
 IDS = b"I"
 RUN = b"R"
 IMPORTED = b"X"
-"""After all others in the order of the keys: what makes a snapshot anew leaves it alone."""
+"""The part that comes after all others in the order of the keys, so that a new snapshot can leave it unchanged."""
 
 MAX_NUMBER = 2**64 - 1
 
@@ -61,45 +61,46 @@ _SEAL = struct.Struct("<IB")
 
 
 def topic_key(incarnation: int) -> bytes:
-    """Where the record of a topic is."""
+    """Return the key of a topic's record."""
     return _TOPIC.pack(b"T", incarnation)
 
 
 def namespace_key(namespace: str) -> bytes:
-    """Where a namespace's policy is."""
+    """Return the key of a namespace's policy."""
     return NAMESPACES[0] + namespace.encode()
 
 
 def part_key(incarnation: int, part: bytes, number: int) -> bytes:
-    """Where a part of a snapshot is: header and window (0), names and pages by producer number, deltas by theirs, IDs
-    by the index of the first, runs, imported ones too, by their number and what it is of it."""
+    """Return the key of a part of a snapshot. The numbers are: 0 for header and window; the producer number for names
+    and pages; their own number for deltas; the index of the first ID for IDs. For runs, also imported ones, the run's
+    number and the part of it."""
     return _PART.pack(b"S", incarnation, part, number)
 
 
 def part_number(key: bytes) -> int:
-    """The last element of a `part_key`."""
+    """Return the last element of a `part_key`."""
     return int.from_bytes(key[-8:], "big")
 
 
 def snapshot_range(incarnation: int) -> tuple[bytes, bytes]:
-    """The keys of a topic's whole snapshot, from the first to before the second."""
+    """Return the keys of a topic's whole snapshot, from the first to before the second."""
     return _TOPIC.pack(b"S", incarnation), _TOPIC.pack(b"S", incarnation + 1)
 
 
 def seal(key: bytes, body: bytes) -> bytes:
-    """The value of a record."""
+    """Return the sealed value of a record."""
     checked = bytes((FORMAT_VERSION,)) + body
     crc: int = google_crc32c.extend(google_crc32c.value(key), checked)
     return crc.to_bytes(4, "little") + checked
 
 
 def incarnation_of(key: bytes) -> int | None:
-    """The incarnation of the topic that a record is of; None if it is none's."""
+    """Return the incarnation of the topic that a record belongs to; None if it belongs to no topic."""
     return int.from_bytes(key[1 : _TOPIC.size], "big") if key[:1] in (b"T", b"S") else None
 
 
 def unseal(key: bytes, value: bytes) -> bytes:
-    """The body of a sealed value. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT."""
+    """Return the body of a sealed value. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT."""
     if len(value) < _SEAL.size:
         raise damaged(key, f"it is {len(value)} bytes long")
     crc, version = _SEAL.unpack_from(value)
@@ -111,7 +112,7 @@ def unseal(key: bytes, value: bytes) -> bytes:
 
 
 def damaged(key: bytes, what: str) -> SeqdedupeError:
-    """The error of a record that cannot be right."""
+    """Return the error for a record with invalid contents."""
     return error("STORE_DAMAGED", f"the store's record {key.hex()} is damaged: {what}")
 
 
@@ -123,7 +124,7 @@ _HINT_OLDER = (
 
 
 def other_format(what: str, version: int, known_version: int = FORMAT_VERSION) -> SeqdedupeError:
-    """The error of something of another format version than this code reads."""
+    """Return the error for data of another format version than this code reads."""
     is_newer = version > known_version
     return error(
         "NEWER_FORMAT" if is_newer else "OLDER_FORMAT",
@@ -135,20 +136,20 @@ def other_format(what: str, version: int, known_version: int = FORMAT_VERSION) -
 
 
 PAGE_PRODUCERS = 4096
-"""Producers in a full page, and names at which a record of names is full."""
+"""The producers in a full page, and the names in a full record of names."""
 
 COLUMNS = 3
-"""Of numbers of a producer: persisted, epoch, stated."""
+"""The number of values per producer: persisted, epoch, stated."""
 
 NOT_STATED = -1
-"""`stated` of a producer of which no snapshot said anything."""
+"""The `stated` value of a producer that no snapshot has stated."""
 
 Numbers = NDArray[np.int64]
 Slots = NDArray[np.int32]
 
 _POSITION = struct.Struct("<QQQBqqqQHH")
 _HAS_MESSAGE, _HAS_FORGOTTEN = 1, 2
-"""Its flags."""
+"""The flags of a position."""
 
 _HEADER = struct.Struct("<QQ")
 _COUNT = struct.Struct("<I")
@@ -156,12 +157,12 @@ _COUNT = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class StoredPosition:
-    """Up to where a snapshot goes: term, the log's next index, number of producers, last message; and the policy.
+    """The end of a snapshot: term, the log's next index, number of producers, last message; and the policy.
 
-    `ownership` is that of the last message's record, 0 if there is no message yet. `policy` is what is in force
+    `ownership` belongs to the last message's record, 0 if there is no message yet. `policy` is the policy in force
     there, in the bytes of its control record; empty if none was ever set. `opaque` (at most 65,535 bytes) is the
-    position in a broker's own log, empty for other logs and where there is no entry. `has_forgotten`: whether names
-    were ever forgotten.
+    position in a broker's own log, empty for other logs and if there is no entry. `has_forgotten`: whether names were
+    ever forgotten.
     """
 
     term: int
@@ -191,7 +192,7 @@ class StoredPosition:
 
     @staticmethod
     def decode(key: bytes, body: bytes, at: int) -> tuple["StoredPosition", int]:
-        """The position that stands there, and the byte after it."""
+        """Return the position stored there, and the index of the byte after it."""
         policy = at + _POSITION.size
         if len(body) < policy:
             raise damaged(key, "it is too short")
@@ -212,16 +213,16 @@ class StoredPosition:
         ), end
 
     def falls_short_of(self, other: "StoredPosition") -> bool:
-        """Whether it goes less far than the other one in anything. A later snapshot never does."""
+        """Whether this position is lower than the other one in any number. A later snapshot's never is."""
         return self.term < other.term or self.next_index < other.next_index or self.producers < other.producers
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What compaction has done: the deltas up to number `through` are in the pages, and gone.
+    """The result of compaction: the deltas up to number `through` are in the pages, and gone.
 
-    `position` is that of the last of them, and every page of its producers is there. Names before number
-    `packed_names` stand in full records.
+    `position` belongs to the last of them, and every page of its producers exists. Names before number `packed_names`
+    are in full records.
     """
 
     through: int
@@ -242,12 +243,12 @@ class Header:
 
 
 START = Header(0, 0, StoredPosition(0, 0, 0, None))
-"""Stands for the header before the first compaction."""
+"""The header before the first compaction."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredDelta:
-    """What changed from one snapshot to the next, names apart. Producer numbers (`slots`) rise strictly."""
+    """The changes from one snapshot to the next, without names. Producer numbers (`slots`) rise strictly."""
 
     position: StoredPosition
     slots: Slots
@@ -289,7 +290,7 @@ class StoredDelta:
         return delta
 
     def is_sound(self) -> bool:
-        """Whether its columns are of one length and its producer numbers rise, all of known producers."""
+        """Whether its columns have the same length and its producer numbers rise, all of known producers."""
         slots = self.slots
         if not len(slots) == len(self.persisted) == len(self.epochs) == len(self.stated):
             return False
@@ -303,7 +304,7 @@ def encode_page(columns: Sequence[Numbers]) -> bytes:
 
 
 def decode_page(key: bytes, value: bytes) -> list[Numbers]:
-    """The columns of the producers from the page's number on: persisted, epochs, stated."""
+    """Return the columns of the producers from the page's number on: persisted, epochs, stated."""
     body = unseal(key, value)
     rows = len(body) // (8 * COLUMNS)
     if len(body) != 8 * COLUMNS * rows or not 1 <= rows <= PAGE_PRODUCERS or part_number(key) % PAGE_PRODUCERS:
@@ -318,7 +319,7 @@ def encode_names(names: list[bytes]) -> bytes:
 
 
 def name_places(key: bytes, value: bytes) -> tuple[bytes, Numbers]:
-    """The names from the record's number on: bytes, and from where to where in them each one stands."""
+    """Return the names from the record's number on: the bytes, and begin and end of each name in them."""
     body = unseal(key, value)
     count = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else 0
     start = _COUNT.size + 4 * (count + 1)
@@ -332,38 +333,38 @@ def name_places(key: bytes, value: bytes) -> tuple[bytes, Numbers]:
 
 
 def decode_names(key: bytes, value: bytes) -> list[bytes]:
-    """The same, as a list."""
+    """Return the same as a list."""
     body, places = name_places(key, value)
     return [body[start:end] for start, end in places.tolist()]
 
 
-# -- The record of a topic, besides its snapshot.
+# -- The record of a topic, in addition to its snapshot.
 
 _BODY = struct.Struct("<QBBBI")
 
 
 class TopicState(Enum):
-    """Where a topic is in its life. Start-up finishes what CREATING and DELETING left half done."""
+    """The stage of a topic's life. Start-up finishes the interrupted work of CREATING and DELETING."""
 
     CREATING = 1
-    """The record is there, the log perhaps not yet."""
+    """The record exists, the log perhaps not yet."""
     ACTIVE = 2
     DELETING = 3
-    """The log is perhaps gone already, the record goes last."""
+    """The log is perhaps gone already; the record is removed last."""
 
 
 class LogKind(Enum):
-    """What kind of log a topic is on. All topics of a store are on one kind."""
+    """The kind of log of a topic. All topics of a store are on one kind."""
 
     EMBEDDED = 1
     BROKER = 2
-    """A broker's own, of which the store has the numbers alone."""
+    """A broker's own log. The store has only the numbers."""
     PULSAR = 3
     """Topics of a Pulsar cluster."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether the logs are a cluster's: which there are, it says, and it may not answer now."""
+        """Whether the logs are a cluster's: the cluster lists them, and it may not answer now."""
         return self is LogKind.PULSAR
 
 
@@ -371,8 +372,9 @@ class LogKind(Enum):
 class TopicRecord:
     """A topic: full name, incarnation (creation time in µs, its id everywhere), state, secret, kind of log, partitions.
 
-    `secret` are the 16 bytes that make the records of this incarnation's log its own, for nobody's eyes; empty where
-    they are not known here. `partitions` is how many the partitioned topic has of which this is one, 0 if it is none.
+    `secret` has 16 bytes that identify the records of this incarnation's log, and must not be shown; empty if they are
+    not known here. `partitions` is the number of partitions of the partitioned topic that it belongs to, 0 if it is not
+    one.
     """
 
     name: str
@@ -383,13 +385,13 @@ class TopicRecord:
     partitions: int = 0
 
     def encode(self) -> bytes:
-        """The body of its record."""
+        """Return the body of the record."""
         fixed = _BODY.pack(self.incarnation, self.state.value, self.log.value, len(self.secret), self.partitions)
         return fixed + self.secret + self.name.encode()
 
     @staticmethod
     def decode(key: bytes, value: bytes) -> "TopicRecord":
-        """The topic in a sealed value. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT."""
+        """Return the topic in a sealed value. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT."""
         body = unseal(key, value)
         try:
             incarnation, state, log, secret_bytes, partitions = _BODY.unpack_from(body)

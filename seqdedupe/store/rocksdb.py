@@ -1,4 +1,4 @@
-"""RocksDB as the store wants it: its options, creation in one step, opening, and its errors as ours."""
+"""RocksDB for the store: its options, creation in one step, opening, and the conversion of its errors."""
 
 import errno
 import fcntl
@@ -32,20 +32,20 @@ from seqdedupe.files import sync_folder
 from seqdedupe.locks import holder_of
 from seqdedupe.store.parts import FORMAT_VERSION, other_format
 
-# -- The file DURABLE: the store's own lock, its format version, up to where its writes were durable, and whether
-# there is a journal.
+# -- The file DURABLE: the store's own lock, its format version, the end of its durable writes, and whether there is a
+# journal.
 #
-# A write-ahead log that is torn, cut short or missing may be what a power cut left of it, or damage. The number of
-# RocksDB's last synced write, kept here, tells the two apart: a store that opens with a lower one has lost something
-# that was durable. It moves after the sync, never before: then a torn log would be taken for damage.
+# A write-ahead log that is torn, cut short or missing may be the result of a power cut, or damage. This file has the
+# number of RocksDB's last synced write, which tells the two apart: a store that opens with a lower one has lost durable
+# data. The number moves after the sync, never before: otherwise a torn log would be taken for damage.
 #
-# While the logs beside the store may need their journal, the version says so: a program that knows of no journal
-# takes it for a newer one, and a journal that is missing is not taken for one that was never there.
+# While the logs next to the store may need their journal, the version has a flag for it. A program without support for
+# journals then takes it for a newer version, and a missing journal is not taken for one that never existed.
 
 FILE_NAME = "DURABLE"
 
 JOURNAL = 1 << 31
-"""Set in the version while there is a journal."""
+"""The flag in the version while there is a journal."""
 
 _MAGIC = b"seqdedupe-store\n"
 _CHECKED = struct.Struct("<16sIQ")
@@ -63,7 +63,7 @@ class Mark:
 
     @staticmethod
     def create(folder: Path) -> None:
-        """Writes the file anew, durable on return."""
+        """Write a new file, durable on return."""
         with (folder / FILE_NAME).open("xb") as file:
             file.write(_encoded(0, has_journal=False))
             file.flush()
@@ -71,7 +71,7 @@ class Mark:
 
     @staticmethod
     def open(folder: Path) -> "Mark":
-        """Raises DIRECTORY_IN_USE, STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT."""
+        """Open and lock the file. Raises DIRECTORY_IN_USE, STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT."""
         try:
             descriptor = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError as e:
@@ -89,7 +89,7 @@ class Mark:
             raise
 
     def move(self, sequence: int) -> None:
-        """Everything up to this number is durable. Durable on return, and so few bytes that they are never
+        """Record that everything up to this number is durable. The record is durable on return, and too small to be
         torn.
 
         Raises `OSError`.
@@ -99,7 +99,7 @@ class Mark:
                 self._write(sequence, self.has_journal)
 
     def tell_journal(self, has_journal: bool) -> None:
-        """Whether the logs may need a journal; durable on return. For any thread. Raises `OSError`."""
+        """Record whether the logs may need a journal; durable on return. For any thread. Raises `OSError`."""
         with self._lock:
             if has_journal != self.has_journal:
                 self._write(self.sequence, has_journal)
@@ -110,7 +110,7 @@ class Mark:
         self.sequence, self.has_journal = sequence, has_journal
 
     def close(self) -> None:
-        """Lets go of the lock."""
+        """Release the lock."""
         os.close(self._descriptor)
 
 
@@ -121,7 +121,7 @@ def _encoded(sequence: int, *, has_journal: bool) -> bytes:
 
 
 def _decoded(data: bytes) -> tuple[int, bool]:
-    """The sequence number, and whether there is a journal."""
+    """Return the sequence number, and whether there is a journal."""
     if len(data) != _SIZE_BYTES or google_crc32c.value(data[:-4]).to_bytes(4, "little") != data[-4:]:
         raise error("STORE_DAMAGED", f"the store's file {FILE_NAME} is damaged: its length or checksum is wrong")
     magic, version, sequence = _CHECKED.unpack_from(data)
@@ -132,13 +132,12 @@ def _decoded(data: bytes) -> tuple[int, bool]:
     return int(sequence), bool(version & JOURNAL)
 
 
-# -- What a power cut tore off RocksDB's manifest and write-ahead logs is cut off before RocksDB reads them.
+# -- Torn ends of RocksDB's manifest and write-ahead logs, after a power cut, are removed before RocksDB reads them.
 #
-# Of what was written and not synced, a power cut leaves any pages and sectors, with zeros or old bytes between them.
-# RocksDB takes some of these patterns for padding and goes on with what stands after the hole, some for damage, and
-# on some it loops for ever (types of recycled files, as of RocksDB 9.8). So this store reads the files itself: whole
-# records, each following on the one before, up to the first that does not. Whether something durable stood after it,
-# the durable sequence number tells.
+# After a power cut, any pages and sectors of unsynced data may be stored, with zeros or old bytes between them. RocksDB
+# takes some of these patterns for padding and goes on after the hole, and some for damage. On some it loops for ever
+# (types of recycled files, as of RocksDB 9.8). So this store reads the files itself: whole records, each following on
+# the one before, up to the first that does not. The durable sequence number tells whether durable data came after it.
 
 logger = logging.getLogger("seqdedupe.store")
 
@@ -149,7 +148,7 @@ _HEADER = struct.Struct("<IHB")
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 _BATCH = struct.Struct("<QI")
-"""What a record of a log begins with: the sequence number of its first change, and how many changes it has."""
+"""The beginning of a record of a log: the sequence number of its first change, and its number of changes."""
 
 # Tags of the manifest's records, the least significant bits of numbers first (varint).
 _LOG_NUMBER = 2
@@ -168,18 +167,18 @@ _NUMBERS = {
 }
 _COMPARATOR = 1
 _LENGTH_FOLLOWS = 1 << 13
-"""Set in tags of values that older versions may skip."""
+"""The flag in tags of values that older versions may skip."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholePart:
-    """Up to where RocksDB's files are whole: `sequence` is the last change, `ends` each file's end in bytes."""
+    """The whole part of RocksDB's files: `sequence` is the last change, `ends` each file's end in bytes."""
 
     sequence: int
     ends: dict[Path, int]
 
     def cut(self) -> None:
-        """Cuts the rest off. What a crash leaves of this is cut the same way again. Raises `OSError`."""
+        """Cut the rest off. If this is interrupted by a crash, the next start cuts the same way. Raises `OSError`."""
         for path, end in self.ends.items():
             torn_bytes = path.stat().st_size - end
             if torn_bytes:
@@ -189,7 +188,7 @@ class WholePart:
 
 
 def whole_part(folder: Path) -> WholePart:
-    """Reads the manifest, and the logs of what is not in table files yet. Raises STORE_DAMAGED, `OSError`."""
+    """Read the manifest, and the logs of data that is not in table files yet. Raises STORE_DAMAGED, `OSError`."""
     manifest = _manifest(folder)
     oldest_log = sequence = 0
     ends = {manifest: 0}
@@ -199,9 +198,9 @@ def whole_part(folder: Path) -> WholePart:
             if tag in (_LOG_NUMBER, _OLDEST_LOG_NUMBER):
                 oldest_log = max(oldest_log, value)
             elif tag == _LAST_SEQUENCE:
-                # Of the tables, not of what the logs have besides.
+                # The number covers the tables, not the additional data in the logs.
                 sequence = value
-    # A hole in one log is one before the next too: its first change does not follow then.
+    # A hole in one log also breaks the next one: the sequence number of its first change does not follow.
     numbers = sorted(int(path.stem) for path in folder.glob("*.log") if path.stem.isdecimal())
     for log in (folder / f"{number:06}.log" for number in numbers if number >= oldest_log):
         ends[log] = 0
@@ -227,7 +226,7 @@ def _manifest(folder: Path) -> Path:
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
-    """The whole records from the file's start to the first bad one, each with the byte after it."""
+    """Yield the whole records from the file's start to the first bad one, each with the byte after it."""
     parts: list[bytes] = []
     for block in range(0, len(data), _BLOCK_BYTES):
         at, block_end = block, min(block + _BLOCK_BYTES, len(data))
@@ -252,7 +251,8 @@ def _masked_crc(data: bytes) -> int:
 
 
 def _numbers(edit: bytes) -> Iterator[tuple[int, int]]:
-    """Tags and values at the beginning of a record of the manifest, where all numbers of the store as a whole stand."""
+    """Yield tags and values at the beginning of a record of the manifest. All numbers of the store as a whole are
+    there."""
     at = 0
     while at < len(edit):
         tag, at = _varint(edit, at)
@@ -277,13 +277,14 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 MEMTABLE_BYTES = 16 * 1024 * 1024
 MEMTABLES = 4
-"""Room for what a compaction of a million producers writes before RocksDB would hold a writer up."""
+"""Enough for the writes of a compaction of a million producers before RocksDB would make a writer wait."""
 
 BLOCK_CACHE_BYTES = 4 * 1024 * 1024
 BACKGROUND_JOBS = 2
 BEHIND_MEMTABLES = 2
 BEHIND_FILES = 12
-"""From so many on that RocksDB has not worked off, what can wait is not written. It holds writers up at 4 and at 20."""
+"""The limits of work left to RocksDB from which on writes that can wait are delayed. It delays all writes at 4 and at
+20."""
 
 INFO_LOG_BYTES = 1024 * 1024
 INFO_LOGS = 2
@@ -302,7 +303,7 @@ def _options(create: bool) -> Options:
     options = Options(raw_mode=True)
     options.create_if_missing(create)
     options.set_error_if_exists(create)
-    # What is torn or damaged has been found and cut off before RocksDB reads (`wal`).
+    # Torn or damaged data has been found and cut off before RocksDB reads (`whole_part`).
     options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
     options.set_compression_type(DBCompressionType.none())
     options.set_write_buffer_size(MEMTABLE_BYTES)
@@ -324,19 +325,18 @@ _HINTS = {
     os.strerror(errno.EACCES): _NOT_ALLOWED,
     os.strerror(errno.EPERM): _NOT_ALLOWED,
 }
-"""By what the system says, which RocksDB quotes: what is no full disk."""
+"""Hints by the system's error text, which RocksDB quotes, for errors other than a full disk."""
 
 
 @contextmanager
 def rocksdb_errors(folder: Path) -> Iterator[None]:
-    """Turns what RocksDB and the system raise into STORE_DAMAGED or STORE_UNAVAILABLE."""
+    """Convert errors of RocksDB and of the system into STORE_DAMAGED or STORE_UNAVAILABLE."""
     try:
         yield
     except SeqdedupeError:
         raise
     except Exception as e:
-        # RocksDB's own errors are bare `Exception`s with its text; anything else is a defect and stays what
-        # it is.
+        # RocksDB's own errors are bare `Exception`s with its text. Anything else is a defect and is not converted.
         if type(e) is not Exception and not isinstance(e, OSError | DbClosedError):
             raise
         text = str(e)
@@ -348,28 +348,28 @@ def rocksdb_errors(folder: Path) -> Iterator[None]:
 
 
 def write(db: Rdict, batch: WriteBatch) -> None:
-    """Writes a batch, unsynced. Fails at once where RocksDB would make the caller wait."""
+    """Write a batch, unsynced. Fail at once if RocksDB would make the caller wait."""
     options = WriteOptions()
     options.no_slowdown = True
     db.write(batch, options)
 
 
 def is_behind(db: Rdict) -> bool:
-    """Whether what can wait had better not be written now."""
+    """Whether writes that can wait should not be made now."""
     if (db.property_int_value("rocksdb.num-immutable-mem-table") or 0) >= BEHIND_MEMTABLES:
         return True
     return (db.property_int_value("rocksdb.num-files-at-level0") or 0) >= BEHIND_FILES
 
 
 def sync(db: Rdict) -> int:
-    """Makes durable what was written before; up to which sequence number that is."""
+    """Make earlier writes durable, and return the sequence number up to which they are."""
     sequence: int = db.latest_sequence_number()
     db.flush_wal(True)
     return sequence
 
 
 def create_rocksdb(folder: Path) -> None:
-    """Makes a new store in a folder that does not exist or is empty: whole, or not at all."""
+    """Make a new store in a folder that does not exist or is empty: whole, or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _descriptor(folder.parent) as parent:
         fcntl.flock(parent, fcntl.LOCK_EX)
@@ -385,9 +385,9 @@ def create_rocksdb(folder: Path) -> None:
 
 
 def open_rocksdb(folder: Path, mark: Mark, *, read_only: bool = False) -> Rdict:
-    """Opens an existing store; for reading only, that needs no room on the disk.
+    """Open an existing store. Opening for reading only needs no room on the disk.
 
-    A torn end that was never durable is cut off. Raises STORE_DAMAGED, if something durable is missing too;
+    A torn end that was never durable is cut off. Raises STORE_DAMAGED, also if something durable is missing;
     STORE_UNAVAILABLE.
     """
     access = AccessType.read_only() if read_only else AccessType.read_write()
@@ -415,7 +415,7 @@ def _check_durable(folder: Path, sequence: int, mark: Mark) -> None:
 
 
 def close_rocksdb(db: Rdict) -> None:
-    """Closes it, and is content if its last memtable could not be written: what was synced is in the log."""
+    """Close the database. It does not matter if its last memtable could not be written: synced data is in the log."""
     try:
         db.close()
     except Exception as e:

@@ -1,9 +1,9 @@
 """Snapshots of a topic: deltas written while it serves, loaded again after a restart.
 
-A delta is what changed since the last one, packed, with the position up to which the log is in it, in one
-atomic write. Now and then they are merged into pages (`compaction`). Of a producer the last delta that names
-it counts, else its page: numbers may fall, by a reset. A page may be ahead of the header, of deltas that are all
-still there, and whose last one says the same.
+A delta has the packed changes since the last one, and the position in the log that it includes, in one atomic write.
+From time to time deltas are merged into pages (`compaction`). The last delta that names a producer counts, otherwise
+its page: numbers may fall, by a reset. A page may be ahead of the header. Then the deltas that it contains all still
+exist, and the last one of them has the same values.
 """
 
 import asyncio
@@ -53,21 +53,21 @@ from seqdedupe.store.windows import StoredIds, WrittenPieces
 
 # -- Compaction of a topic's snapshots: deltas into pages, small records of names into full ones.
 #
-# It works from what is stored, never from live memory, in small steps: reading and merging in the store's thread, one
-# page or record a write on the event loop. The last write alone lets go of the deltas. RocksDB keeps writes in order,
-# so whatever a crash leaves of it loads to the same state: pages without the last write only repeat their deltas.
+# It works from the stored data, never from live memory, in small steps. Reading and merging run in the store's thread;
+# the event loop writes one page or record at a time. Only the last write removes the deltas. RocksDB keeps writes in
+# order, so the state after any crash loads the same: pages without the last write only repeat their deltas.
 
 DELTAS_A_STEP = 64
 DELTA_BYTES_A_STEP = 512 * 1024
-"""Read at once, whichever comes first: little enough not to keep the GIL from the event loop."""
+"""The limits of one read; the first to be reached counts. They are small, to keep the GIL free for the event loop."""
 
 PAGES_A_FLUSH = 16
-"""Pages are not written faster than the disk takes them, nor do others wait for the sync of many."""
+"""The pages between two flushes: pages are written no faster than the disk takes them, and no sync has many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """The new header, and the size of the deltas that are gone."""
+    """The new header, and the size of the removed deltas."""
 
     header: Header
     delta_bytes: int
@@ -75,7 +75,7 @@ class Compacted:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """What the last delta that names a producer says, of all after the header's, sorted by producer number.
+    """The values of the last delta that names each producer, after the header's deltas, sorted by producer number.
 
     `pages` are the first producer numbers of the pages that they change.
     """
@@ -95,15 +95,14 @@ class _Changes:
 
 
 async def compact(store: Store, incarnation: int, header: Header) -> Compacted:
-    """Merges the deltas after the header's into pages, packs names, writes the new header. Durable on return.
+    """Merge the deltas after the header's into pages, pack names, write the new header. Durable on return.
 
-    There must be such a delta. Raises STORE_UNAVAILABLE, also if RocksDB was opened again meanwhile;
-    STORE_DAMAGED.
+    There must be such a delta. Raises STORE_UNAVAILABLE, also if RocksDB was opened again meanwhile; STORE_DAMAGED.
     """
     opening = store.opening
 
     def write(batch: WriteBatch) -> None:
-        # Writes of two openings are not one sequence: the header must not speak for pages that may be lost.
+        # Writes of two openings are not one sequence: the header must not cover pages that may be lost.
         if store.opening != opening:
             raise error("STORE_UNAVAILABLE", "the store was opened again while a snapshot was compacted")
         store.write(batch)
@@ -128,7 +127,7 @@ async def compact(store: Store, incarnation: int, header: Header) -> Compacted:
 
 
 def _next_deltas(store: Store, incarnation: int, after: int) -> list[tuple[StoredDelta, int]]:
-    """Some deltas after that number, and their sizes; none if there are no more."""
+    """Return some deltas after that number, and their sizes; none if there are no more."""
     deltas: list[tuple[StoredDelta, int]] = []
     size_bytes = 0
     start = part_key(incarnation, DELTA, after + 1)
@@ -162,7 +161,7 @@ def _changes_of(deltas: list[tuple[StoredDelta, int]], header: Header) -> _Chang
 
 
 def _changed_pages(before: int, after: int, slots: Slots) -> list[int]:
-    """The first producer numbers of the pages to write: those with changes, and those of new producers."""
+    """Return the first producer numbers of the pages to write: pages with changes, and pages of new producers."""
     pages = slots // PAGE_PRODUCERS
     changed: list[int] = (pages[np.flatnonzero(np.diff(pages, prepend=-1))] * PAGE_PRODUCERS).tolist()
     if after == before:
@@ -191,7 +190,7 @@ def _merged_page(store: Store, incarnation: int, changes: _Changes, first: int) 
 
 
 def _packed_names(store: Store, incarnation: int, first: int) -> tuple[WriteBatch, int]:
-    """One record of the names from that number on, as many as belong in one; and the number after them."""
+    """Return one record of the names from that number on, as full as possible, and the number after them."""
     names: list[bytes] = []
     start = part_key(incarnation, NAMES, first)
     for key, value in store.scan(start, part_key(incarnation, NAMES, MAX_NUMBER)):
@@ -220,7 +219,7 @@ def _last_write(incarnation: int, header: Header) -> WriteBatch:
 logger = logging.getLogger("seqdedupe.snapshots")
 
 MAX_DELTAS = 1024
-"""More of them since the last compaction, and the next one is due."""
+"""The number of deltas since the last compaction above which the next one is due."""
 
 MAX_DELTA_BYTES = 4 * 1024 * 1024
 """The same for their size."""
@@ -228,18 +227,17 @@ MAX_DELTA_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What changed in a topic since its last durable snapshot, and the position up to which the log is in it.
+    """The changes of a topic since its last durable snapshot, and the position in the log that they include.
 
-    `message_id` is that of message `next_index - 1`; None if there is no message yet. `first_name` is a
-    number of producers that a durable snapshot knew, and `names` are all from that number on. `slots` are the
-    numbers of the producers that changed, rising strictly, new ones or not; `persisted` (-1: none) and
-    `epochs` are theirs: those that the log has confirmed, never one that is only in force. `stated` says from which
-    index on the log states both (`core.rule.STATED`; -1: not known).
+    `message_id` is the ID of message `next_index - 1`; None if there is no message yet. `first_name` is a number of
+    producers that a durable snapshot had, and `names` are all from that number on. `slots` are the numbers of the
+    changed producers, new ones or not, rising strictly. `persisted` (-1: none) and `epochs` are theirs, as confirmed by
+    the log, never only in force. The log states both from index `stated` on (`core.rule.STATED`; -1: not known).
 
-    `ownership` (64 bits, unsigned) is that of the same message's record, 0 if there is none. `policy` is what is
-    in force at this position, in the bytes of its control record (at most 65,535); empty if none was ever set.
-    `opaque` (at most 65,535 bytes) is the position in a broker's own log. `has_forgotten`: whether names were ever
-    forgotten. `ids` is the window of a topic of deduplication IDs.
+    `ownership` (64 bits, unsigned) belongs to the same message's record, 0 if there is none. `policy` is the policy in
+    force at this position, in the bytes of its control record (at most 65,535); empty if none was ever set. `opaque`
+    (at most 65,535 bytes) is the position in a broker's own log. `has_forgotten`: whether names were ever forgotten.
+    `ids` is the window of a topic of deduplication IDs.
     """
 
     term: int
@@ -260,7 +258,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A topic as its newest snapshot has it: columns by producer number, position and policy as in `Delta`."""
+    """A topic in its newest snapshot: columns by producer number, position and policy as in `Delta`."""
 
     term: int
     next_index: int
@@ -274,10 +272,10 @@ class Loaded:
     opaque: bytes = b""
     has_forgotten: bool = False
     window: IdWindow | None = None
-    """Of a topic of deduplication IDs, for one that is opened from this."""
+    """The window of a topic of deduplication IDs, for the topic that is opened from this snapshot."""
 
     def whole(self) -> Delta:
-        """All of it as one delta, but for the window."""
+        """Return everything except the window as one delta."""
         return Delta(
             self.term,
             self.next_index,
@@ -301,7 +299,7 @@ class Snapshots:
     def __init__(self, store: Store, incarnation: int) -> None:
         self._store = store
         self._incarnation = incarnation
-        # What is stored, as of an opening of the store; 0 is none.
+        # The stored state, as of an opening of the store; 0 is none.
         self._opening = 0
         self._header = START
         self._last_delta = 0
@@ -311,9 +309,9 @@ class Snapshots:
         self._compacting = False
 
     def load(self) -> Loaded | None:
-        """The topic as its newest snapshot has it; None if there is none. Blocks, in any thread.
+        """Return the topic in its newest snapshot; None if there is none. This blocks, and any thread may call it.
 
-        Nothing may be written of this topic meanwhile. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT,
+        Nothing may be written for this topic meanwhile. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT,
         STORE_UNAVAILABLE.
         """
         opening = self._store.opening
@@ -369,12 +367,12 @@ class Snapshots:
 
     @property
     def pieces_index(self) -> int:
-        """The IDs below this index are written, whether a snapshot names them or not. Raises STORE_UNAVAILABLE."""
+        """The index below which the IDs are written, named by a snapshot or not. Raises STORE_UNAVAILABLE."""
         self._catch_up()
         return self._pieces.end_index
 
     def write_piece(self, piece: Piece) -> None:
-        """Writes the IDs from `pieces_index` on, or from where the window has its first ones in memory, unsynced.
+        """Write the IDs from `pieces_index` on, or from the first one that the window has in memory, unsynced.
 
         They count once a snapshot names them. Raises STORE_UNAVAILABLE.
         """
@@ -384,10 +382,10 @@ class Snapshots:
         self._pieces.written(piece)
 
     def write_delta(self, delta: Delta) -> int:
-        """Writes a snapshot, whole or not at all, unsynced; `await store.flush()` with the number returned.
+        """Write a snapshot, whole or not at all, unsynced. Then call `await store.flush()` with the returned number.
 
-        If either fails, the next delta has to say again all that changed since the last durable one, with
-        `first_name` as it was then. Raises STORE_UNAVAILABLE.
+        If either fails, the next delta must have all changes since the last durable one, with `first_name` as it was
+        then. Raises STORE_UNAVAILABLE.
         """
         self._catch_up()
         known = self._position.producers
@@ -396,8 +394,7 @@ class Snapshots:
         if delta.first_name > known or stored.position.falls_short_of(self._position) or not stored.is_sound():
             raise error("INTERNAL", f"the snapshot {stored.position} cannot follow on {self._position}")
         batch = WriteBatch(raw_mode=True)
-        # Names below `known` are stored, though perhaps not durable yet: this write becomes durable after
-        # them.
+        # Names below `known` are stored, though perhaps not durable yet: this write becomes durable after them.
         for first in range(known, producers, PAGE_PRODUCERS):
             at = first - delta.first_name
             self._put(batch, NAMES, first, encode_names(delta.names[at : at + PAGE_PRODUCERS]))
@@ -405,7 +402,7 @@ class Snapshots:
             self._pieces.check_follows(delta.ids)
             windows.put(batch, self._incarnation, delta.ids, self._pieces)
         size_bytes = self._put(batch, DELTA, self._last_delta + 1, stored.encode())
-        # What it builds on was written in this opening, or is durable.
+        # The write builds on data that was written in this opening, or is durable.
         opening = self._store.write(batch, self._opening)
         if delta.ids is not None and delta.ids.last is not None:
             self._pieces.written(delta.ids.last)
@@ -415,12 +412,11 @@ class Snapshots:
         return opening
 
     async def write_anew(self, delta: Delta) -> int:
-        """Writes a snapshot that holds all, without a window: nothing that was stored before counts, not even what
-        cannot be read.
+        """Write a snapshot that holds everything, without a window. Earlier records do not count any more, not even
+        unreadable ones.
 
-        It is one write, unsynced, as of `write_delta`. Nothing else may be written meanwhile. What is to be written is
-        made in a thread; the write itself holds the event loop, some 50 ms for a million producers. Raises
-        STORE_UNAVAILABLE.
+        It is one write, unsynced, as in `write_delta`. Nothing else may be written meanwhile. A thread makes the data.
+        The write itself blocks the event loop, about 50 ms for a million producers. Raises STORE_UNAVAILABLE.
         """
         stored = _stored(delta)
         if delta.first_name or delta.ids is not None or not stored.is_sound() or self._compacting:
@@ -435,12 +431,12 @@ class Snapshots:
         return opening
 
     def has_left_over(self, window: IdWindow) -> bool:
-        """Whether something is stored of runs that the window does not have. Blocks, in any thread."""
+        """Whether the store has data of runs that the window does not have. This blocks, and any thread may call it."""
         return windows.has_gaps(self._store, self._incarnation, window.older.numbers)
 
     def drop_left_over(self, window: IdWindow, *, end: int = windows.MAX_RUN) -> None:
-        """Nothing is left of runs below this number that the window does not have. What cannot be removed now is at the
-        next start."""
+        """Remove runs below this number that the window does not have. Data that cannot be removed now is removed at
+        the next start."""
         batch = WriteBatch(raw_mode=True)
         windows.put_gaps(batch, self._incarnation, window.older.numbers, end)
         try:
@@ -449,20 +445,21 @@ class Snapshots:
             logger.warning("what is left of runs of deduplication IDs cannot be removed now: %s", e)
 
     def remove(self) -> int:
-        """There is no snapshot any more: one write, unsynced, as of `write_delta`. What was imported stays: the log
-        cannot tell it. Raises STORE_UNAVAILABLE."""
+        """Remove the snapshot: one write, unsynced, as in `write_delta`. The import stays, because the log does not
+        have it. Raises STORE_UNAVAILABLE."""
         batch = WriteBatch(raw_mode=True)
         batch.delete_range(snapshot_range(self._incarnation)[0], self._key(IMPORTED, 0))
         self._opening = 0
         return self._store.write(batch)
 
     def _replacement(self, header: Header, names: list[bytes], stored: StoredDelta) -> WriteBatch:
-        """All names and pages, as a compaction leaves them: none is due afterwards. Takes long, in any thread."""
+        """Return a write of all names and pages, as after a compaction: none is due then. This takes long, in any
+        thread."""
         columns = [np.full(len(names), none, np.int64) for none in (NO_SEQUENCE_ID, NO_EPOCH, NOT_STATED)]
         for column, values in zip(columns, (stored.persisted, stored.epochs, stored.stated), strict=True):
             overwrite(column, stored.slots, values)
         batch = WriteBatch(raw_mode=True)
-        # Runs are whole by themselves: the window that comes with this names them, or the policy.
+        # Runs are complete without the snapshot: the window that comes with this names them, or the policy.
         batch.delete_range(snapshot_range(self._incarnation)[0], self._key(RUN, 0))
         batch.delete_range(self._key(RUN, MAX_NUMBER), self._key(IMPORTED, 0))
         self._put(batch, HEADER, 0, header.encode())
@@ -473,7 +470,7 @@ class Snapshots:
         return batch
 
     async def compact_if_due(self) -> bool:
-        """Merges the deltas into pages if there are many, a page at a time; whether it did.
+        """Merge the deltas into pages if there are many, a page at a time. Return whether it was done.
 
         Snapshots may be written meanwhile. Raises STORE_UNAVAILABLE, STORE_DAMAGED; nothing is lost then.
         """
@@ -487,7 +484,7 @@ class Snapshots:
             self._header = compacted.header
             self._delta_bytes -= compacted.delta_bytes
         except BaseException:
-            # How far it came is found out when it matters.
+            # The progress is found out when it is needed.
             self._opening = 0
             raise
         finally:
@@ -495,7 +492,7 @@ class Snapshots:
         return True
 
     def _catch_up(self) -> None:
-        """Finds out what is stored, if RocksDB was opened (again) since that was known."""
+        """Find out the stored state, if RocksDB was opened (again) since it was known."""
         opening = self._store.opening
         if self._opening == opening:
             return
@@ -512,7 +509,7 @@ class Snapshots:
         self._position, self._delta_bytes, self._pieces = position, delta_bytes, pieces
 
     def _merge_pages(self, header: Header, columns: tuple[Numbers, ...]) -> None:
-        """Merges the pages; those after the header's producers are of a compaction that did not end."""
+        """Merge the pages. Pages after the header's producers come from a compaction that did not end."""
         producers = header.position.producers
         covered = 0
         for key, value in self._parts(PAGE):
@@ -560,5 +557,5 @@ def _stored(delta: Delta) -> StoredDelta:
 
 
 def overwrite(numbers: Numbers, where: Slots | slice, others: Numbers) -> None:
-    """The others count from now on. `where` names each place once."""
+    """Replace the values at these places by the others. `where` names each place once."""
     numbers[where] = others

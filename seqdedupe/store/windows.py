@@ -2,9 +2,9 @@
 
 docs/internals/formats-store.md draws them.
 
-The record says up to which index pieces count, and which runs. It is written in the one write of its snapshot, and with
-it that pieces are gone which lie before the window or in runs. Pieces that have come to the window are written before,
-one after the other, as runs are: what there is of them that no record names is left over, and goes.
+The record states the index up to which pieces count, and which runs count. It is written in the one write of its
+snapshot. The same write removes pieces that are before the window or in runs. Pieces that are new in the window are
+written before, one after the other, as runs are. Pieces and runs that no record names are left over, and are removed.
 """
 
 import asyncio
@@ -48,36 +48,36 @@ from seqdedupe.store.parts import (
     unseal,
 )
 
-# -- Runs: written beside serving, read page by page.
+# -- Runs: written in the background, read page by page.
 #
-# A run counts from the moment on that a snapshot names it. What there is of others is left over from a build that did
-# not end, or from a run that was dropped, and goes.
+# A run counts once a snapshot names it. Data of other runs is left over from an interrupted build, or from a run that
+# was dropped, and is removed.
 
 MAX_RUN = 2**31 - 1
-"""Runs from here on are imported ones: a part of the snapshot of their own."""
+"""The highest number of a run that is not imported. Imported runs are a separate part of the snapshot."""
 
 PAGES_A_WRITE = 16
-"""RocksDB holds the whole process while it writes."""
+"""The pages per write: RocksDB blocks the whole process while it writes."""
 PAGES_AT_ONCE = 128
-"""Made in a thread, before they are written."""
+"""The pages that a thread makes before they are written."""
 PIECE_BYTES = 64 * 1024
-"""Of what memory has of a run, in one record."""
+"""The size of one record of the part of a run that is kept in memory."""
 
 _HEAD = 0
 _PIECES = 1
 _PAGES = 1 << 31
 
 _RUN = struct.Struct("<QQIQI")
-"""Its first index, the one after its last one, pages, words of the filter, and chunks."""
+"""The first index of a run, the one after its last one, pages, words of the filter, and chunks."""
 
 
 def run_key(incarnation: int, run: int, of_run: int) -> bytes:
-    """Where a part of a run is."""
+    """Return the key of a part of a run."""
     return part_key(incarnation, RUN if run <= MAX_RUN else IMPORTED, run << 32 | of_run)
 
 
 def put_gaps(batch: WriteBatch, incarnation: int, named: Iterable[int], end: int) -> None:
-    """Nothing is left of runs below `end` that are not among these, which rise."""
+    """Remove everything of runs below `end` that are not in `named`, which must rise."""
     first = 0
     for number in (*named, end):
         if number > first:
@@ -86,7 +86,8 @@ def put_gaps(batch: WriteBatch, incarnation: int, named: Iterable[int], end: int
 
 
 def has_gaps(store: Store, incarnation: int, named: list[int]) -> bool:
-    """Whether something is left of a run that is not among these, which rise. Blocks, in any thread."""
+    """Whether the store has data of a run that is not in `named`, which must rise. This blocks, and any thread may call
+    it."""
     first = 0
     for number in (*named, MAX_RUN):
         for _ in store.scan(run_key(incarnation, first, 0), run_key(incarnation, number, 0)):
@@ -96,9 +97,9 @@ def has_gaps(store: Store, incarnation: int, named: list[int]) -> bool:
 
 
 class RunWriter:
-    """A run on its way to the store: its IDs by hash, part after part. It belongs to the store's event loop.
+    """A run that is being written: its IDs by hash, part after part. It belongs to the store's event loop.
 
-    Raises STORE_UNAVAILABLE, and before each write what `check` raises; then nothing comes of it.
+    Raises STORE_UNAVAILABLE and, before each write, errors of `check`; then the run is not completed.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class RunWriter:
         self._opening = 0
 
     async def begin(self) -> None:
-        """Nothing is left of an earlier attempt."""
+        """Remove the data of an earlier attempt."""
         batch = WriteBatch(raw_mode=True)
         first, end = (run_key(self._incarnation, number, 0) for number in (self._number, self._number + 1))
         batch.delete_range(first, end)
@@ -123,7 +124,7 @@ class RunWriter:
         self._opening = self._store.write(batch)
 
     async def add(self, entries: RunEntries, low: int | None = None, high: int | None = None) -> None:
-        """The IDs whose hashes come next: of these the ones from `low` on and before `high`, but for forgotten ones."""
+        """Add the IDs whose hashes come next: those of `entries` from `low` to before `high`, except forgotten ones."""
         order = await asyncio.to_thread(self._ordered, entries, low, high)
         at = 0
         while at < len(order):
@@ -132,12 +133,12 @@ class RunWriter:
                 await self._write(batch)
 
     async def finish(self, end_index: int, chunks: Int64s2) -> IdRun:
-        """The run, durable on return, but named by none yet."""
+        """Return the run, durable, but not named by a snapshot yet."""
         firsts = np.concatenate(self._first_hashes) if self._first_hashes else np.zeros(0, np.int64)
         run = IdRun(self._number, self.first_index, end_index, firsts, self._filter, chunks)
         for batch in await asyncio.to_thread(lambda: list(self._described(run))):
             await self._write(batch)
-        # That of the first write: if RocksDB was opened again since, a page may be missing.
+        # The number of the first write's opening: if RocksDB was opened again since, a page may be missing.
         await self._store.flush(self._opening)
         return run
 
@@ -171,7 +172,7 @@ class RunWriter:
         return at, batches
 
     def _described(self, run: IdRun) -> Iterator[WriteBatch]:
-        """What memory has of it, and at last how much that is."""
+        """Yield the writes for the part of the run kept in memory, and last its sizes."""
         raw = run.first_hashes.astype("<i8").tobytes() + run.filter.astype("<i8").tobytes()
         head = _RUN.pack(run.first_index, run.end_index, len(run.first_hashes), len(run.filter), len(run.chunks))
         bodies = [(k, raw[at : at + PIECE_BYTES]) for k, at in enumerate(range(0, len(raw), PIECE_BYTES), _PIECES)]
@@ -183,7 +184,7 @@ class RunWriter:
 
 
 def load_run(store: Store, incarnation: int, number: int) -> IdRun:
-    """What memory has of a run. Blocks, in any thread. Raises STORE_DAMAGED, STORE_UNAVAILABLE."""
+    """Return the part of a run kept in memory. This blocks, in any thread. Raises STORE_DAMAGED, STORE_UNAVAILABLE."""
     head_key = run_key(incarnation, number, _HEAD)
     parts = store.scan(head_key, run_key(incarnation, number, _PAGES))
     key, value = next(parts, (b"", b""))
@@ -216,7 +217,7 @@ def _fits(run: IdRun) -> bool:
 
 
 def read_pages(store: Store, incarnation: int, wanted: list[tuple[int, int]]) -> list[bytes]:
-    """Pages, by the numbers of their runs and their own. Blocks, in any thread.
+    """Return pages, by the number of the run and of the page. This blocks, and any thread may call it.
 
     Raises STORE_DAMAGED, STORE_UNAVAILABLE.
     """
@@ -236,20 +237,21 @@ def _page(key: bytes, value: bytes | None) -> bytes:
 # -- Pieces, and the record.
 
 FORMAT_VERSION = 2
-"""Of the two kinds of records."""
+"""The format version of the two kinds of records."""
 
 _WINDOW = struct.Struct(f"<B{SECRET_BYTES}sQQI")
 _NUMBER_BYTES = 4
-"""Of a run that it names."""
+"""The bytes of the number of a run that a window names."""
 _PIECE = struct.Struct("<BQqqI")
 
 
 @dataclass(slots=True)
 class StoredIds:
-    """A window as of a snapshot: from `first_index` up to, not including, `next_index`.
+    """A window as of a snapshot: from `first_index` to before `next_index`.
 
-    `runs` have the oldest, and pieces what follows. `last` is the last one of these, if it is not written yet.
-    `moved_from` is where the pieces of that one began; None if they began where those of this one do.
+    `runs` have the oldest IDs; pieces have the following ones. `last` is the last piece, if it is not written yet.
+    `moved_from` is the index where the pieces of the last durable snapshot began; None if this window's begin there
+    too.
     """
 
     key: bytes
@@ -261,29 +263,29 @@ class StoredIds:
 
     @property
     def pieces_index(self) -> int:
-        """Where its pieces begin."""
+        """The index where its pieces begin."""
         return max(self.first_index, self.runs[-1].end_index if self.runs else 0)
 
 
 class WrittenPieces:
-    """How far the pieces of a topic's window are written: each begins where the one before it ends, or later, where
-    what is between is forgotten. It belongs to the store's event loop."""
+    """The written pieces of a topic's window. Each begins where the previous one ends, or later, if IDs between are
+    forgotten. It belongs to the store's event loop."""
 
     def __init__(self, incarnation: int, end_index: int) -> None:
-        """As it is found: up to where a snapshot names them."""
+        """Begin at the index up to which a snapshot names pieces."""
         self.end_index = end_index
         self._incarnation = incarnation
         self._has_left_over = True
-        """Whether there may be more of an earlier attempt, which was cut otherwise."""
+        """Whether there may be more of an earlier attempt, with other cuts between pieces."""
 
     def check_follows(self, ids: StoredIds) -> None:
-        """Raises STORE_UNAVAILABLE if pieces before the last one of a window are to be written again."""
+        """Raise STORE_UNAVAILABLE if pieces before the last one of a window must be written again."""
         index = max(self.end_index, ids.pieces_index)
         if index != (ids.next_index if ids.last is None else ids.last.first_index):
             raise error("STORE_UNAVAILABLE", f"the IDs from index {index} on were not written, or may be lost")
 
     def put(self, batch: WriteBatch, piece: Piece) -> None:
-        """Adds the next one to a write, or the first one to what is there already."""
+        """Add the next piece to a write, or the first one after the stored pieces."""
         if self._has_left_over:
             key = part_key(self._incarnation, IDS, self.end_index)
             batch.delete_range(key, part_key(self._incarnation, IDS, MAX_NUMBER))
@@ -294,13 +296,13 @@ class WrittenPieces:
         batch.put(key, seal(key, fixed + piece.sizes.tobytes() + piece.ids.tobytes()))
 
     def written(self, piece: Piece) -> None:
-        """That was written."""
+        """Note that this piece was written."""
         self.end_index = piece.end_index
         self._has_left_over = False
 
 
 def put(batch: WriteBatch, incarnation: int, ids: StoredIds, pieces: WrittenPieces) -> None:
-    """Adds a window to what a snapshot writes."""
+    """Add a window to a snapshot's write."""
     if ids.moved_from is not None:
         batch.delete_range(part_key(incarnation, IDS, ids.moved_from), part_key(incarnation, IDS, ids.pieces_index))
     key = part_key(incarnation, WINDOW, 0)
@@ -311,7 +313,8 @@ def put(batch: WriteBatch, incarnation: int, ids: StoredIds, pieces: WrittenPiec
 
 
 def end_index(store: Store, incarnation: int) -> int:
-    """Up to where the stored snapshot of a topic names IDs; 0 if it has no window. Blocks. Raises as `load`."""
+    """Return the index up to which the stored snapshot of a topic names IDs; 0 without a window. This blocks. Raises as
+    `load`."""
     at = part_key(incarnation, WINDOW, 0)
     for key, value in store.scan(at, at + b"\0"):
         _, _, _, index, _ = _WINDOW.unpack_from(_checked(key, value, _WINDOW))
@@ -320,7 +323,8 @@ def end_index(store: Store, incarnation: int) -> int:
 
 
 def load(store: Store, incarnation: int, next_index: int) -> IdWindow | None:
-    """The window in the snapshot that goes up to this index; None if the topic has none. Takes long, in any thread.
+    """Return the window in the snapshot that ends at this index; None if the topic has none. This takes long, in any
+    thread.
 
     Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT, STORE_UNAVAILABLE.
     """
@@ -345,7 +349,7 @@ def load(store: Store, incarnation: int, next_index: int) -> IdWindow | None:
 
 
 def _checked_end(key: bytes, runs: tuple[IdRun, ...], first_index: int, end_index: int) -> int:
-    """Where the pieces begin that follow on these runs of a window."""
+    """Return the index where the pieces after these runs of a window begin."""
     index = None
     for run in runs:
         if index not in (None, run.first_index) or not max(first_index, run.first_index) < run.end_index <= end_index:
@@ -357,7 +361,7 @@ def _checked_end(key: bytes, runs: tuple[IdRun, ...], first_index: int, end_inde
 
 
 def _pieces(store: Store, incarnation: int, first_index: int, end_index: int) -> Iterator[Piece]:
-    """All of them, which have to follow each other from the first index up to the end."""
+    """Yield all pieces, which must follow each other from the first index to the end."""
     index = first_index
     for key, value in store.scan(part_key(incarnation, IDS, first_index), part_key(incarnation, IDS, end_index)):
         piece = _piece(key, value)
@@ -381,7 +385,7 @@ def _piece(key: bytes, value: bytes) -> Piece:
 
 
 def _checked(key: bytes, value: bytes, form: struct.Struct) -> bytes:
-    """The body of a record of either kind."""
+    """Return the body of a record of either kind."""
     body = unseal(key, value)
     if body and body[0] != FORMAT_VERSION:
         raise other_format(f"the record {key.hex()}", body[0], FORMAT_VERSION)
@@ -390,15 +394,15 @@ def _checked(key: bytes, value: bytes, form: struct.Struct) -> bytes:
     return body
 
 
-# -- The imported window of a topic of deduplication IDs in the store: one run, and which file it came in.
+# -- The imported window of a topic of deduplication IDs in the store: one run, and the file that it came in.
 #
-# It is no part of the snapshots: the log says whether it counts. So it is written before the log says so, and stays
-# when a snapshot is made anew, or all of them are removed.
+# It is not a part of the snapshots: the log states whether it counts. So it is written before the log states it, and
+# stays when a complete snapshot is written, or all of them are removed.
 
 IMPORT_FORMAT_VERSION = 1
 
 FIRST_RUN = MAX_RUN + 1
-"""Imported runs have numbers from here on."""
+"""The lowest number of an imported run."""
 
 _IMPORTED = struct.Struct(f"<BI{SECRET_BYTES}s{WINDOW_CHECKSUM_BYTES}s")
 
@@ -408,7 +412,7 @@ def _key(incarnation: int) -> bytes:
 
 
 def put_import(store: Store, incarnation: int, imported: ImportedIds) -> int:
-    """This is what was imported: one write, unsynced; `await store.flush()` with the number returned. Raises
+    """Write this import, in one unsynced write. Then call `await store.flush()` with the returned number. Raises
     STORE_UNAVAILABLE."""
     batch = WriteBatch(raw_mode=True)
     _put_import(batch, incarnation, imported)
@@ -422,14 +426,14 @@ def _put_import(batch: WriteBatch, incarnation: int, imported: ImportedIds) -> N
 
 
 def remove_import(store: Store, incarnation: int) -> None:
-    """Nothing is left of any import. Raises STORE_UNAVAILABLE."""
+    """Remove all imports. Raises STORE_UNAVAILABLE."""
     batch = WriteBatch(raw_mode=True)
     batch.delete_range(_key(incarnation), part_key(incarnation, IMPORTED, MAX_NUMBER))
     store.write(batch)
 
 
 def keep_only_import(store: Store, incarnation: int, imported: ImportedIds | None) -> None:
-    """This is what was imported, whatever was put since, and nothing is left of other runs of imports: one write.
+    """Restore the record of this import, in place of any later one, and remove all other imported runs, in one write.
     Raises STORE_UNAVAILABLE."""
     if imported is None:
         remove_import(store, incarnation)
@@ -442,12 +446,12 @@ def keep_only_import(store: Store, incarnation: int, imported: ImportedIds | Non
 
 
 def has_other_imports(store: Store, incarnation: int, imported: ImportedIds | None) -> bool:
-    """Whether something is stored of such. Blocks, in any thread."""
+    """Whether the store has data of other imported runs. This blocks, and any thread may call it."""
     return any(True for start, end in _around(incarnation, imported) for _ in store.scan(start, end))
 
 
 def _around(incarnation: int, imported: ImportedIds | None) -> list[tuple[bytes, bytes]]:
-    """The keys of all runs of imports but this one."""
+    """Return the keys of all imported runs but this one."""
     first, end = run_key(incarnation, FIRST_RUN, 0), part_key(incarnation, IMPORTED, MAX_NUMBER)
     if imported is None:
         return [(first, end)]
@@ -456,8 +460,8 @@ def _around(incarnation: int, imported: ImportedIds | None) -> list[tuple[bytes,
 
 
 def load_import(store: Store, incarnation: int) -> ImportedIds | None:
-    """What was imported, whether it counts or not. Blocks, in any thread. Raises STORE_DAMAGED, NEWER_FORMAT,
-    STORE_UNAVAILABLE."""
+    """Return the import, whether it counts or not. This blocks, and any thread may call it. Raises STORE_DAMAGED,
+    NEWER_FORMAT, STORE_UNAVAILABLE."""
     key = _key(incarnation)
     [value] = store.get([key])
     if value is None:

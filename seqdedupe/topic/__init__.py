@@ -1,7 +1,6 @@
-"""One topic: who may publish, what is admitted, what was confirmed, and who reads it; and all topics of a sidecar.
+"""One topic: who may publish, what it admits, what it has confirmed, and who reads it; and all topics of a sidecar.
 
-Begin with `topic`, in which a `frame` is admitted as its `judge` says; `base` draws a topic's states, `owner` moves it
-through those that its log decides. All of them by name are in `directory`, with what is under way in `registry`.
-`open_call`, `readers`, `cursors` and `operations` are what is asked of a topic beside frames. A broker's topic is
-`attached`.
+Begin with `topic`. It admits a `frame` as its `judge` decides. `base` draws a topic's states; `owner` makes the changes
+of state that the log causes. `directory` has all topics by name, and `registry` the work in progress. `open_call`,
+`readers`, `cursors` and `operations` serve all requests other than frames. `attached` is the topic of a broker.
 """

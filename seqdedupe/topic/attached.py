@@ -1,6 +1,6 @@
-"""A topic whose log is a broker's own: the numbers, and snapshots of them, for as long as a broker is attached.
+"""A topic whose log is a broker's own: its numbers and their snapshots, while a broker is attached.
 
-Begin with `AttachedTopic`; `BrokerAttachment` is the hold that one broker has on it, a stream.
+Begin with `AttachedTopic`. `BrokerAttachment` is the hold of one broker on it: one stream.
 """
 
 import asyncio
@@ -28,30 +28,32 @@ from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.keeper import DUE_PERIODS, Keeper, producers_of
 from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy, Policy
 
-# -- A broker's hold on its topic: the replay of its log, then checks, and reports of what became of them.
+# -- A broker's hold on its topic: the replay of its log, then checks, and reports of their outcomes.
 #
-# Nothing here waits, and nothing is half done: what is wrong raises, and has changed nothing. What the broker has to
-# keep to stands in dedupe.proto.
+# Nothing here waits, and nothing is half done: an error raises, and has changed nothing. The rules for the broker are
+# in dedupe.proto.
 
 NO_ADMISSION = -1
 NO_ROW = -1
-"""Of a handle that was released, when its producer is gone."""
+"""The row of a handle that was released, once its producer is gone."""
 FIRST_HANDLES = 64
-"""There is room for; it grows by an eighth."""
+"""The number of handles that there is room for at first. The room grows by an eighth."""
 ADMISSION_TIMEOUT_SECONDS = 30.0
-"""A broker is detached that does not report for so long what became of a message that was new."""
+"""The time after which a broker is detached if it does not report the outcome of a new message."""
 ADMISSION_BYTES = 24
-"""What one in flight takes, about: handle, IDs, and whether it passes."""
+"""The approximate size of one admission in flight: handle, IDs, and whether it passes."""
 CHECK_BYTES = 704
-"""What the admissions of one check take beside that: the columns, as objects."""
+"""The size of the columns, as objects, that the admissions of one check need in addition."""
 _NO_PASSES: Uint8s = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Messages or entries, with one value each: handle (int32), lowest and highest sequence ID (int64), passes.
+    """Columns of messages or entries: handle (int32), lowest and highest sequence ID (int64), and whether the row
+    passes.
 
-    `highest` may be `lowest` itself, and `passes` empty. Of one length otherwise, or `check` raises INVALID_REQUEST.
+    `highest` may be the same array as `lowest`, and `passes` may be empty. Otherwise all must have the same length, or
+    `check` raises INVALID_REQUEST.
     """
 
     handles: np.ndarray
@@ -63,16 +65,16 @@ class Columns:
         return len(self.lowest)
 
     def __getitem__(self, rows: Any) -> "Columns":
-        """Some of the rows, as numpy takes them."""
+        """Return some of the rows, selected as in numpy."""
         passes = self.passes[rows] if len(self.passes) else self.passes
         return Columns(self.handles[rows], self.lowest[rows], self.highest[rows], passes)
 
     def of_messages(self) -> np.ndarray:
-        """The handles of the rows that do not pass."""
+        """Return the handles of the rows that do not pass."""
         return self.handles[self.passes == 0] if len(self.passes) else self.handles
 
     def check(self) -> None:
-        """Raises INVALID_REQUEST unless there are rows, not too many, and a value in every column for each."""
+        """Raise INVALID_REQUEST unless there are rows, not too many, and each row has a value in every column."""
         rows = len(self)
         if not 1 <= rows <= MAX_BATCH_ROWS:
             raise error("INVALID_REQUEST", f"there are {rows} sequence IDs: 1 to {MAX_BATCH_ROWS} are taken at once")
@@ -82,7 +84,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Verdicts, how many admissions they are, and the number of the first one (NO_ADMISSION if there is none)."""
+    """The verdicts of a check, the number of its admissions, and the number of the first one (NO_ADMISSION if none)."""
 
     verdicts: Uint8s
     admissions: int
@@ -98,53 +100,53 @@ class _Admitted:
 
 
 class BrokerAttachment:
-    """Replay, checks and reports. `position` is that of the last entry that is known to be stored."""
+    """The replay, checks and reports of one broker. `position` is the position of the last entry known to be stored."""
 
     def __init__(self, producers: Producers, position: bytes) -> None:
         self.position = position
         self.replayed = 0
         self.is_ready = False
-        """Whether the replay has ended: checks are answered."""
+        """Whether the replay has ended, so that checks are answered."""
         self.has_failed = False
-        """Whether an admission has failed, and nobody has reset yet."""
+        """Whether an admission has failed, and the broker has not reset yet."""
         self._producers = producers
         self._rows_of: Int64s = np.zeros(FIRST_HANDLES, np.int64)
         """The producer row of each handle."""
         self._is_live: Uint8s = np.zeros(FIRST_HANDLES, np.uint8)
-        """1 where the handle may be used, 0 where it was released, or not given yet."""
+        """A flag per handle: 1 if it may be used, 0 if it was released or not given yet."""
         self._handles = 0
         self._found: Int64s = np.zeros(2, np.int64)
-        """Which row cannot be judged; of a gap, the ID that is missing."""
+        """The row that cannot be judged; for a gap, also the missing ID."""
         self._in_flight: deque[_Admitted] = deque()
         self._admitted = 0
         self._settled = 0
 
     @property
     def in_flight(self) -> int:
-        """Admissions of which nothing was reported."""
+        """The number of admissions that have no report yet."""
         return self._admitted - self._settled
 
     @property
     def held_bytes(self) -> int:
-        """What the admissions in flight take."""
+        """The bytes of the admissions in flight."""
         return self.in_flight * ADMISSION_BYTES + len(self._in_flight) * CHECK_BYTES
 
     @property
     def waits_since(self) -> float | None:
-        """When the oldest admission in flight was given; None if there is none."""
+        """The time of the oldest admission in flight; None if there is none."""
         return self._in_flight[0].at_seconds if self._in_flight else None
 
     # -- names -------------------------------------------------------------------------------------------------
 
     def check_names(self, names: list[bytes]) -> None:
-        """Raises INVALID_NAME for the first that no producer can have."""
+        """Raise INVALID_NAME for the first name that no producer can have."""
         for name in names:
             shown = decoded_producer_name(name)
             if producer_name(shown) not in self._producers:
                 new_producer_name(shown)
 
     def register(self, first_handle: int, names: list[bytes]) -> None:
-        """These names get the next handles. Raises INVALID_REQUEST, INVALID_NAME."""
+        """Give these names the next handles. Raises INVALID_REQUEST, INVALID_NAME."""
         if first_handle != self._handles:
             raise error(
                 "INVALID_REQUEST", f"first_handle is {first_handle}: the next handle is {self._handles}",
@@ -162,14 +164,15 @@ class BrokerAttachment:
         self._handles = end
 
     def release(self, handles: np.ndarray) -> None:
-        """These handles are not used any more. Raises INVALID_REQUEST."""
+        """Release these handles. Raises INVALID_REQUEST."""
         is_live = self._is_live
         if len(handles) and (handles.min() < 0 or handles.max() >= len(is_live) or not is_live[handles].all()):
             raise error("INVALID_REQUEST", "handles are released that are not registered")
         is_live[handles] = 0
 
     def in_use(self) -> list[Int64s]:
-        """The producers that have a handle, or had one when what they have in flight was admitted; in parts."""
+        """Return, in parts, the producers that have a handle, or had one when their messages in flight were
+        admitted."""
         is_used = self._is_live[: self._handles] != 0
         for admitted in self._in_flight:
             is_used[admitted.columns.of_messages()] = True
@@ -177,7 +180,8 @@ class BrokerAttachment:
         return [rows[first : first + MAX_BATCH_ROWS] for first in range(0, len(rows), MAX_BATCH_ROWS)]
 
     def renumber(self, new_numbers: Int64s) -> None:
-        """The producers have these numbers from now on, by their old ones; NO_ROW: it is gone, with its handles."""
+        """Give the producers these new numbers, listed by old number; NO_ROW: the producer is gone, with its
+        handles."""
         rows = self._rows_of[: self._handles]
         has_row = rows != NO_ROW
         rows[has_row] = new_numbers[rows[has_row]]
@@ -185,9 +189,9 @@ class BrokerAttachment:
     # -- replay ------------------------------------------------------------------------------------------------
 
     def replay(self, columns: Columns, positions: Binary, previous: Binary) -> None:
-        """Entries that follow on `position` in the log, each with the position of the one before it.
+        """Replay entries that follow `position` in the log, each with the position of the entry before it.
 
-        Raises REPLAY_GAP if they do not, INVALID_REQUEST, INVALID_SEQUENCE_ID.
+        Raises REPLAY_GAP if they do not follow; INVALID_REQUEST, INVALID_SEQUENCE_ID.
         """
         if self.is_ready:
             raise error("INVALID_REQUEST", "the replay has ended already")
@@ -210,7 +214,8 @@ class BrokerAttachment:
         self.position = positions.data[int(positions.offsets[-2]) :]
 
     def end_replay(self, last_position: bytes) -> None:
-        """The log's last entry is at this position (empty: there is none). Raises REPLAY_GAP if that is another one."""
+        """End the replay. The log's last entry is at this position (empty: no entry). Raises REPLAY_GAP if the replay
+        differs."""
         if self.is_ready:
             raise error("INVALID_REQUEST", "the replay has ended already")
         if last_position != self.position:
@@ -224,7 +229,7 @@ class BrokerAttachment:
     # -- verdicts ----------------------------------------------------------------------------------------------
 
     def check(self, columns: Columns, policy: Applied, now_seconds: float) -> Checked:
-        """The verdicts; what is new is in flight from now on.
+        """Return the verdicts. New messages are in flight from now on.
 
         Raises NOT_ATTACHED before the replay has ended, INVALID_REQUEST, INVALID_SEQUENCE_ID, OVERLAP, GAP.
         """
@@ -313,9 +318,9 @@ class BrokerAttachment:
     # -- outcomes ----------------------------------------------------------------------------------------------
 
     def report(self, first_admission: int, persisted: int, position: bytes, failed: int) -> None:
-        """So many of the oldest admissions are persisted, the last at this position; so many after them have failed.
+        """Settle the oldest admissions: first `persisted` stored ones, the last at this position, then `failed` ones.
 
-        Raises NOT_ATTACHED if the report is out of order, or says that something was stored after a failure;
+        Raises NOT_ATTACHED if the report is out of order, or claims that something was stored after a failure;
         INVALID_REQUEST.
         """
         if bool(persisted) != bool(position) or len(position) > MAX_POSITION_BYTES:
@@ -347,7 +352,7 @@ class BrokerAttachment:
         )
 
     def _take(self, count: int) -> Iterator[Columns]:
-        """So many of the oldest admissions, which have settled, check by check."""
+        """Yield the oldest `count` admissions, which have settled, check by check."""
         self._settled += count
         while count:
             oldest = self._in_flight[0]
@@ -358,7 +363,7 @@ class BrokerAttachment:
             yield settled
 
     def reset(self) -> None:
-        """Takes back what was pushed and is not persisted. Raises INVALID_REQUEST while anything is in flight."""
+        """Take back pushed IDs that are not persisted. Raises INVALID_REQUEST while anything is in flight."""
         if self.in_flight:
             raise error(
                 "INVALID_REQUEST", f"{self.in_flight} admissions are in flight: report them as failed before the reset"
@@ -376,15 +381,15 @@ logger = logging.getLogger("seqdedupe.topic")
 NOBODY = "no broker is attached"
 
 COUNT_SECONDS = 0.05
-"""Entries that are stored within it count together towards the next snapshot: a log may grow by millions a second, and
-would be snapshotted without a break."""
+"""The time for which stored entries are collected and then counted together towards the next snapshot. A log that
+grows by millions a second would otherwise be snapshotted without a break."""
 
 
 class AttachedTopic(TopicBase):
-    """The numbers of a topic of a broker. `confirmed_index` counts the entries that the log is known to hold.
+    """The numbers of a broker's topic. `confirmed_index` counts the entries that the log is known to hold.
 
-    What its snapshot says is certain whoever is attached; everything else is told again by who attaches next.
-    `now_seconds` is a clock that never goes back.
+    The contents of its snapshot are certain with any broker, or none. The next broker to attach reports everything else
+    again. `now_seconds` is a clock that never goes back.
     """
 
     def __init__(
@@ -410,9 +415,9 @@ class AttachedTopic(TopicBase):
             on_state=on_state,
         )
         self.position = loaded.opaque if loaded else b""
-        """Of the last entry that is known to be in the log; empty: none."""
+        """The position of the last entry that is known to be in the log; empty: none."""
         self.trim_position = self.position
-        """The entries up to here, itself included, are covered by a durable snapshot."""
+        """The position up to which a durable snapshot covers the entries, including the one there."""
         self.why = NOBODY
         self.knows_its_end = True
         self._now_seconds = now_seconds
@@ -426,7 +431,7 @@ class AttachedTopic(TopicBase):
 
     @property
     def window(self) -> None:
-        """There are no deduplication IDs."""
+        """None: there are no deduplication IDs."""
         return None
 
     @property
@@ -439,14 +444,14 @@ class AttachedTopic(TopicBase):
 
     @property
     def last_position(self) -> Position:
-        """How many entries there are; where the last one is, the broker's own positions tell."""
+        """The number of entries, as a position. The broker's own positions tell where the last one is."""
         return Position(self.incarnation, None, self.confirmed_index - 1)
 
     async def position_before(self, index: int) -> Position:
         return Position(self.incarnation, None, index - 1)
 
     def check_serving(self) -> None:
-        """Raises DRAINING, TOPIC_NOT_FOUND: the numbers are there whoever is attached."""
+        """Raise DRAINING, TOPIC_NOT_FOUND. The numbers exist with or without a broker."""
         if self.state is State.DRAINING:
             raise error(self.closed_because, f"topic {self.name}: {self.why}")
 
@@ -462,10 +467,11 @@ class AttachedTopic(TopicBase):
     # -- who is attached ---------------------------------------------------------------------------------------
 
     def attach(self, end: Callable[[SeqdedupeError], None], trim_moved: Callable[[], None]) -> BrokerAttachment:
-        """A broker takes the topic; one that had it is told the end. What was in flight is forgotten: replay tells.
+        """Let a broker take the topic. A broker that had it is notified of the end. Forget appends in flight: replay
+        restores them.
 
-        `end` is called once, with the reason, when the attachment ends by itself; `trim_moved` when `trim_position` has
-        changed. Raises DRAINING, TOPIC_NOT_FOUND.
+        `end` is called once, with the reason, when something other than `detach` ends the attachment; `trim_moved` when
+        `trim_position` has changed. Raises DRAINING, TOPIC_NOT_FOUND.
         """
         if self.held is not None:
             raise self.held
@@ -480,11 +486,11 @@ class AttachedTopic(TopicBase):
 
     @property
     def is_attached(self) -> bool:
-        """Whether a broker holds it."""
+        """Whether a broker is attached."""
         return self._attachment is not None
 
     def detach(self, attachment: BrokerAttachment) -> None:
-        """The broker is gone, if it is still this one."""
+        """Detach the broker that is gone, if it is still the attached one."""
         if attachment is self._attachment:
             self._end = None
             self._detach(error("NOT_ATTACHED", NOBODY))
@@ -499,19 +505,19 @@ class AttachedTopic(TopicBase):
         if end is not None:
             end(why)
 
-    # -- what the broker says ----------------------------------------------------------------------------------
+    # -- reports of the broker ---------------------------------------------------------------------------------
 
     def replayed(self, attachment: BrokerAttachment, entries: int) -> None:
-        """So many entries were replayed, up to `attachment.position`."""
+        """Note that `entries` entries were replayed, up to `attachment.position`."""
         self.position = attachment.position
         self._stored(entries)
 
     def ready(self) -> None:
-        """The replay has ended."""
+        """Begin to serve after the end of the replay."""
         self.change_state(State.SERVING, "")
 
     def check(self, attachment: BrokerAttachment, columns: Columns) -> Checked:
-        """See `BrokerAttachment.check`; raises what the topic is held for too."""
+        """See `BrokerAttachment.check`. Also raises the reason why the topic is held."""
         try:
             if self.held is not None:
                 raise self.held
@@ -548,7 +554,8 @@ class AttachedTopic(TopicBase):
             self._counting = asyncio.get_running_loop().call_later(COUNT_SECONDS, self._count)
 
     def _watch(self, attachment: BrokerAttachment) -> None:
-        """Looks again when the oldest admission in flight will have waited for too long."""
+        """Detach the broker if the oldest admission in flight has waited too long; otherwise set a timer for that
+        time."""
         self._timer = None
         since = attachment.waits_since
         if since is None:
@@ -562,10 +569,11 @@ class AttachedTopic(TopicBase):
         self._detach(error("NOT_ATTACHED", why))
         self.change_state(State.RECOVERING, NOBODY)
 
-    # -- what others ask ---------------------------------------------------------------------------------------
+    # -- requests of others ------------------------------------------------------------------------------------
 
     def numbers_of(self, name: str) -> tuple[int, int]:
-        """Pushed and persisted of a producer. Raises NOT_ATTACHED while they are not known, PRODUCER_NOT_FOUND."""
+        """Return pushed and persisted of a producer. Raises NOT_ATTACHED while they are not known,
+        PRODUCER_NOT_FOUND."""
         if self.state is not State.SERVING:
             raise error("NOT_ATTACHED", f"topic {self.name}: {self.why}")
         number = self.producers.number(producer_name(name))
@@ -580,8 +588,8 @@ class AttachedTopic(TopicBase):
         self.keeper.apply(self.applied)
 
     async def set_policy(self, policy: Policy) -> None:
-        """Sets the policy, as a whole: in force at once, durable on return. Raises STORE_UNAVAILABLE: it is tried
-        again, and until then it is in force but not durable."""
+        """Set the whole policy. It is in force at once and durable on return. Raises STORE_UNAVAILABLE: then it is in
+        force, and becomes durable by a later try."""
         self.put_in_force(policy)
         try:
             await self.keeper.snapshot()
@@ -596,14 +604,15 @@ class AttachedTopic(TopicBase):
             return False
         return True
 
-    # -- producers that nobody uses ----------------------------------------------------------------------------
+    # -- unused producers --------------------------------------------------------------------------------------
 
     def in_use(self) -> list[Int64s]:
-        """Those that the broker has registered, or that have something in flight."""
+        """Return the producers that the broker has registered, or that have something in flight."""
         return [] if self._attachment is None else self._attachment.in_use()
 
     async def purge(self, numbers: Int64s) -> int:
-        """A durable snapshot says so first: a replay begins after it, and never meets what is forgotten again."""
+        """Forget producers after a durable snapshot without them: a replay begins after it, and never meets them
+        again."""
         producers, before = self.producers, self.counters.purged
 
         def due() -> Int64s:
@@ -617,7 +626,7 @@ class AttachedTopic(TopicBase):
             self.counters.purged += len(still)
             producers.mark_dirty(forgotten)
             if len(still) < len(forgotten):
-                # Of those that came back meanwhile the store has to be told again.
+                # The store needs another snapshot with those that came back meanwhile.
                 self.spawn(self.keeper.snapshot_in_background())
 
         await self.keeper.snapshotter.forget(due, forget)
@@ -630,10 +639,10 @@ class AttachedTopic(TopicBase):
     # -- the end -----------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """There is nothing to read: the broker's log is told by who attaches."""
+        """Do nothing: there is nothing to read. The broker that attaches reports its log."""
 
     async def drain(self) -> None:
-        """Takes nothing more, takes a last snapshot."""
+        """Stop taking messages and take a last snapshot."""
         self._closing("the sidecar is shutting down")
         await self.keeper.snapshot_in_background()
         await self.end_tasks()
@@ -643,7 +652,7 @@ class AttachedTopic(TopicBase):
         await self.end_tasks()
 
     async def delete(self) -> None:
-        """Closes it for good: whoever still uses the topic is told that it is not there."""
+        """Close the topic permanently. Callers that still use it get an error that it does not exist."""
         self.closed_because = "TOPIC_NOT_FOUND"
         self._closing("it was deleted")
         await self.end_tasks()

@@ -1,6 +1,6 @@
-"""What a topic of every kind has, and the state machine that says what it does at the moment.
+"""The members of topics of every kind, and the state machine that decides what a topic does at the moment.
 
-There are two kinds: `topic.Topic` has a log of ours, `attached.AttachedTopic` one of a broker's own.
+There are two kinds: `topic.Topic` has a log of this project, `attached.AttachedTopic` has a broker's own log.
 """
 
 import asyncio
@@ -29,27 +29,27 @@ logger = logging.getLogger("seqdedupe.topic")
 
 
 class State(Enum):
-    """What a topic does at the moment."""
+    """The state of a topic: what it does at the moment."""
 
     RECOVERING = 1
-    """The log is being read, or cannot be read now; what is certain is served to readers."""
+    """The log is being read, or cannot be read now. Readers get the messages that are certain."""
     SERVING = 2
     READ_ONLY = 3
-    """The log refuses writes now; it is tried again."""
+    """The log refuses writes now; the topic keeps trying."""
     DRAINING = 4
     DAMAGED = 5
-    """For good: something in the log or the store is not what was written."""
+    """Permanent: contents of the log or the store differ from the written data."""
     STANDBY = 6
-    """Another sidecar owns the log; what is certain is served to readers."""
+    """Another sidecar owns the log. Readers get the messages that are certain."""
     TERMINATED = 7
-    """For good: the log takes nothing more, whoever writes. All of it is served to readers."""
+    """Permanent: the log takes nothing more from any writer. Readers get all of it."""
 
 
 @dataclass(slots=True)
 class TopicCounters:
-    """Since this process opened the topic: rows by verdict, bytes stored, frames refused, failures of the log,
-    recoveries, messages that were read for these, and their time, producers reset or forgotten, and sessions that were
-    resumed after that."""
+    """Counters since this process opened the topic: rows by verdict, bytes stored, frames refused, failures of the log,
+    recoveries, messages read for recoveries and the time they took, producers reset or forgotten, and sessions resumed
+    after their producer was forgotten."""
 
     not_dup: int = 0
     dup: int = 0
@@ -65,7 +65,7 @@ class TopicCounters:
     resumed_after_purge: int = 0
 
     def count_verdicts(self, verdicts: Uint8s, new_rows: int) -> None:
-        """These verdicts were given, so many of them NOT_DUP."""
+        """Count these verdicts, with `new_rows` that are NOT_DUP."""
         old_rows = len(verdicts) - new_rows
         dup = verdicts.tobytes().count(DUP) if old_rows else 0
         self.not_dup += new_rows
@@ -74,7 +74,7 @@ class TopicCounters:
 
 
 class TopicBase(ABC):
-    """A topic of this process by its state, with what is known of it. `on_state` is told each change of the state.
+    """A topic of this process: its state and its known data. `on_state` is called at each change of the state.
 
     `loaded` is its newest snapshot; without one it begins at `first_index`. `applied` is the policy that it inherits.
 
@@ -98,7 +98,7 @@ class TopicBase(ABC):
      any ────────▶ DRAINING     for good: closed, deleted, or the sidecar shuts down
     ```
 
-    A topic of a broker knows RECOVERING (nobody is attached, or replays), SERVING and DRAINING alone.
+    A topic of a broker has only RECOVERING (no broker is attached, or one replays), SERVING and DRAINING.
     """
 
     keeper: Keeper
@@ -116,47 +116,47 @@ class TopicBase(ABC):
     ) -> None:
         self.name = name
         self.incarnation = incarnation
-        # -- what it does at the moment
+        # -- its present state
         self.state = State.RECOVERING
         self.why = "the log is being read"
         self.knows_its_end = False
-        """Whether this process owns the log and has read it up to its own marker: only then is the end known."""
+        """Whether this process owns the log and has read it up to its own marker. Only then is the end known."""
         self.owner_address = ""
-        """Where the sidecar can be reached that owns the log, in STANDBY; empty if it is not known."""
+        """The address of the sidecar that owns the log, in STANDBY; empty if it is not known."""
         self.asked = Broadcast()
-        """Tells that somebody wants a topic that another sidecar owns."""
+        """A signal that a client wants a topic that another sidecar owns."""
         self.confirmed = Broadcast()
-        """Tells that more can be read, or that the state is another one."""
+        """A signal that more messages can be read, or that the state has changed."""
         self.damage: SeqdedupeError | None = None
         self.terminated: SeqdedupeError | None = None
-        """Why nothing is taken any more, in TERMINATED."""
+        """The reason why nothing is taken any more, in TERMINATED."""
         self.held: SeqdedupeError | None = None
-        """Why nothing is taken, whatever the state: see `hold`."""
+        """The reason why nothing is taken, in any state: see `hold`."""
         self.closed_because = "DRAINING"
-        """The reason of what is refused in DRAINING."""
+        """The reason code of refusals in DRAINING."""
         self.has_successor = False
-        """Whether the topic was opened again, so that nothing comes of using this one."""
+        """Whether the topic was opened again, so that this object is of no further use."""
         self._on_state = on_state
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_ended = False
-        # -- what is known of it
+        # -- its known data
         self.producers = producers
         self.sessions = Sessions(producers)
         self.counters = TopicCounters()
         self.policy = Policy()
-        """What is set for this topic."""
+        """The policy that is set for this topic."""
         self.inherited = applied
         self.applied = applied
-        """What is in force."""
+        """The policy that is in force."""
         self.term = 0
         self.confirmed_index = first_index
-        """All messages below it are in the log for good, and in the producers' numbers."""
+        """The index below which all messages are in the log for good, and in the producers' numbers."""
         self.last_message_id: MessageId | None = None
-        """That of the last confirmed message; None if there is none."""
+        """The ID of the last confirmed message; None if there is none."""
         self.last_ownership = 0
-        """That of the last confirmed message; 0 if there is none or it is not known."""
+        """The ownership of the last confirmed message; 0 if there is none or it is not known."""
         self.newest_import: object = None
-        """The one that was begun last: it alone may go on."""
+        """The import that was begun last. No other import may go on."""
         if loaded is not None:
             self.term = loaded.term
             self.confirmed_index = loaded.next_index
@@ -169,7 +169,7 @@ class TopicBase(ABC):
     # -- its state ---------------------------------------------------------------------------------------------
 
     def change_state(self, state: State, why: str) -> None:
-        """It does this from now on, unless it is DRAINING."""
+        """Change the state and its reason, unless the topic is DRAINING."""
         if self.state is State.DRAINING and state is not State.DRAINING:
             return
         if (state, why) != (self.state, self.why):
@@ -178,25 +178,25 @@ class TopicBase(ABC):
             self.confirmed.tell()
 
     def hold(self, why: SeqdedupeError) -> None:
-        """Takes nothing from now on, and says why, until `release`. What is in flight settles; readers go on."""
+        """Take nothing from now on, for this reason, until `release`. Appends in flight settle; readers go on."""
         self.held = why
 
     def release(self, why: SeqdedupeError | None = None) -> None:
-        """Takes messages again, unless it is held for something else than this (None: whatever it is)."""
+        """Take messages again, unless the topic is held for a reason other than this one (None: any reason)."""
         if why is None or self.held is why:
             self.held = None
 
     @abstractmethod
     def check_serving(self) -> None:
-        """Raises why the topic takes no messages, or in a broker's topic why it is closed."""
+        """Raise the reason why the topic takes no messages or, in a broker's topic, why it is closed."""
 
     def check_not_damaged(self) -> None:
-        """Raises LOG_DAMAGED if the topic is damaged."""
+        """Raise LOG_DAMAGED if the topic is damaged."""
         if self.damage is not None:
             raise damaged_topic(self.name, self.damage)
 
     def check_may_go_on(self) -> None:
-        """Raises LOG_DAMAGED, TOPIC_TERMINATED or NOT_OWNER: nothing that is not certain yet will come from here."""
+        """Raise LOG_DAMAGED, TOPIC_TERMINATED or NOT_OWNER if no more messages become certain in this sidecar."""
         self.check_not_damaged()
         if self.terminated is not None:
             raise self.terminated
@@ -205,14 +205,15 @@ class TopicBase(ABC):
             raise self.not_owner("")
 
     def not_owner(self, what: str) -> SeqdedupeError:
-        """That another sidecar owns the topic, with its address where that is known; and what comes of it."""
+        """Return the error that another sidecar owns the topic, with its address if known. `what` is added to the
+        message."""
         if not self.owner_address:
             return error("NOT_OWNER", f"somebody else owns topic {self.name}{what}")
         message = f"the sidecar at {self.owner_address} owns topic {self.name}{what}"
         return error("NOT_OWNER", message, owner_address=self.owner_address)
 
     def check_knows_its_end(self) -> None:
-        """Raises RECOVERING, NOT_OWNER or LOG_DAMAGED while nobody here can say where the topic ends."""
+        """Raise RECOVERING, NOT_OWNER or LOG_DAMAGED while this sidecar does not know where the topic ends."""
         if self.knows_its_end:
             return
         self.check_may_go_on()
@@ -224,7 +225,7 @@ class TopicBase(ABC):
 
     @property
     def is_serving(self) -> bool:
-        """Whether it takes messages, if it is not held."""
+        """Whether the topic takes messages, if it is not held."""
         return self.state is State.SERVING
 
     # -- its messages ------------------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ class TopicBase(ABC):
     @property
     @abstractmethod
     def window(self) -> IdWindow | None:
-        """What it knows of deduplication IDs; None in a topic of sequence IDs."""
+        """The window of known deduplication IDs; None in a topic of sequence IDs."""
 
     @property
     @abstractmethod
@@ -241,12 +242,14 @@ class TopicBase(ABC):
 
     @property
     def certain_position(self) -> Position:
-        """That of the last message that may be shown to readers, or of an earlier one where that would take a read."""
+        """The position of the last message that may be shown to readers, or of an earlier one if that would need a
+        read."""
         return self.last_position
 
     @property
     def readable_index(self) -> int:
-        """All messages below it may be shown to readers. Where the topic ends only if it `knows_its_end`."""
+        """The index below which all messages may be shown to readers. The topic ends there only if it
+        `knows_its_end`."""
         return self.confirmed_index
 
     @property
@@ -256,39 +259,41 @@ class TopicBase(ABC):
 
     @abstractmethod
     async def position_before(self, index: int) -> Position:
-        """The position after which the message with this index stands. It may take a read: raises as `Log.locate`."""
+        """Return the position after which the message with this index stands. This may need a read: raises as
+        `Log.locate`."""
 
     async def wait_for_message(self, index: int) -> None:
-        """Returns when the message with this index can be read, or will not be from here for now: the topic is
-        closing, damaged, terminated, or another sidecar's."""
+        """Wait until the message with this index can be read, or will not be readable from here for now. The topic is
+        then closing, damaged, terminated, or owned by another sidecar."""
         ends = State.DRAINING, State.DAMAGED, State.STANDBY, State.TERMINATED
         while self.readable_index <= index and self.state not in ends:
             await self.confirmed.wait()
 
-    # -- its log, as far as it is ours -------------------------------------------------------------------------
+    # -- its log, if it is not a broker's ----------------------------------------------------------------------
 
     @abstractmethod
     def log_place(self) -> bytes:
-        """Where the log goes on after the last confirmed message: the position in a broker's own, or `Log.place_at`."""
+        """Return where the log goes on after the last confirmed message: the position in a broker's log, or
+        `Log.place_at`."""
 
     @property
     @abstractmethod
     def log_bytes(self) -> int:
-        """The bytes of the log on disk; 0 if it is none of ours."""
+        """The bytes of the log on disk; 0 if the log is a broker's."""
 
     @property
     def damage_found(self) -> DamageFound:
-        """What a scrub of the log has found."""
+        """The damage that a scrub of the log has found."""
         return DamageFound()
 
     @property
     def skipped(self) -> Skipped:
-        """What stands in the log and is no part of it."""
+        """The data that is stored in the log and is no part of it."""
         return Skipped()
 
     @property
     def not_durable(self) -> int:
-        """So many messages have a receipt that was given early, and are not durable yet."""
+        """The number of messages that have an early receipt and are not durable yet."""
         return 0
 
     @property
@@ -300,43 +305,43 @@ class TopicBase(ABC):
 
     @property
     def newest_policy(self) -> Policy:
-        """What will be set for this topic when all that is under way has settled."""
+        """The policy that will be set for this topic once everything in progress has settled."""
         return self.policy
 
     @abstractmethod
     async def set_policy(self, policy: Policy) -> None:
-        """Sets the policy, as a whole: durable and in force on return. Raises why it could not be."""
+        """Set the whole policy. It is durable and in force on return. Raises the reason for a failure."""
 
     def inherit(self, applied: Applied) -> None:
-        """This is what the topic inherits from now on."""
+        """Inherit this policy from now on."""
         self.inherited = applied
         self.put_in_force(self.policy)
 
     @abstractmethod
     def put_in_force(self, policy: Policy) -> None:
-        """This is the topic's policy from now on, over what it inherits."""
+        """Put this policy of the topic in force, over the one that it inherits."""
 
-    # -- its producers, for who keeps them ---------------------------------------------------------------------
+    # -- its producers, for the keeper -------------------------------------------------------------------------
 
     @abstractmethod
     def snapshot_is_durable(self) -> None:
-        """All below the keeper's `snapshot_index` is covered by a durable snapshot: retention may go on."""
+        """Let retention go on: all below the keeper's `snapshot_index` is covered by a durable snapshot."""
 
     @abstractmethod
     def in_use(self) -> list[Int64s]:
-        """The producers, by number, that somebody holds now otherwise than by a stream, and those with messages in
-        flight. Each part is looked at in one step."""
+        """Return, by number, the producers that are held now other than by a stream, and those with messages in flight.
+        Each part is looked at in one step."""
 
     @abstractmethod
     async def purge(self, numbers: Int64s) -> int:
-        """Forgets these producers, durably; returns how many it were. Raises why it cannot."""
+        """Forget these producers durably, and return how many were forgotten. Raises the reason for a failure."""
 
     @abstractmethod
     def renumber(self, new_numbers: Int64s) -> None:
-        """The producers have these numbers from now on, by their old ones; -1: it is gone."""
+        """Give the producers these new numbers, listed by old number; -1: the producer is gone."""
 
     def resumed_after_purge(self, names: list[bytes]) -> None:
-        """Sessions were resumed of producers that are forgotten: counts and logs it."""
+        """Count and log resumed sessions of producers that are forgotten."""
         self.counters.resumed_after_purge += len(names)
         if names:
             logger.warning(
@@ -351,22 +356,22 @@ class TopicBase(ABC):
 
     @abstractmethod
     async def recover(self) -> None:
-        """Begins to serve, now or when that is possible."""
+        """Begin to serve, now or as soon as that is possible."""
 
     @abstractmethod
     async def drain(self) -> None:
-        """Takes nothing more, settles what is in flight, takes a last snapshot, and lets go of everything."""
+        """Stop taking messages, settle appends in flight, take a last snapshot, and release everything."""
 
     @abstractmethod
     async def close(self, why: str) -> None:
-        """Lets go of everything at once: who uses the topic comes again, and finds its successor."""
+        """Release everything at once. Callers that use the topic try again, and find its successor."""
 
     @abstractmethod
     async def delete(self) -> None:
-        """Closes it for good: whoever still uses the topic is told that it is not there."""
+        """Close the topic permanently. Callers that still use it get an error that it does not exist."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Runs it beside the caller, until the topic is closed, and not at all after that. What it raises is logged."""
+        """Run this in the background until the topic is closed, and not at all after that. Its errors are logged."""
         task = asyncio.ensure_future(work)
         if self._has_ended:
             task.cancel()
@@ -380,7 +385,7 @@ class TopicBase(ABC):
             logger.error("a task of topic %s failed", self.name, exc_info=task.exception())
 
     async def end_tasks(self) -> None:
-        """Nothing that was spawned goes on, and no snapshot is taken, on return."""
+        """End all spawned tasks and snapshots. On return nothing of them goes on."""
         self._has_ended = True
         self.keeper.inactivity.close()
         for task in self._tasks:
@@ -390,7 +395,7 @@ class TopicBase(ABC):
 
 
 def damaged_topic(name: str, damage: SeqdedupeError) -> SeqdedupeError:
-    """The final answer of a topic that is damaged."""
+    """Return the final answer of a damaged topic."""
     if damage.reason == "NO_STATE":
         return error("NO_STATE", f"topic {name} cannot be served here: {damage.message}", topic=name)
     return error("LOG_DAMAGED", f"topic {name} is damaged: {damage}", hint=damage.hint, topic=name)

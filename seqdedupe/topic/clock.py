@@ -1,11 +1,11 @@
-"""The process's clock, for what goes by time: one for all topics, watched as long as the process runs.
+"""The process's clock, for everything that goes by time: one for all topics, watched as long as the process runs.
 
-Begin with `Clock`; `Steadied` says what time it is, as far as a clock can be believed that may jump, and come back.
+Begin with `Clock`. `Steadied` gives the time, as far as a clock can be believed that may jump and come back.
 
-A clock that is set wrong for a while (a step by a time service, a machine that is resumed) differs from the steady one,
-which only says how much time goes by. So what both said is kept for a while: how far apart they were at most and at
-least says between what the time is. What comes now is as young as it can be, and what is forgotten by its age as old as
-it must be: then a clock that jumps and comes back has nothing forgotten too early, whichever way it jumped.
+A clock may be wrong for a while (a step by a time service, a machine that is resumed). It then differs from the steady
+clock, which shows only the time that goes by. So readings of both are kept for a while. The largest and the smallest
+difference are the bounds of the time. New messages get the latest possible time, and ages are computed with the
+earliest. So after a jump that is undone, in either direction, nothing has been forgotten too early.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from seqdedupe.store.parts import BELIEVED_TIME, seal
 logger = logging.getLogger("seqdedupe.topic")
 
 AHEAD_MS = 24 * 60 * 60 * 1000
-"""A start by a clock that is so far ahead of the last believed time is worth a warning. A sidecar may also have been
-stopped for that long."""
+"""The distance from the last believed time to a clock at start above which there is a warning. A sidecar may also have
+been stopped for that long."""
 
 LOOK_SECONDS = 60.0
-"""So long it is between two looks at the clocks."""
+"""The time between two looks at the clocks."""
 
 LOOKS = 41
-"""So many of them have to agree, over 40 minutes. Whatever sets clocks right looks at them more often: time services
+"""The number of looks that must agree, over 40 minutes. Services that set clocks look at them more often: time services
 wait for 34 minutes at most."""
 
 _NANOSECONDS_A_MILLISECOND = 1_000_000
@@ -38,27 +38,27 @@ _TIME_BYTES = 8
 
 
 class Clock:
-    """`keep_looking` has to run; before it has for 40 minutes nothing goes by time.
+    """The clock of the process. `keep_looking` must run; nothing goes by time until it has run for 40 minutes.
 
-    With a store it keeps the last time that it believed there, and compares it with the clock at the start: a clock
-    that stays ahead for longer than 40 minutes is believed, and what retention and windows then drop is gone.
+    With a store, the clock saves there the last time that it believed, and compares it at start. A clock that stays
+    ahead for longer than 40 minutes is believed, and data that retention and windows then drop is gone.
     """
 
     def __init__(self, store: Store | None = None) -> None:
         self._steadied = Steadied()
         self._store = store
         self.ahead_ms = 0
-        """How far the clock was ahead of the last believed time at the start, if that is suspicious; else 0. 0 again as
-        soon as the time is believed."""
+        """The time by which the clock was ahead of the last believed time at the start, if that is suspicious;
+        otherwise 0. It is 0 again as soon as the time is believed."""
         if store is not None:
             self._compare(store)
 
     def now(self) -> Moment:
-        """What time it is."""
+        """Return the current time."""
         return self._steadied.now(*_both_ms())
 
     async def keep_looking(self) -> None:
-        """Looks at the clock again and again, until it is cancelled."""
+        """Look at the clock again and again, until cancelled."""
         while True:
             self._steadied.look(*_both_ms())
             if believed_ms := self.now().earliest_ms:
@@ -80,7 +80,7 @@ class Clock:
             )
 
     def _keep(self, believed_ms: int) -> None:
-        """Durable with what the store makes durable next."""
+        """Store the believed time. It is durable with the next data that the store makes durable."""
         if self._store is None:
             return
         batch = WriteBatch(raw_mode=True)
@@ -92,26 +92,27 @@ class Clock:
 
 
 def _both_ms() -> tuple[int, int]:
-    """What the clock says, and the steady one."""
+    """Return the readings of the clock and of the steady clock."""
     return time.time_ns() // _NANOSECONDS_A_MILLISECOND, time.monotonic_ns() // _NANOSECONDS_A_MILLISECOND
 
 
 class Steadied:
-    """What time it is by a clock that was looked at LOOKS times, each LOOK_SECONDS after the one before."""
+    """The time by a clock that was looked at LOOKS times, each LOOK_SECONDS after the one before."""
 
     def __init__(self) -> None:
         self._apart_ms: deque[int] = deque(maxlen=LOOKS)
-        """By how much the clock was ahead of the steady one."""
+        """The differences by which the clock was ahead of the steady one."""
         self._least_ms = self._most_ms = 0
-        """Of these, once there is one: each frame asks."""
+        """The bounds of these differences, once there is one. They are kept because each frame needs them."""
 
     def look(self, clock_ms: int, steady_ms: int) -> None:
-        """What the clock says, and the steady one, which begins anywhere and never jumps."""
+        """Record a reading of the clock and of the steady clock, which begins anywhere and never jumps."""
         self._apart_ms.append(clock_ms - steady_ms)
         self._least_ms, self._most_ms = min(self._apart_ms), max(self._apart_ms)
 
     def now(self, clock_ms: int, steady_ms: int) -> Moment:
-        """What time it is when they say so. Before the last look of so many it is not known how early."""
+        """Return the time for these readings. Before the last of LOOKS looks, the earliest possible time is not
+        known."""
         if not self._apart_ms:
             return Moment(0, clock_ms)
         latest_ms = max(clock_ms, steady_ms + self._most_ms)

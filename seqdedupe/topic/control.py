@@ -1,4 +1,4 @@
-"""Control records: what changes a topic's state other than by messages, as `Control` in batch.proto has it."""
+"""Control records: changes of a topic's state other than by messages, as `Control` in batch.proto has them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,16 +21,16 @@ from seqdedupe.topic import policy as policy_module
 from seqdedupe.topic.policy import DeduplicationRoute, Policy
 
 STATED_A_RECORD = 8192
-"""So many producers are stated again, or forgotten, at once. They always fit into a record."""
+"""The number of producers that are stated again, or forgotten, at once. They always fit into a record."""
 
 _BYTES_A_PRODUCER = 4 + 8 + 8
 _ROOM_BYTES = 1024
-"""For tags and lengths."""
+"""The room for tags and lengths."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProducerSessions:
-    """Producers' sessions: started by Open, or stated again, with what is persisted, before retention drops them."""
+    """Producers' sessions: started by Open, or stated again, with their persisted IDs, before retention drops them."""
 
     names: list[bytes]
     epochs: Int64s
@@ -39,25 +39,25 @@ class ProducerSessions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reset:
-    """Producers whose persisted IDs an operator has set: what earlier records say of them counts no more."""
+    """Producers whose persisted IDs an operator has set. Earlier records of them do not count any more."""
 
     names: list[bytes]
     epochs: Int64s
-    """From here on their sessions, which nobody has."""
+    """The epochs of their sessions from here on, which no client has."""
     persisted: Int64s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Purge:
-    """Producers that are forgotten: nothing that earlier records say of them counts any more. Of none it says, before
-    retention drops the others, that some were."""
+    """Producers that are forgotten: earlier records of them do not count any more. A purge without names states, before
+    retention drops the others, that some producers were forgotten."""
 
     names: list[bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Import:
-    """A part of imported watermarks: nothing of an import is in force before its last part."""
+    """A part of imported watermarks. Nothing of an import is in force before its last part."""
 
     names: list[bytes]
     persisted: Int64s
@@ -66,34 +66,35 @@ class Import:
 
 
 class Imported(NamedTuple):
-    """Watermarks that are imported: columns, and a table of the names, of which each row says the number."""
+    """Imported watermarks: columns, and a table of names. Each row has the number of its name."""
 
     names: Names
     numbers: Int64s
     persisted: Int64s
 
     def apply(self, producers: Producers, index: int) -> None:
-        """They are in the log, before the message with this index. The names are the producers' from now on."""
+        """Put the watermarks in force. They are in the log before the message with this index. The producers take the
+        names."""
         numbers = producers.take_in(self.names)[self.numbers]
         producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), self.persisted, index)
 
 
 class ImportParts:
-    """The parts of an import that is not complete yet. Names enter a table as they come, so that little is left to do
-    where they all are in force at once."""
+    """The parts of an incomplete import. Names enter a table as they come, so that little work is left when all are put
+    in force at once."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """What has come will not be completed."""
+        """Drop the parts of an import that will not be completed."""
         self._names: Names | None = None
         self._columns: list[tuple[Int64s, Int64s]] = []
 
     def add(self, part: Import) -> Imported | None:
-        """The next part in the log. The import, if that completes it.
+        """Add the next part in the log. Return the import if it is complete now.
 
-        An import that lacks its first part is in force already: retention has said it again before it dropped that.
+        An import without its first part is in force already: retention has stated it again before it dropped that part.
         """
         if part.part == 0:
             self._names, self._columns = Names(), []
@@ -110,13 +111,13 @@ class ImportParts:
 
 @dataclass(frozen=True, slots=True)
 class CursorChange:
-    """A named cursor keeps something else, or (None) is gone. The others stay as they are."""
+    """A change of a named cursor to other data, or (None) its removal. The other cursors stay as they are."""
 
     name: str
     kept: policy_module.NamedCursor | None
 
     def applied_to(self, policy: Policy) -> Policy:
-        """The policy with it: cursors are kept there."""
+        """Return the policy with this change: cursors are kept there."""
         others = {one.name: one for one in policy.cursors if one.name != self.name}
         if self.kept is not None:
             others[self.name] = self.kept
@@ -127,7 +128,7 @@ Change = ProducerSessions | Reset | Purge | Import | Policy | CursorChange
 
 
 def parts(sessions: ProducerSessions) -> Iterator[ProducerSessions]:
-    """As many as it takes for each to fit into a record."""
+    """Yield the sessions in parts that each fit into a record."""
     start = size = 0
     for i, name in enumerate(sessions.names):
         size += len(name) + _BYTES_A_PRODUCER
@@ -138,9 +139,10 @@ def parts(sessions: ProducerSessions) -> Iterator[ProducerSessions]:
 
 
 def stated_again(producers: Producers, below_index: int) -> Iterator[ProducerSessions]:
-    """What is in force of the producers that the log states only below this index, as it is when each is asked for.
+    """Yield the state in force of producers that the log states only below this index, read when each part is
+    requested.
 
-    Each is of so many producers that are looked at: there may be no names in it.
+    Each part covers STATED_A_RECORD producers to look at: it may have no names.
     """
     generation, first = producers.generation, 0
     while first < len(producers):
@@ -158,11 +160,11 @@ def _part(sessions: ProducerSessions, start: int, end: int) -> ProducerSessions:
 
 
 _FIELDS: dict[type[Change], str] = {ProducerSessions: "sessions", Reset: "reset", Purge: "purge", Import: "imported"}
-"""Of `Control`, by what each changes."""
+"""The field of `Control` for each kind of change."""
 
 
 def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
-    """The body of a control record, written in this term. With `record_id` it is unlike all others of the topic."""
+    """Return the body of a control record of this term. `record_id` makes it differ from all others of the topic."""
     control = wire.Control(id=record_id, term=term)
     if isinstance(change, Policy):
         policy = control.policy_of_deduplication_ids if change.by_deduplication_id else control.policy
@@ -198,7 +200,7 @@ def _policy(stored: Any) -> Policy:
 
 
 def decode(body: bytes) -> tuple[Change, int]:
-    """What a control record changes, and its term. Raises NEWER_FORMAT for a kind that is not known, LOG_DAMAGED."""
+    """Return the change in a control record, and its term. Raises NEWER_FORMAT for an unknown kind, LOG_DAMAGED."""
     try:
         control = wire.Control.FromString(body)
         match control.WhichOneof("kind"):
@@ -223,11 +225,12 @@ def decode(body: bytes) -> tuple[Change, int]:
 
 
 def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list[tuple[Change, int, int]]]]:
-    """Scanned records as runs: first the batches of each are to be merged, then its changes (change, term, index).
+    """Yield scanned records as runs. The caller merges the batches of each first, then its changes (change, term,
+    index).
 
-    All that merges by maximum may come in any order, so that there is one run of it. A reset is a run of its own, and a
-    policy, which says how far the window of what comes after it reaches. `place` is that of the log, for a person.
-    Raises as `decode`, with where the record stands.
+    Everything that merges by maximum may come in any order, so it is one run. A reset or purge is a separate run, and
+    so is a policy, which limits the window of what follows. `place` is the log's place, for error messages. Raises as
+    `decode`, with the place of the record.
     """
     first = 0
     changes: list[tuple[Change, int, int]] = []
@@ -250,7 +253,7 @@ def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list
 def apply(
     change: ProducerSessions | Reset | Purge | Import, parts: ImportParts, producers: Producers, index: int
 ) -> None:
-    """The change is in the log, before the message with this index."""
+    """Apply a change that is in the log, before the message with this index."""
     if isinstance(change, Purge):
         numbers = producers.find_all(change.names)
         producers.purge(numbers[numbers >= 0], index)
@@ -267,7 +270,7 @@ def apply(
 
 
 def decode_policy(body: bytes) -> Policy:
-    """The policy that a snapshot or a namespace's record keeps. Raises as `decode`."""
+    """Return the policy in a snapshot or in a namespace's record. Raises as `decode`."""
     policy, _ = decode(body)
     if not isinstance(policy, Policy):
         raise error("STORE_DAMAGED", "a record has something else for its policy")

@@ -1,6 +1,7 @@
-"""What readers and operators do with the named cursors of a topic: look, move, hold, remove.
+"""Operations of readers and operators on the named cursors of a topic: look, move, hold, remove.
 
-Each change is a record in the log (`control`), durable on return."""
+Each change is a record in the log (`control`), durable on return.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ CursorContent = tuple[Position, str]
 
 
 def cursors_of(topic: Topic) -> tuple[NamedCursor, ...]:
-    """The cursors that are in force, by name. Raises RECOVERING, LOG_DAMAGED, NOT_OWNER while that is not certain."""
+    """Return the cursors in force, by name. Raises RECOVERING, LOG_DAMAGED, NOT_OWNER while they are not certain."""
     topic.check_knows_its_end()
     if topic.state is State.RECOVERING:
         raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
@@ -25,18 +26,19 @@ def cursors_of(topic: Topic) -> tuple[NamedCursor, ...]:
 
 
 def kept_by_cursor(topic: Topic, name: str) -> CursorContent | None:
-    """What a cursor keeps. Raises as `cursors_of`, INVALID_NAME."""
+    """Return what a cursor keeps. Raises as `cursors_of`, INVALID_NAME."""
     check_cursor_name(name)
     found = next((one for one in cursors_of(topic) if one.name == name), None)
     return None if found is None else (found.position, found.note)
 
 
 async def move_cursor(topic: Topic, name: str, expected: CursorContent | None, new: CursorContent) -> None:
-    """Has it keep something else, if it keeps this: durable on return. Where that is what it keeps, nothing is written.
+    """Replace what a cursor keeps, if that is `expected`: durable on return. If it keeps `new` already, nothing is
+    written.
 
-    What is under way counts as if it were done: if it fails, this fails with it. Raises CURSOR_MOVED, INVALID_NAME,
-    INVALID_POSITION, INVALID_REQUEST, TOO_MANY_CURSORS; why the topic takes nothing now, or LOG_REFUSED: then it is as
-    it was. Whoever is cancelled here does not know.
+    Changes in progress count as done: if they fail, this fails too. Raises CURSOR_MOVED, INVALID_NAME,
+    INVALID_POSITION, INVALID_REQUEST, TOO_MANY_CURSORS. Raises why the topic takes nothing now, or LOG_REFUSED: then
+    the cursor is unchanged. A caller that is cancelled here does not know the outcome.
     """
     check_cursor_name(name)
     position, note = new
@@ -63,7 +65,7 @@ async def move_cursor(topic: Topic, name: str, expected: CursorContent | None, n
 
 
 async def hold_cursor(topic: Topic, name: str, mb: int) -> None:
-    """Has retention wait for it while the log is not larger than this; 0: not any more. Raises CURSOR_NOT_FOUND,
+    """Make retention wait for the cursor while the log is not larger than `mb`; 0: never. Raises CURSOR_NOT_FOUND,
     INVALID_REQUEST, and as `move_cursor`."""
     if not 0 <= mb <= LARGEST:
         raise error("INVALID_REQUEST", f"hold_retention_in_mb is {mb}: it should be 0 to {LARGEST}")
@@ -71,7 +73,7 @@ async def hold_cursor(topic: Topic, name: str, mb: int) -> None:
 
 
 async def remove_cursor(topic: Topic, name: str) -> None:
-    """It keeps nothing any more. Raises CURSOR_NOT_FOUND, and as `move_cursor`."""
+    """Remove the cursor. Raises CURSOR_NOT_FOUND, and as `move_cursor`."""
     await topic.append_change(CursorChange(_cursor(topic, name).name, None))
 
 

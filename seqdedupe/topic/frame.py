@@ -1,7 +1,7 @@
-"""A frame on its way through a topic: its bytes checked, the part of it that is new, in flight, answered.
+"""A frame on its way through a topic: checked, cut to its new rows, in flight, answered.
 
-`check` makes a `Frame` of bytes, `cut` the part that is new. `Flight` has what the topic has handed to its log, frames
-and control records, until it settles. `FrameReceipt` and `Refusal` are what is answered.
+`check` makes a `Frame` of bytes; `cut` returns its new part. `Flight` has the frames and control records that the topic
+has handed to its log, until they settle. `FrameReceipt` and `Refusal` are the answers.
 """
 
 import asyncio
@@ -80,10 +80,10 @@ _REASONS = {
 }
 
 
-# -- As which producers a frame may be published.
+# -- The producers as which a frame may be published.
 
 NamesJudge = Callable[[Bytes, Int64s2], Uint8s]
-"""1 for each of the names at these places of a buffer that is allowed."""
+"""A function that returns 1 for each allowed name at these places of a buffer."""
 
 _NOT_JUDGED = 0
 _FORBIDDEN = 1
@@ -93,29 +93,29 @@ _NONE = np.zeros(0, np.int64)
 
 
 class Allowing:
-    """What was judged of a topic's producers for one caller; each name is judged once, until that counts no more.
+    """The judgements about a topic's producers for one client. A name is judged once, until the result is invalid.
 
-    `deny` makes the error for names that are forbidden.
+    `deny` makes the error for forbidden names.
     """
 
     def __init__(self, producers: Producers, judge: NamesJudge, deny: Callable[[list[str]], SeqdedupeError]) -> None:
         self.producers = producers
         self.deny = deny
         self.generation = 0
-        """How often what was judged has come to count no more."""
+        """The number of times that earlier judgements became invalid."""
         self._judge = judge
         self._judged = np.zeros(0, np.uint8)
         self._numbers = producers.generation
 
     def judge_again(self, judge: NamesJudge) -> None:
-        """From now on this is what judges."""
+        """Use this judge from now on, and drop earlier judgements."""
         self._judge = judge
         self._judged[:] = _NOT_JUDGED
         self.generation += 1
 
     def forbidden(self, numbers: Int64s) -> Int64s:
-        """Those of these producers, by number, that are forbidden."""
-        # Every frame with other names than the one before comes here, and nearly all of them find that all is well.
+        """Return those of these producers, by number, that are forbidden."""
+        # Every frame with other names than the last one comes here, and nearly always all names are allowed.
         is_of_these = self._numbers == self.producers.generation
         if is_of_these and are_all(self._judged, numbers, _ALLOWED):
             return _NONE
@@ -139,23 +139,23 @@ _NO_PRODUCERS = np.zeros(0, np.int64)
 
 @dataclass(slots=True)
 class NumbersCache:
-    """The producers' numbers of the last frame of a stream: the next one usually has the same list of names."""
+    """The producers' numbers of the last frame of a stream. The next frame usually has the same list of names."""
 
     names: bytes = b""
     numbers: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     generation: int = 0
-    """Of the numbers, see `Producers`."""
+    """The generation of the numbers, see `Producers`."""
     stream: int = NO_STREAM
     """The stream's number in its topic; a unary call has none."""
     allowing: Allowing | None = None
-    """As which producers the client may publish; None: as all."""
+    """The producers as which the client may publish; None: all."""
     forbidden: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Those of the numbers as which it may not."""
+    """The numbers of the producers as which it may not publish."""
     judged: int = 0
-    """The generation of what was judged, see `Allowing`."""
+    """The generation of the judgements, see `Allowing`."""
 
     def is_of(self, names: bytes, producers: Producers) -> bool:
-        """Whether it holds what is known of this list of names."""
+        """Whether the cache holds the current numbers for this list of names."""
         if names != self.names or self.generation != producers.generation:
             return False
         return self.allowing is None or self.judged == self.allowing.generation
@@ -163,19 +163,19 @@ class NumbersCache:
 
 @dataclass(slots=True)
 class Frame:
-    """A batch that has been checked: its canonical encoding, where things stand in it, and whose it is."""
+    """A checked batch: its canonical encoding, the places of its columns, and its producers."""
 
     encoded: bytes
     view: Uint8s
     places: Int64s
     producer_rows: Int64s
-    """Of each producer of the batch, its row in the table of numbers."""
+    """The row in the table of numbers, for each producer of the batch."""
     rows: int
     column_bytes: int
 
 
 def _laid_out(encoded: bytes) -> tuple[bytes, Uint8s, Int64s]:
-    """A batch in its canonical encoding, and where things stand in it. Raises `InvalidRequestError`."""
+    """Return a batch in its canonical encoding, and the places of its columns. Raises `InvalidRequestError`."""
     if len(encoded) > MAX_BATCH_BYTES:
         raise error("BATCH_TOO_LARGE", f"the batch has {len(encoded)} bytes: at most {MAX_BATCH_BYTES} are accepted")
     places = np.empty(PLACES, np.int64)
@@ -192,8 +192,8 @@ def _laid_out(encoded: bytes) -> tuple[bytes, Uint8s, Int64s]:
 
 
 def check_by_id(encoded: bytes, *, wants_keys: bool = False) -> Frame:
-    """The checked frame of an encoded batch for a topic of deduplication IDs. Raises `InvalidRequestError`, also where
-    every row has to have a key, and one has none."""
+    """Return the checked frame of an encoded batch for a topic of deduplication IDs. Raises `InvalidRequestError`, also
+    if every row must have a key and one has none."""
     encoded, view, places = _laid_out(encoded)
     at: list[int] = places.tolist()
     if at[PRODUCERS]:
@@ -212,7 +212,7 @@ def check_by_id(encoded: bytes, *, wants_keys: bool = False) -> Frame:
 
 
 def _has_keys(view: Uint8s, at: list[int]) -> bool:
-    """Whether every row has one."""
+    """Whether every row has a key."""
     if not (validity := size(at, KEY_VALIDITY)):
         return size(at, KEY_OFFSETS) > 0
     begin = start(at, KEY_VALIDITY)
@@ -220,7 +220,7 @@ def _has_keys(view: Uint8s, at: list[int]) -> bool:
 
 
 def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
-    """The checked frame of an encoded batch. Raises `InvalidRequestError`; names that never came, INVALID_EPOCH."""
+    """Return the checked frame of an encoded batch. Raises `InvalidRequestError`; INVALID_EPOCH for unknown names."""
     encoded, view, places = _laid_out(encoded)
     # Plain numbers: each look into an array of numpy costs as much as ten into a list.
     at: list[int] = places.tolist()
@@ -252,7 +252,7 @@ def _check_properties(view: Uint8s, places: Int64s) -> None:
 
 
 def _row_with_a_name_twice(view: Uint8s, places: Int64s) -> int:
-    """The first row that lists a property's name twice; -1 if there is none."""
+    """Return the first row that lists a property's name twice; -1 if there is none."""
     of_rows = _column(view, places, PROPERTY_OFFSETS).view(np.int32)
     several = np.flatnonzero(of_rows[1:] - of_rows[:-1] > 1).tolist()
     if not several:
@@ -283,7 +283,7 @@ def _column(view: Uint8s, places: Int64s, column: int) -> Uint8s:
 
 
 def _wrong_names(view: Uint8s, places: Int64s, producers: Producers) -> SeqdedupeError:
-    """The error for a list of producers that are not all known."""
+    """Return the error for a list of producers that are not all known."""
     if not _is_text(view, places, NAME_OFFSETS, NAMES):
         return error("INVALID_NAME", "the batch is not valid: its producer names are not all UTF-8")
     names = names_of(view.tobytes(), places)
@@ -294,7 +294,7 @@ def _wrong_names(view: Uint8s, places: Int64s, producers: Producers) -> Seqdedup
 
 
 def names_of(encoded: bytes, places: Int64s) -> list[bytes]:
-    """The producer names of a batch that was laid out."""
+    """Return the producer names of a batch whose layout is known."""
     producers = int(places[PRODUCERS])
     offsets = np.frombuffer(encoded, np.int32, producers + 1, start(places, NAME_OFFSETS)).tolist()
     names = int(start(places, NAMES))
@@ -302,7 +302,7 @@ def names_of(encoded: bytes, places: Int64s) -> list[bytes]:
 
 
 def cut(frame: Frame, verdicts: Uint8s) -> Frame:
-    """The part of a frame that is new, as a frame of its own."""
+    """Return the new part of a frame as a separate frame."""
     producer_rows = frame.producer_rows
     if frame.places[PRODUCERS] <= 1:
         out = np.empty(len(frame.encoded), np.uint8)
@@ -319,11 +319,12 @@ def cut(frame: Frame, verdicts: Uint8s) -> Frame:
     return Frame(encoded, view, places, producer_rows, int(places[ROWS]), int(places[COLUMNS_END]))
 
 
-# -- What a topic answers to a frame.
+# -- The answers of a topic to a frame.
 
 _NO_INDEXES = np.zeros(0, np.int64)
 NONE_KNOWN = (_NO_INDEXES, _NO_INDEXES, _NO_INDEXES)
-"""The last three columns of a `FrameReceipt` of which all rows are new: most are, and to make each takes a call."""
+"""The last three columns of a `FrameReceipt` with only new rows. This is the usual case, and each new array takes a
+call."""
 
 
 @dataclass(slots=True)
@@ -334,18 +335,18 @@ class FrameReceipt:
     verdicts: Uint8s | None
     """None: all rows are NOT_DUP."""
     first_index: int
-    """-1 if no row is new."""
+    """The index of the first new row; -1 if no row is new."""
     runs: Runs = ()
-    """The message IDs of the rows that are new, once they are stored."""
+    """The message IDs of the new rows, once they are stored."""
     known_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
     known_indexes: Int64s = field(default_factory=lambda: _NO_INDEXES)
     imported_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
-    """Those with verdict DUP whose IDs were imported: no message of the topic has them."""
+    """The rows with verdict DUP whose IDs were imported: no message of the topic has them."""
     durable_at: int = 0
-    """0: the rows that are new are durable. Else they are only written, until the topic is durable up to this index."""
+    """0: the new rows are durable. Otherwise they are only written, until the topic is durable up to this index."""
 
     def stands_at(self, first_index: int) -> None:
-        """The new rows have these indexes in the log, which need not be those that they were to get."""
+        """Set the index of the first new row in the log, which may differ from the intended one."""
         if self.known_rows.size:
             moved = np.where(self.known_indexes >= self.first_index, first_index - self.first_index, 0)
             self.known_indexes = self.known_indexes + moved
@@ -354,7 +355,7 @@ class FrameReceipt:
 
 @dataclass(frozen=True, slots=True)
 class RefusedProducer:
-    """What a refusal says of a producer."""
+    """The details of one producer in a refusal."""
 
     name: str
     epoch: int
@@ -364,12 +365,12 @@ class RefusedProducer:
     pushed: int
     persisted: int
     expected_sequence_id: int | None = None
-    """With GAP: the one that is missing where the gap is."""
+    """With GAP: the ID that is missing at the gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A frame of which nothing was admitted."""
+    """The answer to a frame of which nothing was admitted."""
 
     frame: int
     error: SeqdedupeError
@@ -377,25 +378,25 @@ class Refusal:
 
 
 class OutOfStepError(Exception):
-    """Raised from what has failed after rows of a frame were decided: they count as in flight, and will not be."""
+    """A failure after rows of a frame were decided: they count as in flight, but will not be appended."""
 
 
 Reply = Callable[[FrameReceipt | Refusal], None]
-"""Is called once for each frame."""
+"""A function that is called once for each frame."""
 
 
-# -- What a topic has handed to its log, and whose outcome is not known yet.
+# -- Frames and records that a topic has handed to its log, with an outcome that is not known yet.
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
-"""Admitted and not settled, in one topic."""
+"""The limit for bytes that are admitted and not settled, in one topic."""
 
 MAX_IN_FLIGHT_FRAMES = 16_384
 
 LISTED_AT_ONCE = 16
-"""So many frames are looked through in one step of the event loop: the largest take some ms each."""
+"""The number of frames examined in one step of the event loop. The largest take some ms each."""
 
 FRAMES_A_PART = 256
-"""Whose producers are looked at in one step."""
+"""The number of frames whose producers are looked at in one step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -406,53 +407,54 @@ class Admitted:
     receipt: FrameReceipt
     reply: Reply
     since_seconds: float
-    """When it was admitted, by the event loop's clock."""
+    """The time of admission, by the event loop's clock."""
     when_durable: Callable[[], None] | None = None
-    """Set where the receipt may be given before it is: called when it is."""
+    """Set if the receipt may be given before the frame is durable; called when it is durable."""
     is_told: bool = False
     """Whether the receipt was given early."""
 
     @property
     def body(self) -> bytes:
-        """What was handed to the log."""
+        """The bytes that were handed to the log."""
         return self.frame.encoded
 
 
 @dataclass(slots=True, eq=False)
 class Changing:
-    """A control record in flight. `done` raises why it was not stored; who waits for it may be gone."""
+    """A control record in flight. `done` raises why it was not stored; the caller that waits for it may be gone."""
 
     body: bytes
     change: Change
     done: "asyncio.Future[None]"
 
     def settled(self, why: SeqdedupeError | None = None) -> None:
-        """It is stored, or why it is not."""
+        """Finish `done`: the record is stored, or it is not for the reason `why`."""
         if self.done.cancelled():
             return
         if why is None:
             self.done.set_result(None)
         else:
             self.done.set_exception(why)
-            # Nobody need ask.
+            # Python must not warn about an error that no caller fetches.
             self.done.exception()
 
 
 @dataclass(slots=True)
 class InFlight:
-    """What a producer has in flight: lowest and highest ID, and since when."""
+    """The messages of a producer in flight: lowest and highest ID, and since when."""
 
     first_id: int
     last_id: int
     since_seconds: float
 
     def add(self, first_id: int, last_id: int) -> None:
-        """These too, which came later."""
+        """Add later messages."""
         self.first_id, self.last_id = min(self.first_id, first_id), max(self.last_id, last_id)
 
 
 class Flight:
-    """Frames and control records in the order in which they were handed over, which is that in which they settle."""
+    """Frames and control records in the order in which they were handed to the log, which is also the order of
+    settling."""
 
     def __init__(self) -> None:
         self._admitted: deque[Admitted | Changing] = deque()
@@ -460,23 +462,23 @@ class Flight:
         self._bytes = 0
         self._ever = 0
         self._written = 0
-        """So many of the oldest are in the log, and not known to be durable."""
+        """The number of the oldest that are in the log, and not known to be durable."""
         self._settled = Broadcast()
 
     def __len__(self) -> int:
         return len(self._admitted)
 
     def __iter__(self) -> Iterator[Admitted | Changing]:
-        """The oldest first."""
+        """Iterate from the oldest."""
         return iter(self._admitted)
 
     @property
     def bytes(self) -> int:
-        """Of all that was handed over."""
+        """The bytes of everything in flight."""
         return self._bytes
 
     def add(self, admitted: Admitted | Changing) -> None:
-        """The newest. Raises MemoryError, and is as it was."""
+        """Add the newest item. Raises MemoryError, and then changes nothing."""
         self._admitted.append(admitted)
         if isinstance(admitted, Admitted):
             self._bytes += len(admitted.frame.encoded)
@@ -486,7 +488,7 @@ class Flight:
         self._ever += 1
 
     def take_back(self) -> None:
-        """The newest was not handed over after all."""
+        """Remove the newest item, which was not handed to the log after all."""
         newest = self._admitted.pop()
         self._bytes -= len(newest.body)
         if isinstance(newest, Changing):
@@ -494,7 +496,7 @@ class Flight:
         self._ever -= 1
 
     def newest_policy(self, policy: Policy) -> Policy:
-        """The one that will be set when all of these have settled, where this one is set now."""
+        """Return the policy that will be set when everything has settled, if this one is set now."""
         if self._changes[Policy] or self._changes[CursorChange]:
             for item in self._admitted:
                 if isinstance(item, Changing):
@@ -506,11 +508,11 @@ class Flight:
 
     @property
     def oldest(self) -> Admitted | Changing | None:
-        """The one that settles next."""
+        """The item that settles next."""
         return self._admitted[0] if self._admitted else None
 
     def since(self, number: int, sequence_id: int) -> float | None:
-        """Since when a producer's message has been in flight; that of its oldest copy, or None."""
+        """Return since when a producer's message, or its oldest copy, has been in flight; None if it is not."""
         for frame, since in self._frames():
             producer_rows, ids = _columns(frame)
             if (ids[producer_rows == number] == sequence_id).any():
@@ -518,9 +520,11 @@ class Flight:
         return None
 
     def by_producer(self, until_seconds: float) -> Iterator[dict[int, InFlight]]:
-        """What has been in flight since that time or longer, by producer number; some frames at once, the oldest first.
+        """Yield messages in flight since that time or longer, by producer number; some frames at once, the oldest
+        first.
 
-        Each part is as it is when it is asked for: without what has settled, and what has come since the first.
+        Each part shows the state when it is requested: without settled frames, and without frames newer than the first
+        part.
         """
         at, end = 0, self._ever
         while (at := max(at, self._ever - len(self._admitted))) < end:
@@ -544,32 +548,32 @@ class Flight:
         return ((item.frame, item.since_seconds) for item in self._admitted if isinstance(item, Admitted))
 
     def has(self, kind: type[Reset] | type[Purge]) -> bool:
-        """Whether producers are being reset, or forgotten."""
+        """Whether a reset (or purge) of producers is in flight."""
         return self._changes[kind] > 0
 
     def producer_rows(self) -> list[Int64s]:
-        """The producers of all frames, in parts."""
+        """Return the producers of all frames, in parts."""
         rows = [frame.producer_rows for frame, _ in self._frames()]
         return [np.concatenate(rows[first : first + FRAMES_A_PART]) for first in range(0, len(rows), FRAMES_A_PART)]
 
     def renumber(self, new_numbers: Int64s) -> None:
-        """Producers have other numbers from now on, by their old ones."""
+        """Give producers new numbers, listed by old number."""
         for frame, _ in self._frames():
             frame.producer_rows = new_numbers[frame.producer_rows]
 
     def written(self, count: int) -> list[Admitted | Changing]:
-        """So many more are written: the oldest of which that was not known."""
+        """Note that `count` more items are written, and return them, the oldest first."""
         some = list(islice(self._admitted, self._written, self._written + count))
         self._written += count
         return some
 
     def rows_told_early(self) -> int:
-        """Of how many messages it is known only that they are written, and their senders were told."""
+        """Return the number of messages that are only known to be written, and whose senders have an early receipt."""
         written = islice(self._admitted, self._written)
         return sum(item.frame.rows for item in written if isinstance(item, Admitted) and item.is_told)
 
     def take(self) -> Admitted | Changing:
-        """The oldest, which has settled. `tell` has to follow."""
+        """Remove and return the oldest item, which has settled. `tell` must follow."""
         admitted = self._admitted.popleft()
         if self._written:
             self._written -= 1
@@ -581,7 +585,7 @@ class Flight:
         return admitted
 
     def tell(self) -> None:
-        """Whoever waits may look again."""
+        """Wake the callers that wait."""
         self._settled.tell()
 
     def has_room(self) -> bool:
@@ -589,19 +593,19 @@ class Flight:
         return self._bytes < MAX_IN_FLIGHT_BYTES and len(self._admitted) < MAX_IN_FLIGHT_FRAMES
 
     async def wait_for_room(self) -> None:
-        """Returns when another frame may be admitted."""
+        """Wait until another frame may be admitted."""
         while not self.has_room():
             await self._settled.wait()
 
     async def all_of_now(self) -> None:
-        """Returns when all that is in flight now has settled."""
+        """Wait until all that is in flight now has settled."""
         last = self._ever
         while self._ever - len(self._admitted) < last:
             await self._settled.wait()
 
 
 def _columns(frame: Frame) -> tuple[Int64s, Int64s]:
-    """Of each row of a frame its producer's number and its sequence ID."""
+    """Return the producer's number and the sequence ID of each row of a frame."""
     ids = np.frombuffer(frame.encoded, np.int64, frame.rows, start(frame.places, SEQUENCE_IDS))
     several = size(frame.places, PRODUCER_INDEXES) > 0
     indexes = np.frombuffer(
@@ -611,7 +615,7 @@ def _columns(frame: Frame) -> tuple[Int64s, Int64s]:
 
 
 def _spans(producer_rows: Int64s, ids: Int64s) -> Iterator[tuple[int, int, int]]:
-    """Each producer's number with its first and its last ID: they rise within a frame."""
+    """Return each producer's number with its first and its last ID. IDs rise within a frame."""
     order = np.argsort(producer_rows, kind="stable")
     sorted_rows, sorted_ids = producer_rows[order], ids[order]
     first = np.flatnonzero(np.diff(sorted_rows, prepend=-1))

@@ -1,8 +1,8 @@
-"""What decides about a frame before it goes to the log, and what of it counts afterwards.
+"""The judges, which decide about a frame before it goes to the log, and track its outcome afterwards.
 
-Begin with `Judge`. There are two: `BySequenceId`, where the links and epochs of producers and the rule count, and
-`ByDeduplicationId`, where the IDs alone do. What leaves a judge is finished: the batch to append, with the index that
-it gets, and the receipt to give once it is stored; or a refusal.
+Begin with `Judge`. There are two: `BySequenceId` uses the links and epochs of producers and the rule;
+`ByDeduplicationId` uses only the IDs. The result of a judge is complete: the batch to append, with its index, and the
+receipt to give once it is stored; or a refusal.
 """
 
 import logging
@@ -56,8 +56,8 @@ MAX_PRODUCERS_IN_REFUSAL = 16
 
 
 class Judge(Protocol):
-    """Decides about frames in the order of their arrival. What is new counts as in flight from then on, until it is
-    confirmed, in the same order, or all that is in flight has failed."""
+    """A decision about frames in the order of arrival. New rows count as in flight from then on, until they are
+    confirmed, in the same order, or until everything in flight has failed."""
 
     def decide(
         self,
@@ -71,22 +71,21 @@ class Judge(Protocol):
         check_log: Callable[[bytes], None],
         looked_up: Any,
     ) -> tuple[Frame | None, FrameReceipt | Refusal]:
-        """What is to be appended of a frame (None: nothing) and what to answer once that is stored, or at once.
+        """Return the batch to append (None: nothing), and the answer to give once it is stored, or at once.
 
         New rows get indexes from `next_index`. `check_log` raises if the log cannot take a batch. `lone`: links may be
-        left out. `looked_up`: see `ByDeduplicationId.look_up`. Nothing is raised for what is wrong with the frame.
-        Raises OutOfStepError.
+        omitted. `looked_up`: see `ByDeduplicationId.look_up`. An invalid frame raises nothing. Raises OutOfStepError.
         """
 
     def confirm(self, frame: Frame) -> None:
-        """The oldest in flight is in the log."""
+        """Confirm the oldest frame in flight, which is in the log."""
 
     def fail(self) -> None:
-        """Nothing that is in flight counts as pushed any more."""
+        """Fail everything in flight: none of it counts as pushed any more."""
 
 
 class BySequenceId:
-    """Judges by the numbers of producers: links, epochs, and the rule."""
+    """The judge by the numbers of producers: links, epochs, and the rule."""
 
     def __init__(self, producers: Producers) -> None:
         self._producers = producers
@@ -141,12 +140,12 @@ class BySequenceId:
         self._producers.fail_in_flight()
 
 
-# -- Why a frame is refused, and the numbers of the producers that were the cause.
+# -- The reason why a frame is refused, and the numbers of the producers that caused it.
 
 
 def forbidden(allowing: Allowing, numbers: Int64s) -> tuple[SeqdedupeError, list[RefusedProducer]]:
-    """The error for a frame with producers that its client may not publish as, and their names. Their numbers are told
-    to nobody who may not know them."""
+    """Return the error for a frame with producers that its client may not use, and their names. Their numbers are
+    hidden."""
     names = [name.decode() for name in allowing.producers.names_of(numbers[:MAX_PRODUCERS_IN_REFUSAL])]
     unknown = NO_SEQUENCE_ID
     listed = [RefusedProducer(name, NO_EPOCH, NO_EPOCH, unknown, unknown, unknown, unknown) for name in names]
@@ -156,7 +155,7 @@ def forbidden(allowing: Allowing, numbers: Int64s) -> tuple[SeqdedupeError, list
 def refused(
     frame: Frame, producers: Producers, why: int, lone: bool, gapless: bool
 ) -> tuple[SeqdedupeError, list[RefusedProducer]]:
-    """The error for what `Producers.refusal` answered, and the numbers of the producers that were the cause."""
+    """Return the error for a result of `Producers.refusal`, and the numbers of the producers that caused it."""
     epochs, links, first = _of_producers(frame)
     names = names_of(frame.encoded, frame.places)
     reasons = producers.reasons(frame.view, frame.places, frame.producer_rows, lone, gapless)
@@ -245,7 +244,7 @@ def refused(
 
 
 def _of_producers(frame: Frame) -> tuple[list[int], list[int], list[int]]:
-    """Epoch, link and first sequence ID of each producer."""
+    """Return epoch, link and first sequence ID of each producer."""
 
     def column(kind: type[np.int32 | np.int64], which: int) -> Any:
         values = size(frame.places, which) // np.dtype(kind).itemsize
@@ -259,7 +258,7 @@ def _of_producers(frame: Frame) -> tuple[list[int], list[int], list[int]]:
 def _may_be_in_force_again(producer: RefusedProducer, producers: Producers) -> bool:
     """Whether the session may be the one that lasts if the record of the newer one fails.
 
-    Where there is none by then, the producer has been forgotten: an earlier session of it may be resumed.
+    If there is no durable session then, the producer has been forgotten, and an earlier session of it may be resumed.
     """
     number = producers.number(producer.name.encode())
     durable_epoch = NO_EPOCH if number is None else producers.numbers[number, rule.DURABLE_EPOCH]
@@ -270,10 +269,10 @@ def _is_stale(producer: RefusedProducer) -> bool:
     return can_have_been_given(producer.epoch) and producer.epoch < producer.current_epoch
 
 
-# -- The judge of a topic of deduplication IDs: there the IDs alone decide. No session, epoch or link is wanted.
+# -- The judge of a topic of deduplication IDs: only the IDs decide. No session, epoch or link is needed.
 #
-# `ByDeduplicationId` holds all that a topic knows of them: the window in memory, its runs in the store
-# (`window_runs`), and what was imported.
+# `ByDeduplicationId` holds everything that a topic knows of them: the window in memory, its runs in the store
+# (`window_runs`), and the import.
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -281,9 +280,9 @@ logger = logging.getLogger("seqdedupe.topic")
 class ByDeduplicationId:
     """A `Judge`, once there is a `window`.
 
-    `policy` gives what is set for the topic, `imported` is what the store has of an import, and `on_expired` is told
-    when nothing of that counts any more. `take_snapshot`: see `WindowRuns`. `memory` is shared with other topics;
-    without it all of the window stays in memory.
+    `policy` returns the policy set for the topic. `imported` is the stored data of an import; `on_expired` is called
+    when none of it counts any more. `take_snapshot`: see `WindowRuns`. `memory` is shared with other topics; without it
+    the whole window stays in memory.
     """
 
     def __init__(
@@ -301,9 +300,9 @@ class ByDeduplicationId:
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self.window = window
-        """None in a topic of sequence IDs, and before the log has said that it is none."""
+        """None in a topic of sequence IDs, and until the log has shown that it is not one."""
         self.now: Callable[[], Moment] = Clock().now
-        """When messages are published, and how old others are."""
+        """The clock for the times when messages are published, and for the age of others."""
         self.imported = WindowImported(topic, imported, policy, on_expired)
         self.runs = WindowRuns(store, incarnation, lambda: self.window, self.imported, take_snapshot)
         self.memory = memory
@@ -313,9 +312,9 @@ class ByDeduplicationId:
         self._measured = (-1, -1)
 
     def begin(self, index: int) -> IdWindow:
-        """The window of the topic, which is one of deduplication IDs; one that begins with this index if it had none.
+        """Return the window of the topic, which is one of deduplication IDs. Without a window, begin one at this index.
 
-        Retention may have dropped what said so first: then the first batch says it.
+        Retention may have dropped the record that first stated the mode; then the first batch shows it.
         """
         if self.window is None:
             self.window = IdWindow(self._random_bytes(SECRET_BYTES), index)
@@ -331,9 +330,10 @@ class ByDeduplicationId:
     # -- frames ------------------------------------------------------------------------------------------------
 
     async def look_up(self, encoded: bytes) -> LookedUp | None:
-        """To be awaited where there is a `window` before a frame is decided, in the step that follows.
+        """Prepare a decision: wait for memory, and read what the decision needs. Await this if there is a `window`.
 
-        Waits while the windows have more memory than they are to have, and reads what has to be read.
+        The frame must be decided in the step that follows. This waits while the windows have more memory than their
+        limit.
         """
         if self.memory is not None:
             await self.memory.room()
@@ -351,15 +351,15 @@ class ByDeduplicationId:
         check_log: Callable[[bytes], None],
         looked_up: LookedUp | None,
     ) -> tuple[Frame | None, FrameReceipt | Refusal]:
-        """See `Judge.decide`. A DUP always has its original's index, which may be a new row of the same frame: the
-        receipt comes when that is stored; but for one that was imported."""
+        """See `Judge.decide`. A DUP always has its original's index, except for an imported original. The original may
+        be a new row of the same frame: the receipt comes when that is stored."""
         window, now = self.begin(next_index), self.now()
         try:
             frame = check_by_id(encoded, wants_keys=self._policy().route is DeduplicationRoute.KEY)
             check_log(frame.encoded)
             in_runs = NONE_OLDER
             if applied.deduplication_enabled:
-                # What is forgotten now is looked for in what was imported.
+                # IDs that are forgotten now are looked for in the import.
                 window.move(applied.window, now.earliest_ms)
                 in_runs = self.runs.older(frame, since_ms(applied, now), looked_up)
         except SeqdedupeError as e:
@@ -391,8 +391,8 @@ class ByDeduplicationId:
             self.window.fail()
 
     def replay(self, chunk: bytes, batches: Int64s2, applied: Applied) -> None:
-        """The IDs in these records count from now on: where they stand in the log, which need not be where those in
-        flight were to stand."""
+        """Put the IDs in these records in force, at their place in the log. It may differ from the place planned for
+        those in flight."""
         view = np.frombuffer(chunk, np.uint8)
         for places in batches[(batches[:, ROWS] > 0) & (batches[:, PRODUCERS] == 0)]:
             index = int(places[BASE_INDEX])
@@ -403,7 +403,7 @@ class ByDeduplicationId:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def may_have_grown(self, window: IdWindow, snapshots_taken: int) -> None:
-        """What the window takes in memory is looked at, if it has another chunk or there is another snapshot."""
+        """Measure the window's memory if it has another chunk or there is another snapshot."""
         if self.memory is None:
             return
         seen = (window.chunks_opened, snapshots_taken)
@@ -412,14 +412,14 @@ class ByDeduplicationId:
             self.memory.measure(self.runs, window)
 
     async def close(self) -> None:
-        """Nothing of the window is moved or measured any more."""
+        """Stop moving and measuring the window."""
         self.runs.close()
         if self.memory is not None:
             await self.memory.forget(self.runs)
 
 
 def since_ms(applied: Applied, now: Moment) -> int:
-    """What was published up to this time is too old to be known; below 0: nothing is."""
+    """Return the publish time up to which IDs are too old to be known; below 0: no ID is."""
     milliseconds = applied.window.milliseconds
     return -1 if milliseconds == NO_LIMIT else now.earliest_ms - milliseconds
 

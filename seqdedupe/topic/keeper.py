@@ -1,9 +1,9 @@
-"""What is kept of a topic for the next start, and what is let go. Begin with `Keeper`.
+"""The data of a topic that is kept for the next start, and its removal. Begin with `Keeper`.
 
-`Snapshotter` says when a topic's numbers go to the store. `Inactivity` has producers forgotten that nobody uses: a
-topic is looked through three times within the time that its policy gives them, as Pulsar does, and each look counts as
-a third of it. So only time counts in which this process runs and the topic takes messages, however the clock jumps, and
-every name has a full timeout after a restart and after a change of the policy. `RestoredState` is what a start finds.
+`Snapshotter` decides when a topic's numbers go to the store. `Inactivity` makes a topic forget unused producers. It
+looks through a topic three times within the timeout of its policy, as Pulsar does, and each look counts as a third of
+it. So only the time counts in which this process runs and the topic takes messages, even if the clock jumps. Every name
+has a full timeout after a restart and after a change of the policy. `RestoredState` is the state found at start.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ from seqdedupe.tasks import retrieve
 from seqdedupe.topic.control import STATED_A_RECORD, encode
 from seqdedupe.topic.policy import NEVER, Applied, Policy
 
-# -- When a topic's numbers go to the store: one snapshot at a time, shared by all that wait for it.
+# -- The times when a topic's numbers go to the store: one snapshot at a time, shared by all callers that wait.
 
 _snapshots_logger = logging.getLogger("seqdedupe.snapshots")
 
 
 IDLE_SECONDS = 10.0
-"""So long a snapshot waits in all for RocksDB to work off what was written before. Then it is given up."""
+"""The total time that a snapshot waits for RocksDB to work off earlier writes. Then the snapshot fails."""
 
 
 class Snapshotter:
-    """Takes snapshots of a topic's numbers: when asked to, and by itself when there is news (`stored`).
+    """The snapshots of a topic's numbers, taken when requested, and automatically after changes (`stored`).
 
-    `describe` gives, at that moment, the term, the position of the last confirmed message, the policy's bytes and those
-    of the position in a broker's own log. That and the numbers are copied in one step of the event loop, so that
-    position and state belong together; syncing happens beside serving.
-    `window` gives that of a topic of deduplication IDs. `on_durable` is called when one is durable, up to `next_index`.
+    `describe` returns the current term, the position of the last confirmed message, the bytes of the policy, and the
+    bytes of the position in a broker's own log. These and the numbers are copied in one step of the event loop, so that
+    position and state belong together. Syncing runs in the background. `window` returns the window of a topic of
+    deduplication IDs. `on_durable` is called when a snapshot is durable, up to `next_index`.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Snapshotter:
         window: Callable[[], IdWindow | None] = lambda: None,
     ) -> None:
         self.next_index = next_index
-        """What the last durable snapshot covers: all messages below this index."""
+        """The index below which the last durable snapshot covers all messages."""
         self.opaque = b""
-        """What the last one that was taken here, and is durable, holds of the log."""
+        """The log's place in the last durable snapshot that was taken here."""
         self.taken = self.failed = 0
-        """So many have become durable, or not, since the topic was opened."""
+        """The numbers of snapshots that became durable, and that failed, since the topic was opened."""
         self.durable_at = asyncio.get_running_loop().time()
-        """When the last one became durable, by the event loop's clock, or when the topic was opened."""
+        """The time when the last one became durable, by the event loop's clock, or when the topic was opened."""
         self._topic = topic
         self._store = store
         self._snapshots = snapshots
@@ -78,12 +78,12 @@ class Snapshotter:
         self._window = window
         loaded = window()
         self._pieces_stored = loaded.memory_index if loaded is not None else 0
-        """The IDs in the last durable snapshot begin there, but for those in runs."""
+        """The index where the IDs in the last durable snapshot begin, except for IDs in runs."""
         self.on_stored: Callable[[], None] = lambda: None
-        """Is told when the window may have grown, and when a snapshot is durable."""
+        """A function that is called when the window may have grown, and when a snapshot is durable."""
         self._names_stored = len(producers)
         self._is_renumbered = False
-        """Whether producers have other numbers than the last durable snapshot gives them."""
+        """Whether producers have other numbers than in the last durable snapshot."""
         self._entries = 0
         self._timer: asyncio.TimerHandle | None = None
         self._running = asyncio.Lock()
@@ -92,7 +92,7 @@ class Snapshotter:
         self._closed = False
 
     def apply(self, applied: Applied) -> None:
-        """These intervals are in force from now on."""
+        """Use the intervals of this policy from now on."""
         entries, seconds = applied.deduplication_entries_interval, applied.deduplication_snapshot_interval_seconds
         if (entries, seconds) == (self._every_entries, self._after_seconds):
             return
@@ -106,7 +106,7 @@ class Snapshotter:
         self.stored(0)
 
     def stored(self, entries: int) -> None:
-        """So many more batches are confirmed."""
+        """Count `entries` more confirmed batches, and take a snapshot if it is due."""
         self._entries += entries
         self.on_stored()
         if self._entries >= self._every_entries and self._next is None:
@@ -129,14 +129,15 @@ class Snapshotter:
             self._next.add_done_callback(self._warn)
 
     def _warn(self, snapshot: "asyncio.Task[None]") -> None:
-        """Nobody waits for a snapshot that is taken by itself."""
+        """Log the failure of an automatic snapshot, which has no waiting caller."""
         if not snapshot.cancelled() and (e := snapshot.exception()) is not None:
             _snapshots_logger.warning("no snapshot of topic %s: %s", self._topic, e)
 
     async def take(self) -> None:
-        """Returns when a snapshot that began after this call is durable. Raises STORE_UNAVAILABLE, DRAINING.
+        """Take a snapshot that begins after this call, and wait until it is durable. Raises STORE_UNAVAILABLE,
+        DRAINING.
 
-        After a failure nothing is lost: the next snapshot holds what this one would have.
+        Nothing is lost by a failure: the next snapshot holds what this one would have held.
         """
         if self._closed:
             raise error("DRAINING", "the topic is closed")
@@ -147,26 +148,26 @@ class Snapshotter:
 
     @asynccontextmanager
     async def stands_still(self) -> AsyncIterator[None]:
-        """Nothing is written meanwhile: numbers may change."""
+        """Keep snapshots from being written meanwhile: numbers may change."""
         async with self._running:
             if self._compaction is not None:
                 await asyncio.wait({self._compaction})
             yield
 
     def renumbered(self) -> None:
-        """The producers have other numbers from now on: the next snapshot replaces all that is stored."""
+        """Note that the producers have new numbers. The next snapshot replaces all that is stored."""
         self._is_renumbered = True
         self._names_stored = 0
 
     async def finish(self) -> None:
-        """Returns when the snapshot that is being taken, if any, is durable or has failed."""
+        """Wait until the current snapshot, if any, is durable or has failed."""
         async with self._running:
             pass
 
     async def forget(self, due: Callable[[], Int64s], forget: Callable[[Int64s], None]) -> None:
-        """A snapshot that knows nothing of the producers that are due when it is taken; returns when it is durable.
+        """Write a snapshot without the producers that are due at its start, and wait until it is durable.
 
-        Raises as `take`. Before the next one is taken, `forget` is given them: some may have come back meanwhile.
+        Raises as `take`. `forget` gets them before the next snapshot is taken: some may have come back meanwhile.
         """
         snapshot = asyncio.ensure_future(self._forget(due, forget))
         snapshot.add_done_callback(retrieve)
@@ -219,7 +220,7 @@ class Snapshotter:
                 opening = self._snapshots.write_delta(delta)
             await self._store.flush(opening)
         except BaseException:
-            # Whatever it is: a later snapshot must not leave these out.
+            # Any error: a later snapshot must not omit these.
             self._producers.mark_dirty(changed)
             self.failed += 1
             self._start_timer()
@@ -239,14 +240,17 @@ class Snapshotter:
             self._compaction = asyncio.ensure_future(self._compact())
 
     async def _ids(self, window: IdWindow, next_index: int) -> StoredIds:
-        """The window as of this index, where the log ends now. On return its pieces are written, but for the last one;
-        others were served meanwhile. Raises STORE_UNAVAILABLE if the store does not keep up: the next one goes on after
-        what is written."""
+        """Return the window as of this index, where the log ends now. On return all its pieces but the last are
+        written.
+
+        Other tasks run meanwhile. Raises STORE_UNAVAILABLE if the store does not keep up. The next snapshot then goes
+        on after the pieces that are written.
+        """
         now = asyncio.get_running_loop().time
         left_seconds = IDLE_SECONDS
         runs = window.older.to_name(window.first_index)
         while True:
-            # What is forgotten meanwhile need not be written.
+            # Nothing that is forgotten meanwhile needs to be written.
             first_index = min(window.first_index, next_index)
             named = tuple(run for run in runs if run.end_index > first_index)
             ids = StoredIds(window.key, first_index, next_index, named)
@@ -263,7 +267,7 @@ class Snapshotter:
         return ids
 
     def _named(self, window: IdWindow, runs: tuple[IdRun, ...]) -> None:
-        """The runs that a durable snapshot names are in force; others are not needed any more."""
+        """Put the runs in force that a durable snapshot names, and drop those that are not needed any more."""
         generation = window.older.generation
         window.named(runs)
         if window.older.generation != generation:
@@ -275,11 +279,11 @@ class Snapshotter:
         except SeqdedupeError as e:
             _snapshots_logger.warning("snapshots of topic %s were not compacted: %s", self._topic, e)
         except Exception as e:
-            # Whatever it is: nothing is lost, and the topic that waits for this can be closed.
+            # Any error: nothing is lost, and the topic that waits for this can be closed.
             _snapshots_logger.error("snapshots of topic %s were not compacted", self._topic, exc_info=e)
 
     async def close(self) -> None:
-        """Waits for what is under way, and takes no more."""
+        """Wait for work in progress, and take no more snapshots."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -290,29 +294,30 @@ class Snapshotter:
             await self._compaction
 
 
-# -- What the store has of a topic, read into memory, for one that is opened from it.
+# -- The store's data of a topic, read into memory, from which the topic is opened.
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredState:
-    """It is one topic's alone, which changes it. Nobody may have written of the topic since it was read."""
+    """The state of one topic, which alone uses and changes it. Nothing may have written to the topic since it was
+    read."""
 
     snapshots: Snapshots
     loaded: Loaded | None
-    """Its newest snapshot."""
+    """The newest snapshot of the topic."""
     producers: Producers
-    """Those of that."""
+    """The producers of that snapshot."""
     imported: ImportedIds | None = None
 
     @staticmethod
     def load(snapshots: Snapshots) -> "RestoredState":
-        """Takes long, in any thread. Raises as `Snapshots.load`."""
+        """Read the state. This takes long, and any thread may do it. Raises as `Snapshots.load`."""
         loaded = snapshots.load()
         return RestoredState(snapshots, loaded, producers_of(loaded))
 
 
 def producers_of(loaded: Loaded | None) -> Producers:
-    """The producers of a snapshot. The names are theirs from now on."""
+    """Return the producers of a snapshot, which take over its names."""
     producers = Producers()
     if loaded is not None:
         producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
@@ -323,23 +328,24 @@ def producers_of(loaded: Loaded | None) -> Producers:
 logger = logging.getLogger("seqdedupe.topic")
 
 LET_GO_SHARE = 4
-"""Rows and names are freed when one in so many of them is empty: that takes a pass over all, and a whole snapshot."""
+"""Rows and names are freed when one in this number is empty: that takes a pass over all, and a whole snapshot."""
 
 LOOKS_A_TIMEOUT = 3
 DUE_PERIODS = LOOKS_A_TIMEOUT + 1
-"""The first look comes when less than a period may have passed since a producer was used."""
+"""The idle periods after which a producer is due. At the first look, less than a period may have passed since its
+use."""
 
 ROWS_A_STEP = 65_536
-"""Looked at before others have their turn."""
+"""The rows looked at before other tasks run."""
 
 EXAMPLES = 3
-"""So many names are logged."""
+"""The number of names that are logged."""
 
 SECONDS_A_MINUTE = 60
 
 
 class KeptTopic(Protocol):
-    """What a keeper asks of its topic; `base.TopicBase` says what each means."""
+    """The members of a topic that its keeper uses; `base.TopicBase` describes each of them."""
 
     name: str
     term: int
@@ -373,7 +379,7 @@ class KeptTopic(Protocol):
 
 
 class Keeper:
-    """Snapshots of a topic's numbers, and the looks for producers that are to be forgotten."""
+    """The snapshots of a topic's numbers, and the looks for producers to forget."""
 
     def __init__(self, topic: KeptTopic, store: Store, snapshots: Snapshots) -> None:
         self._topic = topic
@@ -400,33 +406,33 @@ class Keeper:
         )
 
     def apply(self, applied: Applied) -> None:
-        """This policy is in force from now on."""
+        """Put this policy in force."""
         self.snapshotter.apply(applied)
         self.inactivity.apply(applied)
 
     @property
     def snapshot_index(self) -> int:
-        """What the last durable snapshot covers: all messages below this index."""
+        """The index below which the last durable snapshot covers all messages."""
         return self.snapshotter.next_index
 
     async def snapshot(self) -> None:
-        """Takes a snapshot; returns when it is durable.
+        """Take a snapshot and wait until it is durable.
 
-        Raises STORE_UNAVAILABLE (the next one makes up for it), and what `check_knows_its_end` raises: before this
-        process owns the log, what it holds may not be durable.
+        Raises STORE_UNAVAILABLE (the next snapshot makes up for it), and errors of `check_knows_its_end`: until this
+        process owns the log, its contents may not be durable.
         """
         self._topic.check_knows_its_end()
         await self.snapshotter.take()
 
     async def snapshot_in_background(self) -> None:
-        """`snapshot`, with a warning in the log instead of an error."""
+        """Call `snapshot`, with a warning in the log instead of an error."""
         try:
             await self.snapshot()
         except SeqdedupeError as e:
             logger.warning("no snapshot of topic %s: %s", self._topic.name, e)
 
     async def _let_go_of_empty(self) -> None:
-        """Names and rows of producers of which nothing is known are freed, if many are, here and in the store."""
+        """Free names and rows of producers without data, if there are many, here and in the store."""
         is_free = self._free()
         if np.count_nonzero(is_free) < max(len(is_free), 1) / LET_GO_SHARE:
             return
@@ -441,7 +447,7 @@ class Keeper:
         await self.snapshot()
 
     def _free(self) -> Bools:
-        """By producer number, whether nothing is known of it, and nobody holds it."""
+        """Return, by producer number, whether a producer has no data and no user."""
         is_free = self._topic.producers.empty()
         for numbers in self._topic.in_use():
             is_free[numbers] = False
@@ -449,12 +455,11 @@ class Keeper:
 
 
 class Inactivity:
-    """Looks for producers of a topic that are due, a period after the other, while the policy says so.
+    """The regular look for producers of a topic that are due, once per period, while the policy says so.
 
-    `is_counting`: whether the topic takes messages. `in_use` gives the producers that somebody holds now otherwise than
-    by a stream, in parts (see `Activity`). `purge` forgets producers, durably before it returns
-    how many it were; `let_go` frees the names and rows of those of which nothing is known.
-    What takes time is a task of the topic's (`spawn`).
+    `is_counting`: whether the topic takes messages. `in_use` returns, in parts, the producers held now other than by a
+    stream (see `Activity`). `purge` forgets producers durably and returns their number; `let_go` frees the names and
+    rows of producers without data. Work that takes time is a task of the topic (`spawn`).
     """
 
     def __init__(
@@ -483,7 +488,7 @@ class Inactivity:
         self.apply(applied)
 
     def apply(self, applied: Applied) -> None:
-        """This is in force from now on. With another timeout every producer begins with a full one."""
+        """Put this policy in force. With another timeout, every producer begins with a full one."""
         minutes = applied.deduplication_producer_inactivity_timeout_minutes if applied.forgets else NEVER
         if minutes != self._minutes and not self._is_closed:
             self._minutes = minutes
@@ -491,7 +496,7 @@ class Inactivity:
             self._set_timer()
 
     def close(self) -> None:
-        """Looks no more, whatever policy comes."""
+        """Stop looking, even if another policy comes."""
         self._is_closed = True
         self._minutes = NEVER
         self._set_timer()
@@ -518,7 +523,8 @@ class Inactivity:
             )
 
     async def look(self) -> None:
-        """A period has passed: counts it, and forgets who is due. Raises why it could not; the next one makes up."""
+        """Count a period that has passed, and forget the producers that are due. Raises why not; the next look makes up
+        for it."""
         if not self._is_counting():
             return
         producers = self._producers
@@ -526,7 +532,7 @@ class Inactivity:
         for first in range(0, len(producers), ROWS_A_STEP):
             producers.activity.pass_period(first, min(first + ROWS_A_STEP, len(producers)))
             await asyncio.sleep(0)
-        # After that: whoever lets go of one in a moment has used it until then.
+        # After that: a client that releases a producer in a moment has used it until then.
         for _ in producers.activity.use_shared():
             await asyncio.sleep(0)
         for numbers in self._in_use():
@@ -535,7 +541,7 @@ class Inactivity:
         for first in range(0, len(producers), ROWS_A_STEP):
             end = min(first + ROWS_A_STEP, len(producers))
             for start in range(first, end, STATED_A_RECORD):
-                # Looked for anew each time: meanwhile somebody may have come back.
+                # Looked for again each time: a client may have come back meanwhile.
                 due = producers.due(DUE_PERIODS, start, min(start + STATED_A_RECORD, end))
                 if len(due) and self._minutes == minutes != NEVER:
                     examples += producers.names_of(due[: EXAMPLES + 1]) if not purged else []
@@ -554,6 +560,6 @@ class Inactivity:
 
 
 def shown(names: list[bytes]) -> str:
-    """A few of the names, for the log."""
+    """Return a few of the names, for the log."""
     some = ", ".join(repr(name.decode()) for name in names[:EXAMPLES])
     return f"{some}, …" if len(names) > EXAMPLES else some

@@ -1,7 +1,7 @@
-"""The two kinds of topics, by their logs, as the directory of topics needs them: made, opened, checked and deleted.
+"""The two kinds of topics, by their logs, for the directory of topics: made, opened, checked and deleted.
 
-`PublishedTopics` are opened from a log of ours and a snapshot; `BrokersTopics` have nothing but the store's records and
-snapshots.
+`PublishedTopics` are opened from a log of this project and a snapshot. `BrokersTopics` have only the store's records
+and snapshots.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
 
-# -- What the directory of topics needs of a kind of log: topics on it, and what is there.
+# -- The operations that the directory of topics needs of a kind of log: topics on it, and the list of logs.
 
 T_co = TypeVar("T_co", bound=TopicBase, covariant=True)
 
@@ -39,16 +39,16 @@ class TopicKind(Protocol[T_co]):
     log: LogKind
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
-        """The logs that are there. See `Logs.list`."""
+        """Return the logs that exist. See `Logs.list`."""
 
     async def make(self, record: TopicRecord, applied: Applied, layout: Layout = AS_USUAL) -> T_co:
-        """A topic on a new log, ready to be used, which inherits this policy. `layout`: see `Logs.create`.
+        """Return a topic on a new log, ready for use, which inherits this policy. `layout`: see `Logs.create`.
 
-        Raises why there is none; then the log is `delete`d.
+        Raises the reason for a failure; then the log must be `delete`d.
         """
 
     async def load(self, record: TopicRecord) -> RestoredState:
-        """What the store has of a topic, which takes long where that is much. Raises what is damaged,
+        """Return what the store has of a topic; with much data this takes long. Raises errors of damage,
         STORE_UNAVAILABLE."""
 
     async def open(
@@ -59,34 +59,33 @@ class TopicKind(Protocol[T_co]):
         without_snapshot: bool = False,
         stored: RestoredState | None = None,
     ) -> T_co:
-        """A topic on the log that is there, which inherits this policy. `without_snapshot`: it need not have one.
-        `stored` is what `load` has answered, if it was asked before.
+        """Return a topic on an existing log, which inherits this policy. `without_snapshot`: it need not have a
+        snapshot. `stored` is the result of an earlier `load`, if there was one.
 
-        Raises what is damaged, or why it cannot be opened now.
+        Raises errors of damage, or the reason why it cannot be opened now.
         """
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
-        """Whether a topic can go on from this snapshot, or from its log alone. Changes nothing.
+        """Check that a topic can go on from this snapshot, or from its log alone. Change nothing.
 
         `live` is the topic if it is open, or was until it was closed just now.
 
-
-        Raises POSITION_AFTER_END, POSITION_TRIMMED, POSITION_DIVERGED, INVALID_REQUEST, LOG_INCOMPLETE, and why the log
-        cannot be looked at.
+        Raises POSITION_AFTER_END, POSITION_TRIMMED, POSITION_DIVERGED, INVALID_REQUEST, LOG_INCOMPLETE, and the reason
+        why the log cannot be read.
         """
 
     async def announce(self, whole: str) -> None:
-        """All partitions of a new partitioned topic are ready. See `Logs.announce`."""
+        """Announce that all partitions of a new partitioned topic are ready. See `Logs.announce`."""
 
     async def delete(self, *incarnations: int) -> None:
-        """Removes logs that are not open, those that are there. See `Logs.delete`."""
+        """Remove those of these logs that exist. None may be open. See `Logs.delete`."""
 
 
 # -- Topics whose logs are a broker's own: nothing but the store's records and snapshots.
 
 
 class BrokersTopics:
-    """A `TopicKind`. `on_state` is told each change of a topic's state."""
+    """A `TopicKind` for brokers' logs. `on_state` is called at each change of a topic's state."""
 
     log = LogKind.BROKER
 
@@ -136,25 +135,27 @@ class BrokersTopics:
                 "INVALID_REQUEST", why, hint="Import a snapshot; or delete the topic, and let the broker replay."
             )
         if live is not None and loaded.next_index < live.keeper.snapshot_index:
-            # The broker was told that it may drop what stands before that.
+            # The broker may have dropped what stands before that: it was allowed to.
             why = f"the snapshot covers {loaded.next_index} entries, the one in the store {live.keeper.snapshot_index}"
             raise error("POSITION_TRIMMED", why, hint="Import a newer snapshot.")
 
     async def announce(self, whole: str) -> None:
-        """There are no partitions."""
+        """Do nothing: there are no partitions."""
 
     async def delete(self, *incarnations: int) -> None:
-        """Its log is none of ours."""
+        """Do nothing: the log is the broker's."""
 
 
 logger = logging.getLogger("seqdedupe.topic")
 
 
 class PublishedTopics:
-    """A `TopicKind`. `on_state` is told each change of a topic's state; `rebuild_store`: snapshots may be missing.
+    """A `TopicKind` for logs of this project. `on_state` is called at each change of state; `rebuild_store`: snapshots
+    may be missing.
 
-    `stands_by` says of a topic whether it is followed, and taken over by itself, while another sidecar owns it.
-    `clock` is for topics of deduplication IDs; without it they forget nothing by time."""
+    `stands_by` returns whether a topic of another sidecar is followed, and taken over automatically. `clock` is for
+    topics of deduplication IDs; without it they forget nothing by time.
+    """
 
     def __init__(
         self,
@@ -245,7 +246,7 @@ class PublishedTopics:
         return topic
 
     async def _imported(self, record: TopicRecord) -> ImportedIds | None:
-        """What the store has of an imported window. What is damaged is as good as missing: the file has it."""
+        """Return the imported window in the store. A damaged one counts as missing: the file has it."""
         incarnation = record.incarnation
         try:
             imported = await asyncio.to_thread(windows.load_import, self._store, incarnation)
@@ -261,7 +262,7 @@ class PublishedTopics:
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
         topic = live if isinstance(live, Topic) else None
-        # Without the state of its topic a log cannot say what stands there.
+        # Without the state of its topic, a log cannot interpret its contents.
         lacks_state = topic is not None and topic.damage is not None and topic.damage.reason == "NO_STATE"
         if topic is not None and topic.state is not State.DRAINING and not lacks_state:
             await _check(topic.log, topic, loaded)
@@ -281,7 +282,7 @@ class PublishedTopics:
 
 
 def _check_needs_none(record: TopicRecord, policy: Policy) -> None:
-    """Raises STORE_DAMAGED if a topic of this policy cannot be without a window."""
+    """Raise STORE_DAMAGED if a topic with this policy must have a window."""
     if policy.by_deduplication_id:
         raise error(
             "STORE_DAMAGED",
@@ -315,7 +316,8 @@ async def _check(log: Log, live: Topic | None, loaded: Loaded | None) -> None:
 
 
 async def _check_belongs(log: Log, loaded: Loaded) -> None:
-    """Whether the log goes on from this snapshot: it holds the last message that the snapshot covers."""
+    """Raise an error unless the log goes on from this snapshot: it must hold the last message that the snapshot
+    covers."""
     if loaded.next_index == 0:
         if log.first_index > 0:
             raise error(

@@ -1,6 +1,6 @@
-"""The lives of topics: opened, made and deleted, with records, logs and topics in step; of several all or none.
+"""The lives of topics: opening, creation and deletion, with records, logs and topics in step; for several, all or none.
 
-`TopicRecords` writes what the store says of a topic, and puts right what could not be written; `Lives` does the rest.
+`TopicRecords` writes the store's records of topics, and repairs failed writes; `Lives` does the rest.
 """
 
 import asyncio
@@ -25,11 +25,12 @@ from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.registry import Closed, Registry
 
-# -- Records of topics in the store: written, put right where a write failed, removed with what they stand for.
+# -- Records of topics in the store: written, repaired after a failed write, removed with the data of the topic.
 
 
 class TopicRecords:
-    """`delete_logs` removes the logs of incarnations; `in_background` runs what goes on beside the caller."""
+    """The store's records of topics. `delete_logs` removes the logs of incarnations; `in_background` runs a
+    coroutine."""
 
     def __init__(
         self,
@@ -41,17 +42,17 @@ class TopicRecords:
         self._delete_logs = delete_logs
         self._in_background = in_background
         self._cleaning: set[int] = set()
-        """Incarnations of which what is left is being removed."""
+        """The incarnations whose remains are being removed."""
         self._unwritten: dict[str, SeqdedupeError] = {}
-        """Names whose record could not be written: the store may have it all the same, and it is being put right."""
+        """The names whose record could not be written. The store may have it all the same, and it is being repaired."""
 
     def check_written(self, name: str) -> None:
-        """Raises STORE_UNAVAILABLE while what was begun with a name is being undone."""
+        """Raise STORE_UNAVAILABLE while an operation on this name is being undone."""
         if why := self._unwritten.get(name):
             raise error("STORE_UNAVAILABLE", f"what was begun with topic {name} is still being undone: {why.message}")
 
     def check_is_free(self, incarnation: int, known: Iterable[TopicRecord]) -> None:
-        """Raises INVALID_REQUEST, TOPIC_EXISTS, STORE_UNAVAILABLE if no topic can be made anew as this incarnation.
+        """Raise INVALID_REQUEST, TOPIC_EXISTS or STORE_UNAVAILABLE if no topic can be created with this incarnation.
 
         `known` are records that the store may not have yet.
         """
@@ -61,15 +62,15 @@ class TopicRecords:
             what = f"the topic {other.name} has the incarnation {incarnation} of the snapshot"
             raise error("TOPIC_EXISTS", what, hint=f"It is that history already: use {other.name}, or delete it first.")
         if incarnation in self._cleaning:
-            # What comes now would go with what was there before.
+            # New data would be removed with the old.
             raise error("STORE_UNAVAILABLE", f"what is left of the incarnation {incarnation} is still being removed")
 
     async def write(
         self, topics: Sequence[TopicBase], records: Sequence[TopicRecord], in_force: Sequence[TopicRecord]
     ) -> None:
-        """Makes the new records of live topics durable, all in one write. Raises STORE_UNAVAILABLE.
+        """Make the new records of live topics durable, all in one write. Raises STORE_UNAVAILABLE.
 
-        Then the store may have them all the same, and at the next start they would be in force. So the topics take
+        Then the store may have them all the same, and they would be in force after the next start. So the topics take
         nothing until the records that are in force have been written again.
         """
         try:
@@ -99,9 +100,9 @@ class TopicRecords:
         return True
 
     async def undo(self, *records: TopicRecord) -> None:
-        """A creation has failed: nothing of it is left, also if that has to be tried again, or at the next start.
+        """Remove everything that a failed creation has left. If necessary, try again, or finish at the next start.
 
-        The names stay taken until the store says so: there must never be two records of one.
+        The names stay taken until the store has the change: one name must never have two records.
         """
         deleting = [replace(record, state=TopicState.DELETING) for record in records]
         if await self._are_durable(deleting):
@@ -114,14 +115,14 @@ class TopicRecords:
         await self.clean_up(*deleting)
 
     async def remove(self, record: TopicRecord) -> None:
-        """Removes what is left of a topic that nobody uses, whose record says DELETING. Raises STORE_UNAVAILABLE,
+        """Remove the remains of a topic that has no users and whose record is DELETING. Raises STORE_UNAVAILABLE,
         LOG_REFUSED: then it is not done, or the next start finishes it."""
         await self._store.put_topics(record)
         await self._delete_logs(record.incarnation)
         await self._store.remove_topic(record.incarnation)
 
     async def clean_up(self, *records: TopicRecord) -> None:
-        """Removes what is left of a topic, or of all partitions of one, whose records say DELETING.
+        """Remove the remains of a topic, or of all partitions of one, whose records are DELETING.
 
         What cannot be removed now is tried again.
         """
@@ -146,13 +147,12 @@ logger = logging.getLogger("seqdedupe.topics")
 T = TypeVar("T", bound=TopicBase)
 
 MADE_AT_ONCE = 32
-"""Of the partitions of a topic: they share the syncs of disk and store."""
+"""The number of partitions of a topic that are made at once. They share the syncs of disk and store."""
 
 
 class Lives(Generic[T]):
-    """Puts what it has opened or made into the registry, or the reason why not, and takes it out. `inherited` is the
-    policy of a name; `topic_changed` is told of a topic that is open.
-    """
+    """The steps that open, make and remove topics. They put a topic, or the reason for its absence, into the registry,
+    and take it out. `inherited` returns the policy for a name; `topic_changed` is called with a topic that is open."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Lives(Generic[T]):
         topic_changed: Callable[[T], None],
     ) -> None:
         self.rebuilt: set[int] = set()
-        """Incarnations that begin again from their log alone, and have no durable snapshot yet."""
+        """The incarnations that begin again from their log alone, and have no durable snapshot yet."""
         self._store = store
         self._kind = kind
         self._stored = stored
@@ -177,13 +177,14 @@ class Lives(Generic[T]):
     # -- from their records ----------------------------------------------------------------------------------------
 
     async def opened(self, record: TopicRecord) -> bool:
-        """Tries to open a topic. Whether there is nothing left to try: it is open, or damaged at the second look."""
+        """Try to open a topic. Return whether no further try is needed: it is open, or damaged at the second look."""
         async with self._registry.locked(record.name) as entry:
             is_gone = entry.record is not record
             return is_gone or entry.topic is not None or await self.open(record)
 
     async def open(self, record: TopicRecord) -> bool:
-        """As `opened`, for whoever holds the lock of the name and knows that the topic is not live."""
+        """Do the same as `opened`, for a caller that holds the lock of the name and knows that the topic is not
+        live."""
         entry = self._registry.entry(record.name)
         before = entry.closed
         inherited = self._inherited(record.name)
@@ -191,13 +192,13 @@ class Lives(Generic[T]):
         try:
             topic = await self._kind.open(record, inherited, without_snapshot=without_snapshot)
         except Exception as e:
-            # Whatever it is: one topic never keeps the others down.
+            # Any error: one topic must never block the others.
             if not isinstance(e, SeqdedupeError | OSError):
                 logger.error("topic %s could not be opened", record.name, exc_info=e)
             why = e if isinstance(e, SeqdedupeError) else error("RECOVERING", f"{type(e).__name__}: {e}")
             # A disk that fails for a moment can look like damage.
             is_damaged = isinstance(e, DamagedError) and before is not None and isinstance(before.why, DamagedError)
-            # A log of this sidecar's own is another one's only if it was moved there.
+            # A log of this sidecar belongs to another one only if it was moved there.
             has_moved = why.reason == "NOT_OWNER" and not self._kind.log.is_shared
             state = State.STANDBY if has_moved else State.DAMAGED if is_damaged else State.RECOVERING
             self.close(Closed(record, why, state))
@@ -208,18 +209,18 @@ class Lives(Generic[T]):
         return True
 
     async def go_on_opening(self, record: TopicRecord) -> None:
-        """Tries until nothing is left to try, and recovers the topic."""
+        """Try to open the topic until no further try is needed, and recover it."""
         await again_until(lambda: self.opened(record))
         if topic := self._registry.topic(record.name):
             await topic.recover()
 
     def close(self, closed: Closed) -> None:
-        """The topic of this record is there, and cannot be used."""
+        """Note that the topic of this record exists, and cannot be used."""
         name = closed.record.name
         entry = self._registry.entry(name)
         before, entry.found = entry.closed, closed
         if before is not None and (before.state, str(before.why)) == (closed.state, str(closed.why)):
-            # It is tried again and again.
+            # The same failure repeats with each try.
             return
         level = logging.INFO if closed.state is State.STANDBY else logging.ERROR
         logger.log(level, "topic %s is %s: %s %s", name, closed.state.name, closed.why, closed.why.hint)
@@ -228,15 +229,15 @@ class Lives(Generic[T]):
     # -- made and removed ------------------------------------------------------------------------------------------
 
     async def make(self, names: list[str], policy: Policy, partitions: int = 0, layout: Layout = AS_USUAL) -> list[T]:
-        """Makes topics that nobody else makes, all of them or none; `partitions` as in their records, `layout` as in
-        `Logs.create`."""
+        """Create topics that no other caller creates, all of them or none. `partitions`: as in their records; `layout`:
+        as in `Logs.create`."""
         now_us = time.time_ns() // 1000
         is_own = self._kind.log is LogKind.EMBEDDED
         secret_bytes = SECRET_BYTES if is_own else 0
         records = [
             TopicRecord(
                 name,
-                # Those of a cluster's partitions follow each other.
+                # The incarnations of a cluster's partitions follow each other.
                 self._store.next_incarnation(now_us, shard_of(name) if is_own else None),
                 TopicState.CREATING,
                 secrets.token_bytes(secret_bytes),
@@ -265,9 +266,9 @@ class Lives(Generic[T]):
     async def take_in(
         self, record: TopicRecord, stored: RestoredState, put: Callable[[], Awaitable[None]], check: Callable[[T], None]
     ) -> T:
-        """Makes a topic of a snapshot that is stored by now, and of a log that `put` puts where it belongs: it serves,
-        or nothing of it is there. `check` is given it before it counts. Raises why it does not, and what these
-        raise."""
+        """Create a topic from a snapshot that is stored already, and a log that `put` moves to its place. The topic
+        then serves, or nothing of it is left. `check` is called with it before it counts. Raises the reason for a
+        failure, and errors of `put` and `check`."""
         topic: T | None = None
         try:
             await self._store.put_topics(record)
@@ -295,7 +296,8 @@ class Lives(Generic[T]):
     async def _make_all(
         self, records: Sequence[TopicRecord], policy: Policy, layout: Layout, made: dict[str, T]
     ) -> None:
-        """Makes the logs of these topics and opens them, into `made`; returns or raises when nothing is under way."""
+        """Make the logs of these topics and open them, into `made`. Return or raise when nothing is in progress any
+        more."""
         left = list(reversed(records))
 
         async def some() -> None:
@@ -309,7 +311,7 @@ class Lives(Generic[T]):
                 # After a failure no others are begun.
                 left.clear()
 
-        # In a cluster the partitions of a topic are made in order.
+        # The partitions of a topic in a cluster are made in order.
         at_once = 1 if self._kind.log.is_shared else MADE_AT_ONCE
         ends = await asyncio.gather(*(some() for _ in range(min(at_once, len(records)))), return_exceptions=True)
         for end in ends:
@@ -317,7 +319,7 @@ class Lives(Generic[T]):
                 raise end
 
     async def remove(self, names: list[str], asked: str) -> None:
-        """Deletes topics, live or closed, all of them or none. `asked` is what they are to whoever asks."""
+        """Delete topics, live or closed, all of them or none. `asked` is the name that the caller uses for them."""
         topics = [topic for name in names if (topic := self._registry.topic(name)) is not None]
         for topic in topics:
             topic.hold(error("DRAINING", f"topic {asked} is being deleted"))
@@ -332,17 +334,16 @@ class Lives(Generic[T]):
         await self._stored.clean_up(*deleting)
 
     def forget(self, name: str) -> None:
-        """There is no topic of this name any more."""
+        """Remove the topic of this name from the registry."""
         entry = self._registry.entry(name)
         entry.record = entry.found = None
         self._on_state(name, None)
         self._registry.tidy(name)
 
     async def leave(self, records: Sequence[TopicRecord]) -> None:
-        """Forgets topics, live or closed, whose logs are gone, and whose names others have; nothing else is deleted.
+        """Forget topics, live or closed, whose logs are gone and whose names belong to others. Delete nothing else.
 
-        Whoever uses one comes again, and finds what has its name now. Raises STORE_UNAVAILABLE: then it is to be done
-        again.
+        Their users try again, and find the topic that has the name now. Raises STORE_UNAVAILABLE: then call this again.
         """
         topics = [topic for record in records if (topic := self._registry.topic(record.name)) is not None]
         for record in records:

@@ -1,4 +1,4 @@
-"""Where a producer's message stands in the log, when the ring of recent messages has forgotten it."""
+"""The search for a producer's message in the log, when the ring of recent messages has forgotten it."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
@@ -17,16 +17,17 @@ from seqdedupe.log.contract import LargerRecordError, Log
 NOT_KNOWN = -1
 
 LOOKED_THROUGH_MESSAGES = 2**16
-"""How far back from the log's end a message is looked for: so many messages, and about so many bytes."""
+"""The number of messages, and the approximate bytes, before the log's end in which a message is looked for."""
 LOOKED_THROUGH_BYTES = 64 * 1024 * 1024
 _PAGE_BYTES = 256 * 1024
-"""Looked through in one step of the event loop."""
+"""The bytes looked through in one step of the event loop."""
 
 LOOK_BYTES = 1024 * 1024
-"""What a look into the log holds at once, about, unless one record is larger."""
+"""The approximate bytes that a search in the log holds at once, unless one record is larger."""
 
 Room = Callable[[int], Awaitable[int]]
-"""Asked before something is read from the log how many bytes that may be: at least so many, 0: any number."""
+"""A function called before a read of the log. It takes the smallest useful number of bytes (0: any) and returns the
+number of bytes that may be read."""
 
 
 async def any_room(least_bytes: int) -> int:
@@ -34,10 +35,10 @@ async def any_room(least_bytes: int) -> int:
 
 
 async def index_in_log(producers: Producers, number: int, log: Log) -> int:
-    """The index of the message that holds a producer's persisted ID; NOT_KNOWN if it is gone, or cannot be read now.
+    """Return the index of the message with a producer's persisted ID; NOT_KNOWN if it is gone, or cannot be read now.
 
-    It takes a read of the log: STATED is the base index of the batch that holds the message, unless retention has
-    dropped that, or deduplication was off meanwhile.
+    This reads the log: STATED is the base index of the batch that holds the message, unless retention has dropped that,
+    or deduplication was off meanwhile.
     """
     last = int(producers.numbers[number, PERSISTED])
     stated = int(producers.numbers[number, STATED])
@@ -54,21 +55,22 @@ async def index_in_log(producers: Producers, number: int, log: Log) -> int:
 
 
 async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int, room: Room = any_room) -> int:
-    """The index of the newest message with this ID of this producer among the last ones before `end_index`.
+    """Return the index of the newest message with this ID of this producer among the last ones before `end_index`.
 
-    NOT_KNOWN if it is not found in as much as is looked through, but for what is damaged. Raises what a log raises that
-    cannot be read now. One page is held at a time, and none while `room` is asked for the next one.
+    Return NOT_KNOWN if the part that is looked through does not have it; damaged messages are not looked at. Raises
+    errors of a log that cannot be read now. One page is held at a time, and none while `room` is called for the next
+    one.
     """
     mark = sequence_id.to_bytes(8, "little")
     found = NOT_KNOWN
     try:
         async for page in _pages(log, await _looked_through_from(log, end_index), end_index, room):
-            # Most pages do not have both, which is told without taking them apart.
+            # Most pages do not have both, and need not be decoded.
             for places in _records(log, page) if mark in page and name in page else ():
                 columns = page[places[RECORD_START] : places[COLUMNS_END]]
                 if mark in columns and name in columns:
                     found = max(found, _index_in_record(page, places, name, sequence_id))
-            del page  # until there is another one
+            del page  # so that it is free until there is another one
     except PositionError:
         # Retention was faster.
         pass
@@ -76,7 +78,7 @@ async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int, r
 
 
 async def _looked_through_from(log: Log, end_index: int) -> int:
-    """The first index that is not too far from the end, in messages and in bytes."""
+    """Return the first index that is not too far from the end, in messages and in bytes."""
     low, high = max(log.first_index, end_index - LOOKED_THROUGH_MESSAGES), end_index
     while low < high:
         middle = (low + high) // 2
@@ -88,7 +90,7 @@ async def _looked_through_from(log: Log, end_index: int) -> int:
 
 
 async def publish_time_ms(log: Log, index: int, room: Room = any_room) -> int:
-    """When the log took the message with this index; 0 if retention has dropped it, or it is damaged."""
+    """Return when the log took the message with this index; 0 if retention has dropped it, or it is damaged."""
     try:
         async for page in _pages(log, index, index + 1, room):
             return int(next(_records(log, page))[PUBLISH_TIME_MS])
@@ -98,9 +100,10 @@ async def publish_time_ms(log: Log, index: int, room: Room = any_room) -> int:
 
 
 async def _pages(log: Log, start: int, stop: int, room: Room) -> AsyncIterator[bytes]:
-    """The records with these messages, many at once, without what is damaged, or retention has dropped meanwhile.
+    """Yield the records with these messages, many at once, without damaged ones and those that retention drops
+    meanwhile.
 
-    Whoever has looked at a page drops it before the next one is asked for.
+    The caller must drop a page before it requests the next one.
     """
     here = max(start, log.first_index)
     covers = np.empty(5, np.int64)
@@ -127,7 +130,7 @@ async def _pages(log: Log, start: int, stop: int, room: Room) -> AsyncIterator[b
 
 
 def _records(log: Log, page: bytes) -> Iterator[Int64s]:
-    """The places of a page's records, each until the next is asked for."""
+    """Yield the places of a page's records, each valid until the next step."""
     raw = np.frombuffer(page, np.uint8)
     places = np.empty(PLACES, np.int64)
     at = 0
@@ -139,7 +142,7 @@ def _records(log: Log, page: bytes) -> Iterator[Int64s]:
 
 
 def _index_in_record(raw: bytes, places: Int64s, name: bytes, sequence_id: int) -> int:
-    """The index of the message with this ID of this producer in a scanned record, or NOT_KNOWN."""
+    """Return the index of the message with this ID of this producer in a scanned record, or NOT_KNOWN."""
     batch = batches.decode(body_of(raw, places))
     producers_in_batch = [batch.producer_names[p] for p in range(len(batch.epochs))]
     if name not in producers_in_batch:

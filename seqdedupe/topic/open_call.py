@@ -1,6 +1,6 @@
-"""Open: sessions of a topic with a log are started and resumed, each name by itself, some with one control record.
+"""Open: starts and resumes sessions of a topic with a log, each name independently, some with one control record.
 
-Begin with `open_sessions`: it fences older sessions at once, and returns when what the names have in flight has
+Begin with `open_sessions`. It fences older sessions at once, and returns when the names' messages in flight have
 settled.
 """
 
@@ -21,11 +21,11 @@ from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer, SessionStarts, ch
 from seqdedupe.topic.topic import Topic
 
 MAX_LOOKED_UP = 64
-"""Of so many names at most `Open` answers where their last message stands: that may take a read each."""
+"""The largest number of names for which `Open` looks up where their last message stands: each may take a read."""
 
 
 class CheckNames(Protocol):
-    """Whether these names may be opened, and whether that takes a record in the log. May raise."""
+    """A check whether these names may be opened. `writes`: whether that needs a record in the log. It may raise."""
 
     def __call__(self, names: list[str], /, *, writes: bool) -> None: ...
 
@@ -37,7 +37,7 @@ class _Begun:
     opening: SessionStarts
     names: int
     durable_epochs: Int64s
-    """From before."""
+    """The durable epochs before the call."""
 
 
 async def open_sessions(
@@ -46,12 +46,12 @@ async def open_sessions(
     epochs: list[int] | None,
     check: CheckNames = lambda names, *, writes: None,
 ) -> OpenAnswer:
-    """Starts sessions (`epochs` None), or resumes these, each name by itself. Older ones are fenced at once. `check` is
-    called with some names right before these are opened, and may raise.
+    """Start sessions (`epochs` None), or resume these, each name independently. Older ones are fenced at once. `check`
+    is called with some names right before these are opened, and may raise.
 
-    Returns when what the names have in flight has settled and their epochs are durable. Raises what
-    `Sessions.open` raises, or why the topic takes nothing now, or LOG_REFUSED: then nobody was fenced, or of more than
-    NAMES_A_STEP names perhaps some were.
+    Returns when the names' messages in flight have settled and their epochs are durable. Raises errors of
+    `Sessions.open`, why the topic takes nothing now, or LOG_REFUSED. After an error no session was fenced, or with more
+    than NAMES_A_STEP names, perhaps some.
     """
     topic.check_serving()
     if topic.window is not None:
@@ -62,7 +62,7 @@ async def open_sessions(
         )
     check_count(names)
     if len(names) > NAMES_A_STEP:
-        # Before any of them is opened. What is opened in one step is looked at there.
+        # Before any of them is opened. Names that are opened in one step are checked there.
         await check_names(names, topic.producers)
     if epochs is not None and len(epochs) != len(names):
         raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
@@ -90,7 +90,7 @@ async def open_sessions(
 
 
 async def check_names(names: list[str], known: Producers | None = None) -> None:
-    """Raises INVALID_NAME for what an Open cannot take, as `check_count` and `encoded_names`, some at once."""
+    """Raise INVALID_NAME for names that Open cannot take, as `check_count` and `encoded_names`, some at once."""
     check_count(names)
     for first in range(0, len(names), NAMES_A_STEP):
         encoded_names(names[first : first + NAMES_A_STEP], known)
@@ -104,15 +104,16 @@ async def _begin(
     check: CheckNames,
     changes: "list[asyncio.Future[None]]",
 ) -> _Begun:
-    """The sessions of some names are in force. What the log has to say for that to be durable is added to `changes`."""
+    """Put the sessions of some names in force. The record that makes them durable, if one is needed, is added to
+    `changes`."""
     topic.check_serving()
     if topic.flight.has(Purge):
-        # Whether the names are being forgotten is not known before that has settled; no other one will name them.
+        # Only when this has settled is it known whether the names are forgotten. No later purge will contain them.
         topic.sessions.use(names)
         await topic.all_settled()
         topic.check_serving()
     while epochs is not None and topic.sessions.are_in_flight(names):
-        # Whether these sessions have been fenced is not known before that has settled.
+        # Only when this has settled is it known whether these sessions have been fenced.
         await topic.all_settled()
         topic.check_serving()
     check(names, writes=topic.sessions.need_a_record(names, epochs))
@@ -121,13 +122,13 @@ async def _begin(
     opening = topic.sessions.open(names, epochs)
     durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
     if (durable_epochs < opening.epochs).any():
-        # All that is in flight stands before it, and has settled when it has.
+        # All that is in flight is before it in the log, and has settled when it has.
         changes.append(topic.append_change(ProducerSessions(opening.names, opening.epochs)))
     return _Begun(opening, len(names), durable_epochs)
 
 
 def _opened(topic: Topic, begun: _Begun) -> OpenAnswer:
-    """What is answered of some names, once all that they wait for has settled."""
+    """Return the answer for some names, once everything that they wait for has settled."""
     opening = begun.opening
     answer = topic.sessions.opened(opening, begun.names)
     if opening.is_resume and topic.producers.has_forgotten:

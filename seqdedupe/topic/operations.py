@@ -1,4 +1,4 @@
-"""What operators ask of a live topic: where one message is, what is in flight, the reset of a producer."""
+"""Requests of operators to a live topic: the state of one message, messages in flight, the reset of a producer."""
 
 import asyncio
 import logging
@@ -28,12 +28,12 @@ MILLISECONDS_A_SECOND = 1000
 
 
 class MessageState(Enum):
-    """What is known of a message. Values as on the wire."""
+    """The known state of a message. Values as on the wire."""
 
     NOT_SEEN = 1
     IN_FLIGHT = 2
     PASSED_OVER = 3
-    """A higher ID of its producer is in flight, it is not."""
+    """A higher ID of its producer is in flight, but this one is not."""
     STORED = 4
     BELOW_WATERMARK = 5
     """It may have been stored, or never sent."""
@@ -43,7 +43,7 @@ class MessageState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MessageStatus:
-    """What is known of one message: its state, where it stands if it is STORED, its producer's numbers."""
+    """The known data of one message: its state, its position if it is STORED, and its producer's numbers."""
 
     state: MessageState
     pushed: int
@@ -55,7 +55,7 @@ class MessageStatus:
 
 
 class ProducerInFlight(NamedTuple):
-    """What a producer has had in flight for long."""
+    """The messages that a producer has had in flight for long."""
 
     name: bytes
     first_id: int
@@ -64,10 +64,10 @@ class ProducerInFlight(NamedTuple):
 
 
 async def message_state(topic: Topic, name: str, sequence_id: int, room: Room = any_room) -> MessageStatus:
-    """What is known of a message. One that the ring has forgotten is looked for at the log's end (`find_in_log`).
+    """Return the state of a message. If the ring has forgotten it, it is looked for at the log's end (`find_in_log`).
 
     Raises INVALID_NAME, INVALID_SEQUENCE_ID; INVALID_REQUEST in a topic of deduplication IDs; RECOVERING or LOG_DAMAGED
-    while it is not certain.
+    while the state is not certain.
     """
     encoded = producer_name(name)
     if sequence_id < 0:
@@ -96,10 +96,10 @@ async def message_state(topic: Topic, name: str, sequence_id: int, room: Room = 
 
 
 async def state_by_id(topic: Topic, deduplication_id: bytes, room: Room = any_room) -> MessageStatus:
-    """What is known of the message with this deduplication ID.
+    """Return the state of the message with this deduplication ID.
 
-    Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST in a topic of sequence IDs; RECOVERING, LOG_DAMAGED,
-    STORE_DAMAGED, STORE_UNAVAILABLE or WINDOW_MISSING while it is not certain.
+    Raises INVALID_DEDUPLICATION_ID; INVALID_REQUEST in a topic of sequence IDs; RECOVERING, LOG_DAMAGED, STORE_DAMAGED,
+    STORE_UNAVAILABLE or WINDOW_MISSING while the state is not certain.
     """
     topic.check_knows_its_end()
     if topic.state is State.RECOVERING:
@@ -130,14 +130,14 @@ async def _stored(topic: Topic, index: int, pushed: int, persisted: int, room: R
 
 
 def _check_has_producers(topic: Topic) -> None:
-    """Raises INVALID_REQUEST if there is nothing to say of any."""
+    """Raise INVALID_REQUEST in a topic that has no producers."""
     if topic.window is not None:
         why = f"topic {topic.name} is one of deduplication IDs, and knows neither producers nor sequence IDs"
         raise error("INVALID_REQUEST", why, hint="`seqdedupe topics show` says of which messages it knows the IDs.")
 
 
 async def _position_of(topic: Topic, index: int) -> Position:
-    """That of a message, without a message ID if retention has dropped it, or it is damaged."""
+    """Return the position of a message, without a message ID if retention has dropped it, or it is damaged."""
     try:
         return await topic.position_before(index + 1)
     except (PositionError, DamagedError):
@@ -145,9 +145,9 @@ async def _position_of(topic: Topic, index: int) -> Position:
 
 
 async def in_flight(topic: Topic, longer_than_ms: int) -> list[ProducerInFlight]:
-    """The producers that have had something in flight for at least so long, the longest first, and which IDs.
+    """Return the producers with messages in flight for at least `longer_than_ms`, and the IDs; the longest first.
 
-    What settles meanwhile may be left out. Raises INVALID_REQUEST.
+    Messages that settle meanwhile may be omitted. Raises INVALID_REQUEST.
     """
     if longer_than_ms < 0:
         raise error("INVALID_REQUEST", f"longer_than_ms is {longer_than_ms}: it should be 0 or higher")
@@ -156,7 +156,7 @@ async def in_flight(topic: Topic, longer_than_ms: int) -> list[ProducerInFlight]
     until_seconds = topic.now_seconds() - longer_than_ms / MILLISECONDS_A_SECOND
     generation = -1
     while generation != topic.producers.generation:
-        # Where producers have other numbers by now it is begun anew.
+        # If producers were renumbered meanwhile, this begins again.
         generation = topic.producers.generation
         found: dict[int, InFlight] = {}
         for part in topic.flight.by_producer(until_seconds):
@@ -176,11 +176,12 @@ def _ms_since(topic: Topic, since_seconds: float) -> int:
 
 
 async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
-    """Sets a producer's persisted ID, and fences its sessions; durable and in force on return. Returns what it was.
+    """Set a producer's persisted ID and fence its sessions; durable and in force on return. Return the previous ID.
 
-    What it has in flight settles first. Raises INVALID_NAME, PRODUCER_NOT_FOUND; INVALID_REQUEST if it has not sent
-    that ID, or in a topic of deduplication IDs; why the topic takes nothing now, or LOG_REFUSED: then nothing has
-    changed, and nobody is fenced. Whoever is cancelled here does not know.
+    The producer's messages in flight settle first. Raises INVALID_NAME, PRODUCER_NOT_FOUND; INVALID_REQUEST if the
+    producer has not sent that ID, or in a topic of deduplication IDs. Raises why the topic takes nothing now, or
+    LOG_REFUSED: then nothing has changed, and no session is fenced. A caller that is cancelled here does not know the
+    outcome.
     """
     encoded = producer_name(name)
     topic.check_serving()
@@ -188,7 +189,7 @@ async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
     number = topic.producers.number(encoded)
     if number is None or not topic.producers.is_known(number):
         raise error("PRODUCER_NOT_FOUND", f"topic {topic.name} knows no producer {name!r}", topic=topic.name)
-    # All that is in flight stands before the record, and is persisted when that is.
+    # All that is in flight is before the record in the log, and is persisted when the record is.
     before = int(topic.producers.numbers[number, PUSHED])
     if not NO_SEQUENCE_ID <= persisted <= before:
         raise error(

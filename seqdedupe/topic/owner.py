@@ -1,9 +1,9 @@
-"""Who owns a topic's log: it is taken over with what it says, followed while another sidecar owns it, and given away.
+"""Ownership of a topic's log: this sidecar takes it over with its contents, follows another owner, or hands it over.
 
-Begin with `Owner`; what becomes of messages is the topic's. To take over a log is to open it for writing, to mark it,
-and to read up to one's own marker. Only then may anybody decide. At start the reading begins at the snapshot's
-position; after an append with an unknown outcome, at the last confirmed message. Both are this procedure. `Replay`
-reads.
+Begin with `Owner`; the topic itself handles the outcomes of messages. To take over a log is to open it for writing, to
+write a marker, and to read up to this marker. Only then may this process decide about frames. At start, reading begins
+at the snapshot's position; after an append with an unknown outcome, at the last confirmed message. Both use this
+procedure. `Replay` reads.
 """
 
 import asyncio
@@ -36,24 +36,26 @@ logger = logging.getLogger("seqdedupe.topic")
 recovery_logger = logging.getLogger("seqdedupe.topic.recovery")
 
 SETTLE_SECONDS = 5.0
-"""For what is in flight, before another sidecar gets a topic: what has not settled then, that one finds out."""
+"""The time for appends in flight to settle before another sidecar gets a topic. That sidecar finds out the rest."""
 
 FIRST_REST_SECONDS = 0.25
 LONGEST_REST_SECONDS = 4.0
 
 TRY_AGAIN_SECONDS = 1.0
 CATCH_UP_SECONDS = 300.0
-"""What a sidecar does not know keeps the log's beginning from going: its snapshots say from where it needs the log."""
+"""The interval at which a sidecar that does not own a log reads on. Messages that this sidecar does not know cannot be
+dropped from the log: its snapshots state from where it needs the log."""
 
 
-# -- Reading a log, to merge what is in it.
+# -- Reading a log, to merge its contents.
 
 MAX_TERM = 2**31 - 1
 
 Table = npt.NDArray[np.int64]
 RunsOf = Callable[[int], Runs]
 Merge = Callable[[bytes, Table, int, RunsOf], None]
-"""Is given a chunk, the table of its scanned records, how many there are, and the message IDs of each one's rows.
+"""A function that takes a chunk, the table of its scanned records, their number, and the message IDs of each one's
+rows.
 
 Markers and control records have ROWS 0.
 """
@@ -64,7 +66,7 @@ def damaged(log: Log, why: str, index: int) -> SeqdedupeError:
 
 
 class Replay:
-    """Reads a log forward and hands its entries on to be merged."""
+    """A reader that goes forward through a log and hands its entries to `merge`."""
 
     def __init__(self, log: Log, next_index: int, merge: Merge, skip_below: int, last_ownership: int) -> None:
         self._log = log
@@ -76,7 +78,7 @@ class Replay:
         self.tokens: dict[bytes, int] = {}
 
     async def run(self) -> None:
-        """Reads up to the end there is; the next time, what has come since."""
+        """Read up to the present end. The next call reads what has come since."""
         async for entries in self._log.replay(self.next_index):
             self._entries(entries)
 
@@ -86,9 +88,9 @@ class Replay:
             self.tokens[marker_token(chunk, table[k])] = int(table[k, TERM])
         self.next_index = entries.next_index
         self._check_history(table)
-        # A batch that is known already must not enter the ring twice, nor may a reset before it come after it. Of
-        # control records after the last message that is known it is not known which ones are; all of them once more
-        # come to the same.
+        # A known batch must not enter the ring twice, and a reset before it must not come after it. It is not known
+        # which control records after the last known message were merged. To merge all of them again gives the same
+        # result.
         ends = table[:, BASE_INDEX] + table[:, ROWS]
         new = np.flatnonzero(np.where(table[:, ROWS] == 0, ends >= self._skip_below, ends > self._skip_below))
         if len(new):
@@ -97,7 +99,7 @@ class Replay:
         self.rows += int(table[new, ROWS].sum())
 
     def _check_history(self, table: Table) -> None:
-        """The last message that is known must be the one that stands in the log."""
+        """Raise LOG_DAMAGED unless the last known message is the one in the log."""
         last = self._skip_below - 1
         for places in table[(table[:, BASE_INDEX] <= last) & (last < table[:, BASE_INDEX] + table[:, ROWS])]:
             if self._last_ownership not in (0, ownership(places)):
@@ -107,9 +109,9 @@ class Replay:
 
 
 def replay_from(log: Log, confirmed_index: int, merge: Merge, last_ownership: int) -> Replay:
-    """A replay of what stands in the log from this index on, and of the message before it, which must be there.
+    """Return a replay of the log from this index on, and of the message before it, which must exist.
 
-    Raises LOG_DAMAGED if it is gone already.
+    Raises LOG_DAMAGED if that is gone already.
     """
     if confirmed_index < log.first_index:
         raise damaged(log, f"it begins with index {log.first_index}, what is between is gone", confirmed_index)
@@ -117,11 +119,11 @@ def replay_from(log: Log, confirmed_index: int, merge: Merge, last_ownership: in
     return Replay(log, next_index, merge, skip_below=confirmed_index, last_ownership=last_ownership)
 
 
-# -- Whose the log is.
+# -- The ownership of the log.
 
 
 class Owned(Protocol):
-    """What an owner asks of its topic; `topic.Topic` and `base.TopicBase` say what each means."""
+    """The members of a topic that its owner uses; `topic.Topic` and `base.TopicBase` describe each of them."""
 
     name: str
     log: Log
@@ -177,16 +179,16 @@ class Owned(Protocol):
 
 
 class Owner:
-    """Whether this process owns the log of a topic; its state is `base.TopicBase`'s, which draws it.
+    """Whether this process owns the log of a topic. `base.TopicBase` has and draws its state.
 
-    While another sidecar owns the log, the topic is taken when somebody asks for it; with `is_standby` as soon as
-    nobody owns it, and meanwhile it learns all that comes.
+    While another sidecar owns the log, this sidecar tries to take the topic when a client asks for it. With
+    `is_standby` it takes the topic as soon as it has no owner, and until then learns all that comes.
 
-    1. A log is *taken over* (`_took_over`): opened, marked, and read up to the marker. If that cannot be now it is
-       tried again (`_pause`).
-    2. While it is owned, what cannot be appended ends that (`log_failed`): it is taken over anew, and what is in
-       flight is found out.
-    3. It is *given away*: to another sidecar that took it, or that shall have it (`hand_over`).
+    1. A log is *taken over* (`_took_over`): opened, marked, and read up to the marker. If that cannot be done now, it
+       is tried again (`_pause`).
+    2. While this process owns the log, a failed append ends the ownership (`log_failed`). The log is then taken over
+       again, which finds out the outcome of everything in flight.
+    3. The ownership *moves* to another sidecar, which took the log, or which shall have it (`hand_over`).
     """
 
     def __init__(
@@ -197,36 +199,38 @@ class Owner:
         is_standby: bool,
     ) -> None:
         self.wanted = asyncio.Event()
-        """This sidecar is to try to take the topic now, if it has it not."""
+        """An event: this sidecar must try to take the topic now, if it does not have it."""
         self._topic = topic
         self._random_bytes = random_bytes
         self._is_standby = is_standby
         self._keeping_away = KeepingAway(lambda: topic.now_seconds(), random_bytes)
         self._tried = Broadcast()
-        """Tells that it was tried to take over the log."""
+        """A signal that a try to take over the log has ended."""
         self._is_recovering = False
-        """Whether it is being taken over, or tried again."""
+        """Whether a takeover is in progress, or a further try is pending."""
         self._failed_meanwhile = False
         self._seems_damaged = False
         self._merged = 0
-        """Records that were found in the log since it was last owned: they count towards the next snapshot then."""
+        """The number of records found in the log since it was last owned. They count towards the next snapshot."""
         self._rest_seconds = 0.0
-        """Before a log that has refused is opened again: more each time that it takes no message in between."""
+        """The delay before a log that has refused is opened again. It grows while the topic takes no message in
+        between.
+        """
         self._refused_index = 0
-        """Where the topic ended then."""
+        """The end of the topic at the last refusal."""
 
     # -- 1. taking over ----------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Takes over the log and reads what the snapshot does not cover; then the topic serves.
+        """Take over the log and read what the snapshot does not cover; then the topic serves.
 
-        If that cannot be now, it is tried again beside this, for as long as it takes, and readers find what is
-        certain meanwhile. Where another sidecar owns the log it is not tried soon after this one was shut out. Damage
-        is looked at twice, then the topic is DAMAGED for good.
+        If that cannot be done now, tries go on in the background without a limit. Readers find certain messages
+        meanwhile. If another sidecar owns the log, a sidecar that was shut out waits before the next try. After damage
+        the log is read once more before the topic is DAMAGED for good.
         """
         if not self._is_recovering and not self._topic.knows_its_end:
             self._is_recovering = True
-            # In a task of the topic's own, which ends when the topic is closed meanwhile.
+            # In a separate task of the topic, which ends if the topic is closed meanwhile.
             await asyncio.wait({self._topic.spawn(self._recover())})
 
     async def _recover(self, rest_seconds: float = 0.0) -> None:
@@ -237,7 +241,7 @@ class Owner:
             self._topic.spawn(again_until(self._has_recovered, self._pause))
 
     async def _pause(self, delay_seconds: float) -> None:
-        """Before it is tried again."""
+        """Wait before the next try."""
         self._tried.tell()
         if self._topic.state is State.STANDBY:
             until = self._until_free if self._is_standby else self._until_asked
@@ -247,7 +251,7 @@ class Owner:
             await asyncio.sleep(delay_seconds)
 
     async def _has_recovered(self) -> bool:
-        """Tries once. Whether there is nothing left to try."""
+        """Try once. Return whether no further try is needed."""
         topic = self._topic
         try:
             took_over = await self._took_over()
@@ -263,17 +267,17 @@ class Owner:
             logger.warning("topic %s seems to be damaged, it will be read once more: %s", topic.name, e)
             topic.change_state(State.RECOVERING, e.message)
             return False
-        except Exception as e:  # noqa: BLE001 (whatever it is: nothing but damage ends recovery)
+        except Exception as e:  # noqa: BLE001 (any error: only damage ends recovery)
             self._seems_damaged = False
             if isinstance(e, UnavailableError) and e.reason == "NOT_OWNER":
-                # What was in flight may be in its log, and is the other one's to say.
+                # The appends in flight may be in its log, and the other sidecar knows their outcome.
                 self._keeping_away.found_owned()
                 self._step_back(e)
             else:
                 self._not_now(e)
             return False
         self._keeping_away.serves()
-        # Else it would be taken back at once when it is given up.
+        # Otherwise this sidecar would take the topic back at once after giving it up.
         self.wanted.clear()
         self._is_recovering = False
         topic.knows_its_end = True
@@ -290,7 +294,7 @@ class Owner:
         return True
 
     async def _took_over(self) -> bool:
-        """Makes this process the owner of the log, with what is in it; whether the log takes messages then."""
+        """Make this process the owner of the log and merge its contents. Return whether the log takes messages then."""
         topic = self._topic
         self._failed_meanwhile = False
         topic.opening += 1
@@ -301,13 +305,13 @@ class Owner:
         except InvalidRequestError as e:
             if e.reason != "TOPIC_TERMINATED":
                 raise
-            # Nothing lands any more: what is read now is all there is.
+            # Nothing is stored any more: this read gets everything that there is.
             await replay_from(topic.log, topic.confirmed_index, self._merge, topic.last_ownership).run()
             topic.fail_in_flight(e)
             topic.terminated = e
             topic.next_index = topic.confirmed_index
             return True
-        # Whatever of the frames in flight the log does not hold by now it never will.
+        # The log will never hold frames in flight that it does not hold by now.
         topic.fail_in_flight(topic.not_appended("LOG_REFUSED", "the append failed"))
         topic.term = term
         topic.ownership = ownership_of(token)
@@ -317,23 +321,23 @@ class Owner:
         topic.counters.recoveries += 1
         topic.counters.replayed += replay.rows
         topic.counters.recovery_seconds += topic.now_seconds() - began
-        # What the log held is known now; but if it failed again meanwhile, it takes nothing yet.
+        # The contents of the log are known now. But if it has failed again meanwhile, it takes nothing yet.
         return not self._failed_meanwhile
 
     async def _marked(self, replay: Replay) -> tuple[int, bytes]:
-        """Opens the log for writing, and merges what is in it up to a marker of this process's own: that one's term,
-        which is above all known, and its token.
+        """Open the log for writing and merge it up to an own marker. Return the marker's term, above all known ones,
+        and token.
 
-        Where the log holds a marker of a term that is not lower, or what was merged names one, another marker is
-        written with a higher term. If the topic has confirmed messages, the record of the last one must be there: if it
-        is not, the end of the log is gone, which is LOG_DAMAGED; so is a record that was not written under the topic's
+        If the log holds a marker of a term that is not lower, or a merged record names one, another marker with a
+        higher term is written. If the topic has confirmed messages, the record of the last one must be there. If it is
+        not, the end of the log is gone: LOG_DAMAGED. So is a record that was not written under the topic's
         `last_ownership` (0: not known). Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
         """
         topic, log = self._topic, self._topic.log
         term, confirmed_index = topic.term + 1, topic.confirmed_index
         settle = partial(topic.settle, topic.opening)
         if log.replays_what_is_certain:
-            # However much it is, the marker stands near the end then, and nothing is read twice.
+            # The log may be long. But the marker then stands near its end, and nothing is read twice.
             await replay.run()
         while True:
             if term > MAX_TERM:
@@ -365,12 +369,12 @@ class Owner:
             term = highest + 1
 
     def _merge(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None:
-        """Records that stand in the log that is taken over are merged."""
+        """Merge records of the log that is being taken over."""
         self._topic.merge(chunk, table, count, runs_of)
         self._merged += count
 
     def _not_now(self, e: Exception) -> None:
-        """Taking over has failed, and is tried again."""
+        """Record that a takeover has failed, and will be tried again."""
         topic = self._topic
         if not isinstance(e, SeqdedupeError | OSError):
             logger.error("topic %s could not be recovered", topic.name, exc_info=e)
@@ -381,7 +385,7 @@ class Owner:
             topic.change_state(State.READ_ONLY, why)
 
     def _give_up(self, e: DamagedError) -> None:
-        """The log is damaged, and stays so."""
+        """Give up a log that is damaged permanently."""
         topic = self._topic
         topic.damage = e
         self._is_recovering = False
@@ -394,18 +398,20 @@ class Owner:
     # -- 2. while it is owned ----------------------------------------------------------------------------------
 
     def log_failed(self, failure: Failure, why: str) -> None:
-        """What was handed to the log has failed, or nobody knows: it is taken over anew."""
+        """Take the log over again after an append failed or has an unknown outcome."""
         topic = self._topic
         topic.counters.log_failures += 1
         logger.warning("the log of topic %s failed (%s): %s", topic.name, failure.value, why)
         if self._is_recovering:
-            # Nothing was handed over since that began, so this says nothing of what is in flight; it tries again.
+            # Nothing was appended since the takeover began. So this failure says nothing about what is in flight; try
+            # again.
             self._failed_meanwhile = True
             return
         if failure is Failure.REFUSED:
             topic.fail_in_flight(topic.not_appended("LOG_REFUSED", why))
             topic.change_state(State.READ_ONLY, why)
-            # A full disk often has room for what opening the log writes: it would serve, and refuse, again and again.
+            # A full disk often has room for what opening the log writes. The topic would serve and refuse again and
+            # again.
             if topic.confirmed_index > self._refused_index:
                 self._rest_seconds, self._refused_index = 0.0, topic.confirmed_index
             topic.spawn(self._recover(self._rest_seconds))
@@ -415,20 +421,20 @@ class Owner:
         topic.spawn(self._recover())
 
     def out_of_step(self, e: BaseException | None) -> SeqdedupeError:
-        """What counts as in flight may not be what the log was handed: that is found out, as an unknown outcome is.
+        """Find out the outcome of appends in flight, because this process and the log may disagree about them.
 
-        Else IDs would be in flight for ever. Returns why nothing is taken meanwhile.
+        Otherwise IDs would be in flight for ever. Return the reason why nothing is taken meanwhile.
         """
         topic = self._topic
-        # Its outcomes would be taken for those of others.
+        # Its outcomes would be taken for the outcomes of other appends.
         topic.opening += 1
         logger.error("topic %s and its log are out of step", topic.name, exc_info=e)
         self.log_failed(Failure.UNKNOWN, f"{type(e).__name__} in the sidecar")
         return error("RECOVERING", f"topic {topic.name} takes no messages now: {topic.why}")
 
     def begin_another_term(self) -> None:
-        """This term has no epoch left for new sessions: another one begins, and what is in flight is found out before.
-        Raises RECOVERING."""
+        """Begin another term, since this one has no epoch left for new sessions. The outcome of appends in flight is
+        found out first. Raises RECOVERING."""
         topic = self._topic
         topic.change_state(State.RECOVERING, f"it was opened as often as it can be in term {topic.term}")
         topic.spawn(self._recover())
@@ -437,11 +443,12 @@ class Owner:
     # -- 3. while another sidecar owns it ----------------------------------------------------------------------
 
     def _step_back(self, e: SeqdedupeError) -> None:
-        """Another sidecar owns the log."""
+        """Become a standby: another sidecar owns the log."""
         topic = self._topic
         topic.owner_address = e.numbers.get("owner_address", "")
         topic.knows_its_end = False
-        # A frame may be sent again there. A change may not be made again by whoever takes this for "nothing was done".
+        # A frame may be sent again there. A change must not be repeated by a caller that reads this as "nothing was
+        # done".
         what = f"somebody else owns topic {topic.name}, and knows there whether it is in force"
         topic.fail_in_flight(
             topic.not_owner(": what became of what was in flight is known there"),
@@ -451,11 +458,11 @@ class Owner:
         topic.end_streams(topic.not_owner(""))
 
     async def hand_over(self, to: str, away_seconds: float) -> None:
-        """Lets the sidecar at this address (empty: whichever) have the topic, and keeps away from it for so long.
+        """Let the sidecar at this address (empty: any) have the topic, and stay away from it for `away_seconds`.
 
-        Nothing is taken while what is in flight settles, for SETTLE_SECONDS at most; a snapshot was taken before.
-        Raises why the topic does not serve: then this sidecar has it as before. Whatever `Log.let_go` raises: then it
-        takes it again.
+        Takes a snapshot first. Then nothing is taken while appends in flight settle, for at most SETTLE_SECONDS. Raises
+        the reason why the topic does not serve: then this sidecar keeps it. Raises errors of `Log.let_go`: then it
+        takes the topic again.
         """
         topic = self._topic
         topic.check_serving()
@@ -472,7 +479,7 @@ class Owner:
             try:
                 await topic.log.let_go()
             except BaseException:
-                # Some of it may be let go of. What is in flight settles as after any append that failed.
+                # Some of the log may be released. Appends in flight settle as after any append that failed.
                 self._is_recovering = False
                 self.log_failed(Failure.UNKNOWN, "the log could not be let go of")
                 raise
@@ -485,7 +492,9 @@ class Owner:
             topic.spawn(again_until(self._has_recovered, self._pause))
 
     async def take(self) -> None:
-        """Tries at once to take a topic that nobody owns. Raises NOT_OWNER if somebody does, and why it is not ours."""
+        """Try at once to take a topic that has no owner. Raises NOT_OWNER if it has one, and other reasons for a
+        failure.
+        """
         topic = self._topic
         if topic.state in (State.STANDBY, State.RECOVERING):
             self.wanted.set()
@@ -493,22 +502,23 @@ class Owner:
         topic.check_serving()
 
     def close(self) -> None:
-        """Nothing is tried any more: whoever waits for that finds that the topic is closed."""
+        """End all tries. Callers that wait for one find that the topic is closed."""
         self._tried.tell()
 
     async def _until_free(self) -> None:
-        """Returns when it need not be kept away any more from a log that nobody seems to own.
+        """Wait until no sidecar seems to own the log and this sidecar need not stay away from it any more.
 
-        What is in the log by then is merged, but for what came just now.
+        By then the contents of the log are merged, except what came just now.
         """
         async with self._beside(self._tail()):
             await asyncio.sleep(self._keeping_away.left_seconds)
             await self._topic.log.wait_until_free()
 
     async def _until_asked(self) -> None:
-        """Returns when it need not be kept away any more and somebody asks for the topic, whoever owns it.
+        """Wait until a client asks for the topic and this sidecar need not stay away any more. The log may have an
+        owner.
 
-        What is in the log by then is merged, but for what came in the last CATCH_UP_SECONDS.
+        By then the contents of the log are merged, except what came in the last CATCH_UP_SECONDS.
         """
         async with self._beside(self._catch_up()):
             await asyncio.sleep(self._keeping_away.left_seconds)
@@ -526,13 +536,13 @@ class Owner:
                 logger.error("the log of topic %s was not read on", self._topic.name, exc_info=e)
 
     async def _catch_up(self) -> None:
-        """Reads and merges what the owner has appended, again and again."""
+        """Read and merge what the owner has appended, again and again."""
         while True:
             await asyncio.sleep(CATCH_UP_SECONDS)
             await self._tail(until_end=True)
 
     async def _tail(self, *, until_end: bool = False) -> None:
-        """Reads and merges what the owner appends, for ever or once. What cannot be read now is tried again."""
+        """Read and merge what the owner appends, for ever or once. Read errors are followed by another try."""
         topic, replay = self._topic, None
         while True:
             try:
@@ -542,10 +552,10 @@ class Owner:
                     return
                 await topic.log.wait_for_more()
             except DamagedError as e:
-                # Whoever takes the log over looks at it again, and says so for good.
+                # The sidecar that takes the log over reads it again, and reports the final result.
                 logger.error("topic %s is read no further by this standby: %s", topic.name, e)
                 if e.reason == "NO_STATE":
-                    # Not when its owner is gone, who alone has what is missing here.
+                    # Try now, not after the owner is gone: only the owner has the missing state.
                     self.wanted.set()
                 return
             except (UnavailableError, OSError) as e:
@@ -553,7 +563,7 @@ class Owner:
                 await asyncio.sleep(TRY_AGAIN_SECONDS)
 
     def _follow(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None:
-        """Records that the log's owner has appended are merged."""
+        """Merge records that the log's owner has appended."""
         topic = self._topic
         topic.merge(chunk, table, count, runs_of)
         topic.known_term = max(topic.known_term, int(table[:count, TERM].max()))
@@ -561,7 +571,7 @@ class Owner:
 
 
 async def _first_of(*works: Coroutine[Any, Any, object]) -> None:
-    """Returns when one of them has ended, and no other goes on. Raises what that one raises."""
+    """Wait until one of these has ended, and cancel the others. Raise the error of the one that ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -573,17 +583,19 @@ async def _first_of(*works: Coroutine[Any, Any, object]) -> None:
         task.result()
 
 
-# -- How long another sidecar's topic is left alone.
+# -- The time for which this sidecar does not try to take another sidecar's topic.
 
 FIRST_SECONDS = 0.5
 LONGEST_SECONDS = 60.0
-"""Who has served for so long without having been shut out begins anew with the first delay."""
+"""After serving for this time without being shut out, a sidecar begins again with the first delay."""
 
 _RANDOM_BYTES = 4
 
 
 class KeepingAway:
-    """No I/O: it says how long, somebody else waits. `random_bytes` gives the jitter, so that not all come at once."""
+    """A calculation of delays, without I/O: others wait. `random_bytes` gives jitter, so that not all sidecars come at
+    once.
+    """
 
     def __init__(self, now_seconds: Callable[[], float], random_bytes: Callable[[int], bytes]) -> None:
         self._now_seconds = now_seconds
@@ -594,20 +606,20 @@ class KeepingAway:
 
     @property
     def left_seconds(self) -> float:
-        """How long from now on; 0: not any more."""
+        """The time that is left; 0: this sidecar need not stay away."""
         return max(0.0, self._until - self._now_seconds())
 
     def serves(self) -> None:
-        """The topic is ours."""
+        """Note that this sidecar owns the topic."""
         self._served_since = self._now_seconds()
 
     def gave_up(self, seconds: float) -> None:
-        """The topic was ours, and another one shall have it: for so long."""
+        """Note that another sidecar shall have the topic, which this one owned. Stay away for `seconds`."""
         self._served_since = None
         self._until = self._now_seconds() + seconds
 
     def found_owned(self) -> None:
-        """The topic is another one's. If it was ours, we were shut out."""
+        """Note that another sidecar owns the topic. If this one owned it before, it was shut out."""
         now, since = self._now_seconds(), self._served_since
         seconds = FIRST_SECONDS
         if since is not None:
@@ -620,13 +632,13 @@ class KeepingAway:
         self._until = now + seconds * (1 + jitter) / 2
 
 
-# -- Who published into a topic before it had an owner: its first owner states it, so that its log tells it for good.
+# -- Producers that published before the topic had an owner. Its first owner states them in the log, permanently.
 
 
 def state_earlier(topic: Owned) -> None:
-    """Hands the watermarks of those to the log of whom it says nothing yet. Whoever opens the topic comes after that.
+    """State the watermarks of earlier producers in the log, if it does not state them yet. Later opens come after that.
 
-    If that fails, the topic recovers, and it is done again. The topic serves.
+    If that fails, the topic recovers, and this is done again. The topic must be serving.
     """
     unsaid = {
         name.encode(): sequence_id
@@ -643,7 +655,7 @@ def state_earlier(topic: Owned) -> None:
 
 
 def _may_come(name: str) -> bool:
-    """Whether a producer of that name can ever open the topic."""
+    """Whether a producer with this name can ever open the topic."""
     try:
         producer_name(name)
     except SeqdedupeError:

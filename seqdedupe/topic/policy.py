@@ -1,7 +1,7 @@
-"""What an operator may set, for a topic, for a namespace, and for the sidecar: the topic's word counts first.
+"""The values that an operator may set for a topic, for a namespace, and for the sidecar. A topic's value comes first.
 
-The names are those of the fields of `TopicPolicy` in admin.proto and of `ControlPolicy` in batch.proto, so that either
-message is read and filled here.
+The names are the fields of `TopicPolicy` in admin.proto and of `ControlPolicy` in batch.proto. So both messages are
+read and filled here.
 """
 
 from collections.abc import Iterable
@@ -16,42 +16,43 @@ from seqdedupe.limits import FlushInterval, Retention, WindowLimits
 from seqdedupe.message_id import Position
 from seqdedupe.store.parts import LogKind
 
-# -- Which window of deduplication IDs was imported into a topic. It is kept, and changes, with the topic's policy.
+# -- The window of deduplication IDs that was imported into a topic. It is stored, and changes, with the topic's policy.
 #
-# The log says which one it was, the store alone has the IDs.
+# The log states which window it was; only the store has the IDs.
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedWindow:
-    """Of which file, how many IDs, and when the last one was published, in milliseconds since 1970."""
+    """The checksum of the imported file, its number of IDs, and the publish time of the last one, in ms since 1970."""
 
     checksum: bytes
     ids: int
     last_time_ms: int
 
     def fill(self, message: Any) -> None:
-        """Sets the fields of a `ControlImportedWindow`."""
+        """Set the fields of a `ControlImportedWindow`."""
         message.checksum, message.ids, message.last_publish_time_ms = self.checksum, self.ids, self.last_time_ms
 
 
 def imported_window_of(message: Any) -> ImportedWindow:
-    """That of a message. Raises ValueError if it is none."""
+    """Return the imported window in a message. Raises ValueError if it is not valid."""
     if len(message.checksum) != WINDOW_CHECKSUM_BYTES or min(message.ids, message.last_publish_time_ms) < 0:
         raise ValueError("it names an imported window that cannot be")
     return ImportedWindow(message.checksum, message.ids, message.last_publish_time_ms)
 
 
-# -- Named cursors: how far somebody has read a topic. They are kept with the topic's policy, and change one by one.
+# -- Named cursors: how far a reader has read a topic. They are stored with the topic's policy, and change one by one.
 
 MAX_CURSORS = 32
-"""Of a topic. All of them are in its policy, and so in each snapshot."""
+"""The largest number of cursors of a topic. All of them are in its policy, and so in each snapshot."""
 
 MAX_NOTE_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class NamedCursor:
-    """What it keeps, for whom, and up to which size of the log retention waits for it (MB; 0: it does not)."""
+    """A cursor: its position, a note on its use, and the log size (MB) up to which retention waits for it (0:
+    never)."""
 
     name: str
     position: Position
@@ -60,13 +61,13 @@ class NamedCursor:
 
 
 def fill_cursors(cursors: Iterable[NamedCursor], messages: Any) -> None:
-    """Adds them to the `ControlCursor`s, or `TopicCursor`s, of a message."""
+    """Add the cursors to the `ControlCursor`s or `TopicCursor`s of a message."""
     for cursor in cursors:
         fill_cursor(cursor, messages.add())
 
 
 def fill_cursor(cursor: NamedCursor, message: Any) -> None:
-    """Sets the fields of a `ControlCursor` or `TopicCursor`."""
+    """Set the fields of a `ControlCursor` or `TopicCursor`."""
     message.name, message.note = cursor.name, cursor.note
     message.hold_retention_in_mb = cursor.hold_retention_in_mb
     message.position.SetInParent()
@@ -74,25 +75,26 @@ def fill_cursor(cursor: NamedCursor, message: Any) -> None:
 
 
 def cursors_of(messages: Iterable[Any]) -> tuple[NamedCursor, ...]:
-    """Those of a message."""
+    """Return the cursors of a message."""
     return tuple(
         NamedCursor(one.name, Position.from_proto(one.position), one.note, one.hold_retention_in_mb) for one in messages
     )
 
 
 NO_LIMIT = -1
-"""As a retention."""
+"""The value for an unlimited retention."""
 
 NEVER = 0
-"""As a timeout."""
+"""The value for a timeout that is off."""
 
 LARGEST = 2**31 - 1
 
 LARGEST_WINDOW = 2**40
-"""In messages or bytes."""
+"""The largest limit of a window, in messages or bytes."""
 
 LONGEST_FLUSH_INTERVAL_MS = 10_000
-"""Whoever flushes or closes a producer waits for so long, and gives up after thrice that."""
+"""The longest interval. A client that flushes or closes a producer waits that long, and gives up after three times
+that."""
 
 BYTES_A_MB = 1024 * 1024
 _MILLISECONDS_A_MINUTE = 60_000
@@ -109,14 +111,14 @@ LEAST = {
     "deduplication_window_max_bytes": NO_LIMIT,
     "deduplication_window_max_minutes": NO_LIMIT,
 }
-"""Of the values that are numbers."""
+"""The smallest value of each numeric policy."""
 
 MOST = {
     "log_flush_interval_ms": LONGEST_FLUSH_INTERVAL_MS,
     "deduplication_window_max_messages": LARGEST_WINDOW,
     "deduplication_window_max_bytes": LARGEST_WINDOW,
 }
-"""Of those whose largest is not LARGEST."""
+"""The largest values of numeric policies, if they are not LARGEST."""
 
 ONLY_ON = {
     "overlap": LogKind.BROKER,
@@ -128,40 +130,40 @@ ONLY_ON = {
     "deduplication_window_max_bytes": LogKind.EMBEDDED,
     "deduplication_window_max_minutes": LogKind.EMBEDDED,
 }
-"""Values that topics on another kind of log do not heed."""
+"""The kind of log that each of these values needs. Topics on another kind ignore the value."""
 
 WINDOW = tuple(name for name in ONLY_ON if name.startswith("deduplication_window"))
-"""Values that topics of sequence IDs do not heed. None of them may be 0."""
+"""The values that topics of sequence IDs ignore. None of them may be 0."""
 
 
 class GapPolicy(Enum):
-    """What becomes of a message whose ID is not the one after its producer's last one. Values as on the wire."""
+    """The treatment of a message whose ID does not follow its producer's last one. Values as on the wire."""
 
     ALLOW = 1
     REJECT = 2
-    """The frame, or a broker's check, is refused with GAP. After nothing of its producer any ID may come."""
+    """Refuse the frame, or a broker's check, with GAP. The first ID of a producer may be any."""
 
 
 class OverlapPolicy(Enum):
-    """What becomes of a range of a broker's log of which only the first IDs are persisted. Values as on the wire."""
+    """The treatment of a range of a broker's log if only its first IDs are persisted. Values as on the wire."""
 
     PULSAR = 1
-    """Pulsar's answer: DUP, and the IDs that are new are lost."""
+    """Answer DUP, as Pulsar does. The new IDs are lost."""
     REJECT = 2
-    """It is refused: retrying it never helps, its sender has to split it."""
+    """Refuse the range. Retries never help: its sender must split it."""
 
 
 class DeduplicationRoute(Enum):
-    """By what messages of deduplication IDs find their partitions. Values as on the wire (`DeduplicationRoute`)."""
+    """The assignment of messages with deduplication IDs to partitions. Values as on the wire (`DeduplicationRoute`)."""
 
     ID = 1
     KEY = 2
-    """Every message has to have one."""
+    """Every message must have a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is set for one topic or one namespace, and changes as a whole. None: not set here, but inherited."""
+    """The values set for one topic or one namespace; they change as a whole. None: not set here, but inherited."""
 
     deduplication_enabled: bool | None = None
     overlap: OverlapPolicy | None = None
@@ -177,20 +179,22 @@ class Policy:
     deduplication_window_max_bytes: int | None = None
     deduplication_window_max_minutes: int | None = None
     by_deduplication_id: bool = False
-    """Whether the topic is one of deduplication IDs. It is no value: a topic has it from its beginning, for good."""
+    """Whether the topic is one of deduplication IDs. It is not a value that can be set: it is fixed when the topic is
+    made."""
     route: DeduplicationRoute | None = None
-    """Of a partition of a topic of deduplication IDs; for good, too."""
+    """The route of a partition of a topic of deduplication IDs; also permanent."""
     cursors: tuple[NamedCursor, ...] = ()
-    """By name. No operator sets them as he sets the others (`NAMES`), but they are kept and change with them."""
+    """The cursors by name. Operators do not set them like the values in `NAMES`, but they are stored and change with
+    them."""
     imported: ImportedWindow | None = None
-    """What was imported into a topic of deduplication IDs, until all of it has expired. Kept as the cursors."""
+    """The import into a topic of deduplication IDs, until all of it has expired. Stored like the cursors."""
 
     def with_values_of(self, other: "Policy") -> "Policy":
-        """This one, but for the values that the other one sets."""
+        """Return this policy with the values that the other one sets."""
         return replace(self, **_values(other))
 
     def without(self, names: list[str]) -> "Policy":
-        """This one, but for the values of these names (none: all). Raises INVALID_REQUEST."""
+        """Return this policy without the values of these names (none: all). Raises INVALID_REQUEST."""
         for name in names:
             if name not in NAMES:
                 raise error("INVALID_REQUEST", f"no policy is named {name!r}: there are {', '.join(NAMES)}")
@@ -198,7 +202,7 @@ class Policy:
         return replace(self, **none)
 
     def check(self) -> "Policy":
-        """Raises INVALID_REQUEST if a number is out of its range."""
+        """Raise INVALID_REQUEST if a number is out of its range."""
         for name, least in LEAST.items():
             value = getattr(self, name)
             most = MOST.get(name, LARGEST)
@@ -211,7 +215,7 @@ class Policy:
         return self
 
     def check_has_effect(self, log: LogKind) -> "Policy":
-        """Raises INVALID_REQUEST if it sets a value that no topic on this kind of log heeds."""
+        """Raise INVALID_REQUEST if it sets a value that topics on this kind of log ignore."""
         for name in _values(self).keys() & ONLY_ON.keys():
             if ONLY_ON[name] is not log:
                 where = "a broker's own log" if ONLY_ON[name] is LogKind.BROKER else "the sidecar's own log"
@@ -219,19 +223,19 @@ class Policy:
         return self
 
     def check_fits(self, *, by_deduplication_id: bool) -> "Policy":
-        """Raises INVALID_REQUEST if it sets a value that a topic of this mode does not heed."""
+        """Raise INVALID_REQUEST if it sets a value that a topic of this mode ignores."""
         if not by_deduplication_id and (name := next(iter(_values(self).keys() & set(WINDOW)), None)):
             raise error("INVALID_REQUEST", f"{name} has an effect only on topics of deduplication IDs, and this is not")
         return self
 
     def fill(self, message: Any) -> None:
-        """Sets the fields of a `TopicPolicy` or `ControlPolicy`."""
+        """Set the fields of a `TopicPolicy` or `ControlPolicy`."""
         for name, value in _values(self).items():
             setattr(message, name, value.value if isinstance(value, Enum) else value)
 
     @staticmethod
     def of(message: Any) -> "Policy":
-        """What a `TopicPolicy` or `ControlPolicy` sets. Raises ValueError for a value that this version does not know.
+        """Return what a `TopicPolicy` or `ControlPolicy` sets. Raises ValueError for a value unknown to this version.
 
         Numbers are not checked.
         """
@@ -243,7 +247,7 @@ class Policy:
 
     @staticmethod
     def of_request(message: Any) -> "Policy":
-        """What a `TopicPolicy` of a request sets. Raises INVALID_REQUEST for what cannot be set."""
+        """Return what a `TopicPolicy` of a request sets. Raises INVALID_REQUEST for invalid values."""
         try:
             return Policy.of(message).check()
         except ValueError as e:
@@ -256,25 +260,26 @@ NAMES = tuple(item.name for item in fields(Policy) if item.name not in _NO_VALUE
 
 @dataclass(frozen=True)
 class Applied:
-    """What is in force: as `Policy`, but every value is known. Each frame asks: so what follows from it is kept."""
+    """The policy in force: as `Policy`, but with every value. Each frame uses it, so values derived from it are
+    kept."""
 
     deduplication_enabled: bool = True
     """False: rows that would be DUP or UNKNOWN are NOT_DUP. Sessions, links, failures and numbers stay as they are."""
     overlap: OverlapPolicy = OverlapPolicy.REJECT
     """See `ONLY_ON`."""
     deduplication_entries_interval: int = 1000
-    """A snapshot is taken after so many stored batches."""
+    """The number of stored batches after which a snapshot is taken."""
     deduplication_snapshot_interval_seconds: float = 120
-    """A snapshot is taken so long after the first news since the last one; 0: not by time."""
+    """The time from the first change since the last snapshot to the next one; 0: not by time."""
     retention_size_in_mb: int = NO_LIMIT
     retention_time_in_minutes: int = NO_LIMIT
     gap: GapPolicy = GapPolicy.ALLOW
     deduplication_producer_inactivity_timeout_minutes: int = NEVER
-    """A producer that nobody has used for so long is forgotten."""
+    """The time after which an unused producer is forgotten."""
     log_flush_interval_messages: int = 1
-    """See `ONLY_ON`. The log is synced when so many messages are written and not synced,"""
+    """See `ONLY_ON`. The log is synced when this number of messages is written and not synced,"""
     log_flush_interval_ms: int = 0
-    """or the first of them was so long ago: by default, at every commit."""
+    """or when the first of them is this old. The default is every commit."""
     deduplication_window_max_messages: int = 10_000_000
     """See `TopicPolicy` in admin.proto."""
     deduplication_window_max_bytes: int = 2**30
@@ -282,12 +287,12 @@ class Applied:
 
     @cached_property
     def flush_interval(self) -> FlushInterval:
-        """As the log has it."""
+        """The flush interval, for the log."""
         return FlushInterval(self.log_flush_interval_messages, self.log_flush_interval_ms)
 
     @cached_property
     def window(self) -> WindowLimits:
-        """As the window of deduplication IDs has it."""
+        """The limits, for the window of deduplication IDs."""
         minutes = self.deduplication_window_max_minutes
         return WindowLimits(
             self.deduplication_window_max_messages,
@@ -297,7 +302,7 @@ class Applied:
 
     @cached_property
     def retention(self) -> Retention:
-        """In the log's units."""
+        """The retention, in the log's units."""
         size_mb, minutes = self.retention_size_in_mb, self.retention_time_in_minutes
         return Retention(
             None if size_mb < 0 else size_mb * BYTES_A_MB,
@@ -306,18 +311,18 @@ class Applied:
 
     @property
     def forgets(self) -> bool:
-        """Whether producers that nobody uses are forgotten: never while deduplication is off, as in Pulsar."""
+        """Whether unused producers are forgotten: never while deduplication is off, as in Pulsar."""
         return self.deduplication_enabled and self.deduplication_producer_inactivity_timeout_minutes != NEVER
 
     def fill(self, message: Any) -> None:
-        """As `Policy.fill`."""
+        """Set the fields of a message, as `Policy.fill`."""
         Policy(*(getattr(self, name) for name in NAMES)).fill(message)
 
     def under(self, policy: Policy) -> "Applied":
-        """What is in force where this is inherited and that is set."""
+        """Return the policy in force if a topic inherits this one and sets `policy`."""
         return replace(self, **_values(policy))
 
 
 def _values(policy: Policy) -> dict[str, Any]:
-    """What is set, by name."""
+    """Return the values that are set, by name."""
     return {name: value for name in NAMES if (value := getattr(policy, name)) is not None}

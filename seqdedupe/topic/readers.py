@@ -1,6 +1,6 @@
-"""A topic's messages for its readers: where to start, pages with batches cut at both ends, and streams of pages.
+"""Reading of a topic's messages: start positions, pages with batches cut at both ends, and streams of pages.
 
-Begin with `read_page` and `read_on`. At the end of a topic `Followers` give one page to all, who take turns.
+Begin with `read_page` and `read_on`. At the end of a topic, `Followers` give one page to all readers, in turns.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.topic import Topic
 
 PAGE_BYTES = 1024 * 1024
-"""What an answer holds, about: large enough that gRPC's cost a message does not count."""
+"""The approximate size of an answer, large enough that gRPC's cost per message does not count."""
 
 CUT_BYTES = 4_000_000
 """With an answer around it, this is below gRPC's default limit of 4 MiB a message."""
@@ -38,29 +38,30 @@ _SKIP_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Stored records, whole or cut, and where the next page starts."""
+    """Stored records, whole or cut, and the index where the next page starts."""
 
     records: bytes | memoryview
     next_index: int
     skipped: range = range(0)
-    """Instead of records: the indexes of messages that are damaged."""
+    """The indexes of damaged messages, instead of records."""
     encoded: bytes = b""
-    """As it goes out, where that is made once for several readers."""
+    """The encoded answer, if it is made once for several readers."""
 
 
 def end_index(topic: TopicBase) -> int:
-    """The index that the next message will get. Raises RECOVERING while it is not known, NOT_OWNER, LOG_DAMAGED."""
+    """Return the index that the next message will get. Raises RECOVERING while it is not known, NOT_OWNER,
+    LOG_DAMAGED."""
     topic.check_knows_its_end()
     return topic.confirmed_index
 
 
 async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = False) -> int:
-    """The index at which to read on after a position.
+    """Return the index at which to read on after a position.
 
-    Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, POSITION_DIVERGED if another message stands there or one
-    of another history, RECOVERING if it is after what is certain. The history cannot be told of a position that does
-    not say it, and of one whose message is trimmed; nor of one whose message is damaged, which is LOG_DAMAGED unless
-    `skip_damaged`.
+    Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, and RECOVERING if the position is after the last certain
+    message. Raises POSITION_DIVERGED if another message, or one of another history, stands there. The history is not
+    checked if the position does not state it, or if its message is trimmed or damaged. A damaged message raises
+    LOG_DAMAGED unless `skip_damaged`.
     """
     incarnation = topic.incarnation
     if position.incarnation != incarnation:
@@ -87,7 +88,7 @@ async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = 
 
 
 async def _check_is_the_same(topic: Topic, position: Position) -> None:
-    """Raises POSITION_DIVERGED if another message stands there than the position's. Of one that is gone none knows."""
+    """Raise POSITION_DIVERGED if another message than the position's stands there. A trimmed one cannot be checked."""
     if position.index < max(0, topic.log.first_index):
         return
     try:
@@ -113,7 +114,7 @@ async def _check_is_the_same(topic: Topic, position: Position) -> None:
 
 
 def check_index(topic: Topic, index: int) -> None:
-    """Raises INVALID_POSITION, POSITION_TRIMMED, POSITION_AFTER_END, RECOVERING unless reading can start here."""
+    """Raise INVALID_POSITION, POSITION_TRIMMED, POSITION_AFTER_END, RECOVERING unless reading can start here."""
     if index < 0:
         raise error("INVALID_POSITION", f"{index} is not an index: they begin with 0")
     if index < topic.log.first_index:
@@ -140,12 +141,12 @@ async def read_page(
     skip_damaged: bool = False,
     most_bytes: int = ANY_BYTES,
 ) -> Page:
-    """The records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
+    """Return the records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
 
-    A batch that is larger than clients take by default is cut between its rows. `from_index` below `stop_index`, and
-    `stop_index` at most the topic's readable index. With `skip_damaged`, a page may instead say what is damaged
-    there, up to the next message that can be read; otherwise that is LOG_DAMAGED. Raises `LargerRecordError` where a
-    record has more than `most_bytes`.
+    A batch that is larger than clients take by default is cut between its rows. `from_index` is below `stop_index`, and
+    `stop_index` at most the topic's readable index. With `skip_damaged`, a page may instead list the damaged messages,
+    up to the next readable one; otherwise they raise LOG_DAMAGED. Raises `LargerRecordError` if a record has more than
+    `most_bytes`.
     """
     try:
         return await _limited_page(topic, from_index, stop_index, max_bytes, most_bytes)
@@ -158,9 +159,9 @@ async def read_page(
 
 
 async def _next_readable(topic: Topic, index: int, e: SeqdedupeError, skip_damaged: bool) -> int:
-    """The first message from this one on that can be read, where `e` was raised when it was.
+    """Return the first readable message from this index on, after reading there raised `e`.
 
-    Raises `e` unless it says that something cannot be read, and the reader that this may be skipped.
+    Raises `e` unless it is a read error and the reader allows skipping such messages.
     """
     if skip_damaged and e.reason in ("LOG_DAMAGED", "LOG_UNREADABLE"):
         return await topic.log.next_readable(index)
@@ -172,7 +173,7 @@ async def _next_readable(topic: Topic, index: int, e: SeqdedupeError, skip_damag
 async def _limited_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int, most_bytes: int) -> Page:
     page = await _read_page(topic, from_index, stop_index, max_bytes, most_bytes)
     while len(page.records) > CUT_BYTES and (rows := page.next_index - from_index) > 1:
-        del page  # while the same record is read again
+        del page  # so that it is free while the same record is read again
         page = await _read_page(topic, from_index, from_index + rows // 2, max_bytes, most_bytes)
     return page
 
@@ -200,7 +201,7 @@ async def _read_page(topic: Topic, from_index: int, stop_index: int, max_bytes: 
 def _with_message_ids(
     topic: Topic, raw: bytes | memoryview, runs: Sequence[Runs], from_index: int, stop_index: int
 ) -> Page:
-    """Records cut to what was asked for, each with the message IDs of its rows."""
+    """Return records cut to the requested range, each with the message IDs of its rows."""
     at, end = 0, from_index
     parts: list[bytes] = []
     for of_record in runs:
@@ -212,9 +213,9 @@ def _with_message_ids(
 def _cut(
     topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int, runs: Runs = ()
 ) -> tuple[bytes, int, int]:
-    """The record at `at` with only those of its rows that were asked for, and where it ends; the index after it.
+    """Return the record at `at` with only the requested rows, the place where it ends, and the index after these rows.
 
-    With `runs`, the message IDs of its rows, it carries those of the rows that it has.
+    With `runs`, the message IDs of its rows, the record carries the IDs of the rows that remain.
     """
     places = np.empty(PLACES, np.int64)
     if scan_record(np.frombuffer(raw, np.uint8), at, topic.log.incarnation, -1, NO_KEY, places) != END:
@@ -245,24 +246,24 @@ def _cut(
     return cut_header + encoded + ids, int(places[RECORD_END]), base + last
 
 
-# -- Streams of pages, and what followers share: at the end of a topic all get one page, and they take turns.
+# -- Streams of pages, and the data that followers share: at the end of a topic all get one page, and take turns.
 #
-# A page that goes out costs the event loop the same whether it holds one batch or a hundred. So the more followers
-# there are, the more is gathered for each.
+# A page that goes out costs the event loop the same for one batch as for a hundred. So with more followers, more
+# messages are gathered for each.
 
 TURNS_AT_ONCE = 2
 TURN_SECONDS = 0.002
-"""So many followers go on in so long, a thousand a second: about a tenth of what the event loop can do.
+"""The period in which TURNS_AT_ONCE followers go on, a thousand a second: about a tenth of the event loop's capacity.
 
-Alone or in twos they get each commit at once; of a hundred each gets what a tenth of a second brings.
+One or two followers get each commit at once; each of a hundred gets the messages of a tenth of a second.
 """
 
 MAX_PAGES = 16
-"""Held for those who are about to take them, 16 MiB about; the one not taken for longest goes first."""
+"""The pages held for followers that are about to take them, about 16 MiB. The page unused for longest goes first."""
 
 
 class Turns:
-    """Lets TURNS_AT_ONCE go on in TURN_SECONDS, in the order in which they came."""
+    """A queue that lets TURNS_AT_ONCE callers go on in TURN_SECONDS, in the order in which they came."""
 
     def __init__(self) -> None:
         self._left = TURNS_AT_ONCE
@@ -270,13 +271,13 @@ class Turns:
         self._waiting: dict[asyncio.Future[None], None] = {}
 
     async def take(self) -> None:
-        """Returns when it is the caller's turn: at once unless there were many just now."""
+        """Wait for the caller's turn. It comes at once unless there were many callers just now."""
         loop = asyncio.get_running_loop()
         if self._left == TURNS_AT_ONCE:
             loop.call_later(TURN_SECONDS, self._go_on)
         if self._left:
             self._left -= 1
-            # Whoever published hears of the same commit first.
+            # The publishers hear of the same commit first.
             await asyncio.sleep(0)
             return
         turn = loop.create_future()
@@ -291,7 +292,7 @@ class Turns:
         while self._left and self._waiting:
             turn = next(iter(self._waiting))
             del self._waiting[turn]
-            # Whoever is leaving at this moment must not cost the next one its turn.
+            # A caller that leaves at this moment must not cost the next one its turn.
             if not turn.done():
                 turn.set_result(None)
                 self._left -= 1
@@ -300,35 +301,37 @@ class Turns:
 
 
 class Followers:
-    """What the followers of all topics of a sidecar share. `encode` makes of a page what goes out."""
+    """The data that followers of all topics of a sidecar share. `encode` makes the outgoing bytes of a page."""
 
     def __init__(self, encode: Callable[[Topic, Page], bytes]) -> None:
         self.turns = Turns()
         self._encode = encode
         self._ends: WeakKeyDictionary[Topic, int] = WeakKeyDictionary()
-        """Up to where the newest page of each goes."""
+        """The end index of the newest page, by topic."""
         self._count = itertools.count()
         self._numbers: WeakKeyDictionary[Topic, int] = WeakKeyDictionary()
-        """Of the topics. One that was opened again has another one: its log may have been replaced meanwhile."""
+        """The number of each topic. A topic that was opened again has another number: its log may have been replaced
+        meanwhile."""
         self._pages: OrderedDict[tuple[int, int, int], asyncio.Future[Page | None]] = OrderedDict()
 
     def end(self, topic: Topic, index: int) -> int:
-        """Up to where a follower that has all below `index` reads now, so that all end at the same message."""
+        """Return the index before which a follower that has all below `index` reads now, so that all end at the same
+        message."""
         end = self._ends.get(topic, 0)
         if end <= index:
             end = self._ends[topic] = topic.readable_index
         return end
 
     async def page(self, topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
-        """`read_page`, made once for all who ask for the same; None if each has to read for itself.
+        """Return a page as `read_page`, made once for all who request the same; None if each must read it alone.
 
-        That is when it cannot be read, so that each hears why, when whoever was reading it went away, and for a record
-        that is larger than pages are. It may be larger than `max_bytes` where another one has more room.
+        None: the page cannot be read (each caller then gets the error), the task that read it went away, or a record is
+        larger than a page. The page may be larger than `max_bytes` if another caller has more room.
         """
         key = self._numbers.setdefault(topic, next(self._count)), from_index, stop_index
         if (made := self._pages.get(key)) is not None:
             self._pages.move_to_end(key)
-            # Whoever is cancelled here must not cancel it for the others.
+            # A caller that is cancelled here must not cancel it for the others.
             return made.result() if made.done() else await asyncio.shield(made)
         made = self._pages[key] = asyncio.get_running_loop().create_future()
         if len(self._pages) > MAX_PAGES:
@@ -344,7 +347,7 @@ class Followers:
         return page
 
     def encoded(self, topic: Topic, page: Page) -> Page:
-        """A page as it goes out. What it was read with is not held any more."""
+        """Return a page in its outgoing form, without the bytes that were read."""
         data = self._encode(topic, page)
         # The records are where its encoding begins: they are held once.
         return Page(memoryview(data)[: len(page.records)], page.next_index, page.skipped, data)
@@ -363,13 +366,12 @@ async def read_on(
     skip_damaged: bool = False,
     followers: Followers | None = None,
 ) -> AsyncIterator[Page]:
-    """Pages from an index on: up to `stop_index`, waiting for messages that are not there yet; for ever if None.
+    """Yield pages from an index on: up to `stop_index`, waiting for messages to come; for ever if None.
 
-    `room` is asked before each how many bytes it may take, and again, for no fewer than a record takes, where that is
-    larger. With `followers` they come encoded, and who has read all there was takes turns with the others, and gets the
-    pages that they get. Ends early when the topic closes. Raises NOT_OWNER or
-    LOG_DAMAGED when no more messages will come from here, and LOG_DAMAGED for what is damaged where it reads unless
-    `skip_damaged`.
+    `room` is called before each page and returns the number of bytes that it may have. For a larger record it is called
+    again, with the record's size as the minimum. With `followers` pages are encoded; a reader that has read everything
+    takes turns with the others, and gets the same pages. Ends early when the topic closes. Raises NOT_OWNER or
+    LOG_DAMAGED when no more messages will come from here, and LOG_DAMAGED for damaged messages unless `skip_damaged`.
     """
     here = from_index
     had_all = here >= topic.readable_index
@@ -405,4 +407,4 @@ async def read_on(
         yield page
         here = page.next_index
         had_all = here >= end
-        del page  # until there is another one
+        del page  # so that it is free until there is another one

@@ -1,6 +1,6 @@
-"""Retention: the log's beginning is dropped once a durable snapshot covers it.
+"""Retention: the beginning of the log is dropped once a durable snapshot covers it.
 
-Before, what is in force and stated only there is written again.
+Statements that are in force and that only this part has are written again first.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ logger = logging.getLogger("seqdedupe.topic")
 
 
 class Trimmed(Protocol):
-    """What retention asks of its topic; `topic.Topic` and `base.TopicBase` say what each means."""
+    """The members of a topic that retention uses; `topic.Topic` and `base.TopicBase` describe each of them."""
 
     name: str
     incarnation: int
@@ -47,32 +47,32 @@ class Trimmed(Protocol):
 
 
 class Trimmer:
-    """Drops what the policy of a topic lets go, one look at a time."""
+    """The retention of a topic: it drops what the policy allows, one look at a time."""
 
     def __init__(self, topic: Trimmed) -> None:
         self._topic = topic
         self._looking: asyncio.Task[None] | None = None
 
     def look(self) -> None:
-        """A snapshot is durable, or the policy is another one: what may go now is dropped beside the caller."""
+        """Drop in the background what may be dropped after a durable snapshot or a change of the policy."""
         if self._topic.state is not State.DRAINING and (self._looking is None or self._looking.done()):
             self._looking = self._topic.spawn(trim(self._topic))
 
     def look_by_time(self) -> None:
-        """Has dropped what has become too old, though no snapshot may be taken: to be called again and again."""
+        """Drop messages that have become too old, even if no snapshot is taken. To be called again and again."""
         if self._topic.knows_its_end and self._topic.applied.retention.age_ms is not None:
             self.look()
 
 
 async def trim(topic: Trimmed) -> None:
-    """Drops what the topic's policy lets go; what is covered after this has begun waits for the next snapshot."""
+    """Drop what the topic's policy allows to drop. Messages covered after this has begun wait for the next snapshot."""
     retention = None
     try:
         await topic.log.snapshot_is_durable(topic.keeper.snapshotter.opaque)
         while retention != (retention := topic.applied.retention):
             first = await _may_trim_to(topic, retention)
             if topic.state in (State.STANDBY, State.READ_ONLY):
-                # Nothing can be said again. What a full disk needs is that something goes.
+                # Nothing can be stated again. A full disk needs something to be dropped.
                 await topic.log.trim(await _stated_from(topic, first))
             elif first > topic.log.first_index:
                 await state_again(topic, first)
@@ -82,7 +82,8 @@ async def trim(topic: Trimmed) -> None:
 
 
 async def _may_trim_to(topic: Trimmed, retention: Retention) -> int:
-    """As `Log.may_trim_to`; what a cursor has not passed that holds retention back stays, up to the cursor's limit."""
+    """Return the same as `Log.may_trim_to`, but keep messages for cursors that hold retention back, up to the cursor's
+    limit."""
     covered = topic.keeper.snapshot_index
     first = await topic.log.may_trim_to(covered, retention)
     for cursor in topic.policy.cursors:
@@ -95,7 +96,8 @@ async def _may_trim_to(topic: Trimmed, retention: Retention) -> int:
 
 
 async def _stated_from(topic: Trimmed, first_index: int) -> int:
-    """The highest index up to this one from which on the log says all that is in force: to say more takes an append."""
+    """Return the highest index up to this one from which on the log states all that is in force, without a new
+    append."""
     producers = topic.producers
     stated = [first_index, topic.policy_stated]
     if producers.has_forgotten:
@@ -106,15 +108,15 @@ async def _stated_from(topic: Trimmed, first_index: int) -> int:
             stated.append(int(producers.numbers[below, STATED].min()))
         await asyncio.sleep(0)
     if generation != producers.generation:
-        # Some have got numbers that were looked at before.
+        # Some producers have new numbers, which were looked at before the renumbering.
         return topic.log.first_index
     return max(min(stated), topic.log.first_index)
 
 
 async def state_again(topic: Trimmed, first_index: int) -> None:
-    """What is in force and stated only below this index is written again: the log alone must tell all of it.
+    """Write everything again that is in force and stated only below this index: the log alone must have all of it.
 
-    The policy always is, and with it the term: the markers go too, and no term must ever come twice.
+    The policy always is in force. The term is written with it: the markers are dropped too, and no term may come twice.
     """
     if topic.policy_stated < first_index:
         await topic.append_change(topic.newest_policy)
@@ -123,7 +125,7 @@ async def state_again(topic: Trimmed, first_index: int) -> None:
     parts = control.stated_again(topic.producers, first_index)
     while True:
         while topic.flight.has(Reset) or topic.flight.has(Purge):
-            # What is stated as it is now would stand after it, and take it back.
+            # The present state would be written after the change in flight, and undo it.
             await topic.flight.all_of_now()
         if (part := next(parts, None)) is None:
             return

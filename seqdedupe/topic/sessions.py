@@ -1,9 +1,9 @@
-"""Who owns a producer name: epochs, given by Open.
+"""Ownership of producer names: epochs, given by Open.
 
-An epoch is `term << 32 | n`, where n counts the topic's opens in that term, from a random number on: a log of which an
-older copy was restored has the same terms again, and must not give what the lost history gave. The newest owns the
-name. Safety does not rest on epochs (watermark and link give it); they keep two processes with one name from fighting
-for ever.
+An epoch is `term << 32 | n`. n counts the topic's opens in that term, from a random number on: if an older copy of a
+log was restored, its terms come again, and must not give the epochs of the lost history. The newest epoch owns the
+name. Safety does not depend on epochs (watermark and link give it). Epochs keep two processes with one name from
+fighting for ever.
 """
 
 from dataclasses import dataclass, field
@@ -18,16 +18,16 @@ from seqdedupe.limits import MAX_OPEN_NAMES, NO_EPOCH
 from seqdedupe.names import new_producer_name, producer_name
 
 NAMES_A_STEP = 1_000
-"""The event loop does so many in one step, a millisecond or two. With more it does others' work in between."""
+"""The number of names that the event loop handles in one step, a millisecond or two. Other work runs between steps."""
 
 _TERM_SHIFT = 32
 LAST_OPEN: int = 2**_TERM_SHIFT - 1
 RANDOM_BYTES = 4
-"""Half of the opens of a term can be skipped: as many are left as there are seconds in 68 years."""
+"""The random number can skip half of the opens of a term. The rest is the number of seconds in 68 years."""
 
 
 def highest_term(epochs: Int64s) -> int:
-    """The highest term in which one of these was given; 0 for none of them."""
+    """Return the highest term in which one of these was given; 0 if the list is empty."""
     return int(epochs.max(initial=0)) >> _TERM_SHIFT
 
 
@@ -37,20 +37,20 @@ def can_have_been_given(epoch: int) -> bool:
 
 
 def wrong_count() -> SeqdedupeError:
-    """The error of an Open of no name, of too many, or of one twice."""
+    """Return the error for an Open of no name, of too many, or of one twice."""
     what = f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once"
     return error("INVALID_NAME", what, hint="Name each producer once, and open more of them in several calls.")
 
 
 def check_count(names: list[str]) -> None:
-    """Raises INVALID_NAME for an Open of too many names, or of one that comes twice."""
+    """Raise INVALID_NAME for an Open of no name, of too many names, or of one that comes twice."""
     if not 1 <= len(names) <= MAX_OPEN_NAMES or len(set(names)) < len(names):
         raise wrong_count()
 
 
 def encoded_names(names: list[str], known: Producers | None = None) -> list[bytes]:
-    """The names of an Open, or some of them, in UTF-8. Raises INVALID_NAME for one that cannot be one, and for one that
-    is not known and cannot be new."""
+    """Return names of an Open in UTF-8. Raises INVALID_NAME for an invalid name, and for an unknown one that is not
+    allowed as a new name."""
     encoded = [producer_name(name) for name in names]
     are_new = [True] * len(names) if known is None else (known.find_all(encoded) < 0).tolist()
     for shown, is_new in zip(names, are_new, strict=True):
@@ -64,14 +64,14 @@ class SessionStarts:
     """The sessions that an Open starts or resumes. All but `refusals` are columns of the names that are not refused."""
 
     places: Int64s
-    """Their places in the call."""
+    """The places of the names in the call."""
 
     names: list[bytes]
     numbers: Int64s
-    """Theirs when it began."""
+    """The producers' numbers at the start of the call."""
     epochs: Int64s
     earlier_epochs: Int64s
-    """Of the sessions before these; NO_EPOCH where there was none."""
+    """The epochs of the sessions before these; NO_EPOCH where there was none."""
     refusals: dict[int, SeqdedupeError]
     """By place in the call: FENCED, INVALID_EPOCH."""
     is_resume: bool
@@ -79,7 +79,7 @@ class SessionStarts:
 
 @dataclass(frozen=True, slots=True)
 class OpenAnswer:
-    """What `Open` answers, in the order of the names. A name that is refused has epoch 0, persisted and index -1."""
+    """The answer of `Open`, in the order of the names. A refused name has epoch 0, persisted and index -1."""
 
     epochs: list[int]
     persisted: list[int]
@@ -87,13 +87,13 @@ class OpenAnswer:
     refusals: dict[int, SeqdedupeError] = field(default_factory=dict)
     """By place: FENCED, INVALID_EPOCH."""
     forgotten: list[int] = field(default_factory=list)
-    """The places of resumed names of which there is nothing, or was nothing when their session was resumed before,
-    where names were ever forgotten."""
+    """The places of resumed names that have no data, or had none at an earlier resume of their session, in a topic that
+    has ever forgotten names."""
     fenced_epochs: dict[int, int] = field(default_factory=dict)
-    """By place, of names that another session had before."""
+    """The epoch of the previous session, by place, for names that another session had."""
 
     def extend(self, other: "OpenAnswer") -> None:
-        """What is answered of the names after these."""
+        """Add the answer for the names after these."""
         first = len(self.epochs)
         self.epochs.extend(other.epochs)
         self.persisted.extend(other.persisted)
@@ -103,7 +103,8 @@ class OpenAnswer:
         self.fenced_epochs.update((first + place, epoch) for place, epoch in other.fenced_epochs.items())
 
     def among(self, names: int, refusals: dict[int, SeqdedupeError]) -> "OpenAnswer":
-        """The same, as the answer to so many names, of which those at these places were refused before."""
+        """Return this answer as the answer to a call of `names` names. The names at the places in `refusals` were
+        refused before."""
         if not refusals:
             return self
         places = [place for place in range(names) if place not in refusals]
@@ -123,20 +124,20 @@ class Sessions:
         self._term = 0
         self._opens = 0
         self._begun_anew: dict[bytes, int] = {}
-        """By name the epoch of a session that was resumed after the name was forgotten."""
+        """By name, the epoch of a session that was resumed after the name was forgotten."""
 
     def begin_term(self, term: int, random: bytes) -> None:
-        """The topic has a new owner. Where its opens begin to count is of RANDOM_BYTES."""
+        """Begin the term of a new owner. `random`, of RANDOM_BYTES, gives the start of the count of opens."""
         self._term, self._opens = term, int.from_bytes(random, "little") >> 1
 
     def open(self, names: list[str], epochs: list[int] | None) -> SessionStarts:
-        """Starts new sessions (unless `term_is_used_up`), or resumes those of the given epochs, each by itself.
+        """Start new sessions (unless `term_is_used_up`), or resume those of the given epochs, each independently.
 
         They are in force from now on.
 
-        Where names were forgotten, an earlier session may have gone on under one before the newest did: that one is
-        fenced then, or it would take the other one's messages for its own.
-        Raises INVALID_NAME: then none of them is.
+        If names were forgotten, an earlier session may have resumed one before the newest session did. The newest one
+        is then fenced, or it would take the other session's messages for its own. Raises INVALID_NAME: then no session
+        is started.
         """
         encoded = encoded_names(names, self._producers)
         refusals: dict[int, SeqdedupeError] = {}
@@ -160,7 +161,7 @@ class Sessions:
         return SessionStarts(np.array(places, np.int64), accepted, numbers, given, earlier, refusals, is_resume)
 
     def opened(self, opening: SessionStarts, names: int) -> OpenAnswer:
-        """What an Open of so many names answers once all that it waits for has settled."""
+        """Return the answer to an Open of `names` names, once everything that it waits for has settled."""
         answer = OpenAnswer([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
         if not opening.is_resume:
             had = np.flatnonzero(opening.earlier_epochs != NO_EPOCH)
@@ -175,7 +176,7 @@ class Sessions:
         known = (numbers.tolist(), rows[:, DURABLE_EPOCH].tolist(), rows[:, PERSISTED].tolist())
         for name, place, epoch, number, current, last in zip(*given, *known, strict=True):
             if opening.is_resume and current > epoch:
-                # While it waited; and a reset may have taken from it what it has receipts for.
+                # This happened while it waited. A reset may also have removed IDs for which the session has receipts.
                 answer.refusals[place] = _fenced(name.decode(), epoch, current)
                 continue
             answer.epochs[place] = epoch
@@ -184,8 +185,8 @@ class Sessions:
         return answer
 
     def begin_anew(self, names: list[bytes], epochs: Int64s) -> None:
-        """These sessions were resumed after their names had been forgotten. Whether their clients hear that is not
-        known: as long as this process knows them, each resume is told."""
+        """Note that these sessions were resumed after their names had been forgotten. Their clients may not have
+        received the answer. So each resume reports it, as long as this process knows them."""
         self._begun_anew.update(zip(names, epochs.tolist(), strict=True))
 
     def has_begun_anew(self, name: bytes, epoch: int) -> bool:
@@ -193,14 +194,14 @@ class Sessions:
         return self._begun_anew.get(name) == epoch
 
     def forget(self, names: list[bytes]) -> None:
-        """The sessions of these names are over."""
+        """Forget the sessions of these names, which are over."""
         if self._begun_anew:
             for name in names:
                 self._begun_anew.pop(name, None)
 
     @property
     def term_is_used_up(self) -> bool:
-        """Whether there is no epoch left for another session: first a new term has to begin."""
+        """Whether there is no epoch left for another session: a new term must begin first."""
         return self._opens >= LAST_OPEN
 
     def _next_epoch(self) -> int:
@@ -213,8 +214,8 @@ class Sessions:
         return bool((rows[:, EPOCH] > rows[:, DURABLE_EPOCH]).any())
 
     def need_a_record(self, names: list[str], epochs: list[int] | None) -> bool:
-        """Whether the log has to say something for these to be opened, as `open`: only what it says already is resumed
-        without. Also where all that are new will be refused."""
+        """Whether the log needs a record to open these, as `open`. Only sessions that the log has already are resumed
+        without one. Also true if all new ones will be refused."""
         if epochs is None:
             return True
         numbers = self._producers.find_all([name.encode(errors="replace") for name in names])
@@ -222,7 +223,7 @@ class Sessions:
         return any(epoch > known for epoch, known in zip(epochs, durable.tolist(), strict=True))
 
     def use(self, names: list[str]) -> None:
-        """Somebody wants these names: they are not idle."""
+        """Mark these names as used: they are not idle."""
         self._producers.activity.use(self._known(names))
 
     def _known(self, names: list[str]) -> Int64s:
@@ -232,8 +233,8 @@ class Sessions:
 
     def _why_not_resumed(self, name: bytes, epoch: int, current: int) -> SeqdedupeError | None:
         shown = name.decode()
-        # What was given is known for good, unless it was forgotten: a higher one is of another history of this log, of
-        # which an older copy was restored.
+        # Given epochs are known for good, unless the name was forgotten. A higher one comes from another history of
+        # this log, of which an older copy was restored.
         is_known = current > NO_EPOCH and not self._producers.has_forgotten
         newest = current if is_known else self._term << _TERM_SHIFT | self._opens
         if not can_have_been_given(epoch) or epoch > newest:

@@ -1,7 +1,7 @@
-"""A topic with a log of ours: here a frame is admitted, appended, settled and answered.
+"""A topic with its own log. Here frames are admitted, appended, settled and answered.
 
-Begin with `Topic.admit`. Whether the log may be appended to is its `owner`'s to say; what of a frame is new, its
-`judge`'s; when snapshots are taken, its `keeper`'s.
+Begin with `Topic.admit`. The `owner` decides whether the log may be appended to. The `judge` decides which messages of
+a frame are new. The `keeper` decides when snapshots are taken.
 """
 
 import asyncio
@@ -42,17 +42,17 @@ logger = logging.getLogger("seqdedupe.topic")
 class Topic(TopicBase):
     """A topic of this process. It takes messages once `recover` has returned.
 
-    Everything here runs on one event loop and decides in arrival order, so admission order, append order and
-    confirmation order are one order and nothing needs a lock. The way of a frame:
+    Everything here runs on one event loop and decides in arrival order. So admission, append and confirmation have the
+    same order, and nothing needs a lock. The way of a frame:
 
-    1. *admit*: the judge decides about it, as a whole. What is new of it is in flight from then on.
-    2. *append*: that is handed to the log.
-    3. *settle*: the log tells what became of the oldest that it was handed. Confirming makes messages persisted and
-       readable in one step, before their receipt is given and before anything is called Dup because of them.
-    4. *answer*: the receipt, or why there is none.
+    1. *admit*: the judge decides about the whole frame. Its new messages are in flight from then on.
+    2. *append*: the new messages are handed to the log.
+    3. *settle*: the log reports the outcome of the oldest appends. Confirming makes messages persisted and readable in
+       one step, before their receipt is given and before any message is called Dup because of them.
+    4. *answer*: the sender gets the receipt, or the reason why there is none.
 
-    `on_state` is told each change of state, with one line why. `window_memory` is shared by topics of deduplication
-    IDs; without it their windows stay in memory. `imported` is the window that the store has of an import.
+    `on_state` is called at each change of state, which has a one-line reason. Topics of deduplication IDs share
+    `window_memory`; without it their windows stay in memory. `imported` is the window of an import in the store.
     `is_standby`: see `Owner`.
     """
 
@@ -77,7 +77,7 @@ class Topic(TopicBase):
             log.incarnation,
             producers_of(loaded) if producers is None else producers,
             loaded,
-            # Without a snapshot everything that is left in the log is read.
+            # Without a snapshot, everything that is left in the log is read.
             first_index=log.first_index,
             applied=applied,
             on_state=on_state,
@@ -87,15 +87,15 @@ class Topic(TopicBase):
         self.now_seconds: Callable[[], float] = asyncio.get_running_loop().time
         self.flight = Flight()
         self.next_index = self.confirmed_index
-        """That of the next message that is handed to the log."""
+        """The index of the next message that is handed to the log."""
         self.opening = 0
-        """Of the log. The outcomes of earlier ones are not heard any more."""
+        """The number of the log's current opening. Outcomes of earlier openings are ignored."""
         self.ownership = 0
-        """Of what is appended now."""
+        """The ownership of the messages that are appended now."""
         self.known_term = 0
-        """The highest that a control record names."""
+        """The highest term in a control record."""
         self.policy_stated = -1
-        """From this index on the log states the policy; -1: not known."""
+        """The log states the policy from this index on; -1: not known."""
         self.import_parts = control.ImportParts()
         self._random_bytes = random_bytes
         self._streams: dict[int, Callable[[SeqdedupeError], None]] = {}
@@ -125,7 +125,7 @@ class Topic(TopicBase):
 
     @property
     def judge(self) -> Judge:
-        """What decides about a frame here."""
+        """The judge that decides about a frame in this topic."""
         return self.by_sequence_id if self.ids.window is None else self.ids
 
     def admit(
@@ -139,12 +139,12 @@ class Topic(TopicBase):
         when_durable: Callable[[], None] | None = None,
         looked_up: LookedUp | None = None,
     ) -> None:
-        """Decides about a frame and hands what is new to the log. `reply` is called once, now or when that settles.
+        """Decide about a frame and hand its new messages to the log. Call `reply` once, now or when they settle.
 
-        With `when_durable` the receipt may be given before that, when it is written, where the policy is so. It says
-        so, and this is called when it is durable. Should the log lose it, the streams are ended.
-        `lone`: links may be left out, as in a unary call. `looked_up` is what `ids.look_up` has just answered; without
-        it everybody may have to wait for a disk. Nothing is raised: what is wrong is a `Refusal`.
+        With `when_durable`, the receipt may come earlier, when the frame is written, if the policy allows it. The
+        receipt says so, and `when_durable` is called once the frame is durable. If the log loses the frame, the streams
+        are ended. `lone`: links may be omitted, as in a unary call. `looked_up` is the result that `ids.look_up` has
+        just returned; without it everybody may have to wait for a disk. Nothing is raised: an error is a `Refusal`.
         """
         try:
             self.check_serving()
@@ -176,12 +176,13 @@ class Topic(TopicBase):
         else:
             self._append(Admitted(new, answer, reply, self.now_seconds(), when_durable))
             if when_durable is None and not self.applied.flush_interval.is_every_commit:
-                # Somebody waits who takes nothing less.
+                # A sender waits that accepts only a durable receipt.
                 self.log.flush()
 
     def check_serving(self) -> None:
-        """Raises why the topic takes no messages, if it does not: RECOVERING, LOG_REFUSED, NOT_OWNER, DRAINING,
-        TOPIC_NOT_FOUND, TOPIC_TERMINATED, LOG_DAMAGED."""
+        """Raise the reason why the topic takes no messages, if there is one: RECOVERING, LOG_REFUSED, NOT_OWNER,
+        DRAINING, TOPIC_NOT_FOUND, TOPIC_TERMINATED, LOG_DAMAGED.
+        """
         if self.held is not None and self.state is not State.DRAINING:
             raise self.held
         if self.state is State.SERVING:
@@ -197,9 +198,9 @@ class Topic(TopicBase):
     # -- 2. append ---------------------------------------------------------------------------------------------
 
     def _append(self, item: Admitted) -> None:
-        """Hands to the log what was decided."""
+        """Hand the new messages of a decided frame to the log."""
         try:
-            # First, or the log might have what nobody here knows of.
+            # First, or the log might have messages that this process does not know.
             self.flight.add(item)
         except MemoryError as e:
             item.reply(Refusal(item.receipt.frame, self.owner.out_of_step(e)))
@@ -207,14 +208,15 @@ class Topic(TopicBase):
         frame = item.frame
         try:
             self.log.append(frame.encoded, frame.rows, frame.column_bytes)
-        except Exception as e:  # noqa: BLE001 (whatever it is: whether the log has it is found out)
+        except Exception as e:  # noqa: BLE001 (any error: the owner then finds out whether the log has it)
             self.owner.out_of_step(e)
         self.next_index += frame.rows
 
     def append_change(self, change: Change) -> "asyncio.Future[None]":
-        """Hands a control record to the log. Done when it is durable and in force; raises why it is not.
+        """Hand a control record to the log. The future is done when the record is durable and in force, or raises why
+        not.
 
-        Raises at once, and does nothing, unless the topic takes messages; and MESSAGE_TOO_LARGE.
+        Raises at once, and does nothing, if the topic takes no messages; also MESSAGE_TOO_LARGE.
         """
         self.check_serving()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -226,20 +228,20 @@ class Topic(TopicBase):
         try:
             self.log.append_control(body)
         except InvalidRequestError as e:
-            # The log has taken nothing, however often it is asked.
+            # The log has taken nothing, and would refuse every repetition.
             self.flight.take_back()
             if isinstance(change, ProducerSessions | Reset):
                 # These epochs are in force already, and must not be.
                 self.owner.out_of_step(e)
             raise
-        except Exception as e:  # noqa: BLE001 (as of a frame)
+        except Exception as e:  # noqa: BLE001 (as for a frame)
             self.owner.out_of_step(e)
         return done
 
     # -- 3. settle ---------------------------------------------------------------------------------------------
 
     def settle(self, opening: int, outcome: Outcome) -> None:
-        """The log tells what became of the oldest appends in flight."""
+        """Handle the outcome of the oldest appends in flight, which the log reports."""
         if opening != self.opening:
             return
         confirmed: list[Admitted | Changing] = []
@@ -250,7 +252,7 @@ class Topic(TopicBase):
                 self._confirm(item, runs)
                 confirmed.append(item)
                 last = runs or last
-        except Exception as e:  # noqa: BLE001 (whatever it is: the log has those behind it all the same)
+        except Exception as e:  # noqa: BLE001 (any error: the log has the later ones all the same)
             failed = e
         for _ in confirmed:
             self.flight.take()
@@ -272,7 +274,7 @@ class Topic(TopicBase):
         self.keeper.snapshotter.stored(len(confirmed))
 
     def _confirm(self, item: Admitted | Changing, runs: Runs) -> None:
-        """It is in the log."""
+        """Confirm an append that is in the log."""
         if isinstance(item, Changing):
             self._apply(item.change, self.confirmed_index)
             return
@@ -281,9 +283,8 @@ class Topic(TopicBase):
         self.confirmed_index += item.frame.rows
 
     def merge(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None:
-        """Records that were found in the log count from now on; what is in flight and among them is confirmed and
-        answered."""
-        # Before anything counts: what fails is done again as a whole.
+        """Put records that were found in the log in force. Confirm and answer those that are in flight."""
+        # This comes before anything counts: a merge that fails is repeated as a whole.
         found = self._found(chunk, table[:count], runs_of)
         self._learn(chunk, table, count, runs_of)
         for _ in found:
@@ -294,7 +295,7 @@ class Topic(TopicBase):
         self.flight.tell()
 
     def _found(self, chunk: bytes, table: Table, runs_of: RunsOf) -> list[Admitted | Changing]:
-        """Those in flight that are among these records."""
+        """Return the appends in flight that are among these records."""
         found: list[Admitted | Changing] = []
         waiting = iter(self.flight)
         oldest = next(waiting, None)
@@ -302,7 +303,7 @@ class Topic(TopicBase):
             if oldest is None or places[TERM] or oldest.body != body_of(chunk, places):
                 continue
             if isinstance(oldest, Admitted):
-                # Where it stands, which need not be where it was to stand.
+                # The index where it stands, which may differ from the intended one.
                 oldest.receipt.stands_at(int(places[BASE_INDEX]))
                 oldest.receipt.runs = runs_of(k)
             found.append(oldest)
@@ -317,14 +318,14 @@ class Topic(TopicBase):
             for change, term, index in changes:
                 self.known_term = max(self.known_term, term)
                 self._apply(change, index)
-        # What is merged again may stand before the last message that is known.
+        # Records that are merged again may stand before the last known message.
         self.confirmed_index = max(self.confirmed_index, int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS]))
         for last in np.flatnonzero(table[:count, ROWS] > 0)[-1:].tolist():
             self.last_ownership = ownership(table[last])
             self.last_message_id = last_of(runs_of(last))
 
     def _apply(self, change: Change, index: int) -> None:
-        """A control record is in the log, before the message with this index."""
+        """Apply a control record that is in the log, before the message with this index."""
         if isinstance(change, Policy):
             if change.by_deduplication_id:
                 self.ids.begin(index)
@@ -332,13 +333,13 @@ class Topic(TopicBase):
             # It may stand at the end of a segment that is dropped with the message before it.
             self.policy_stated = index - 1
         elif isinstance(change, CursorChange):
-            # Nothing else of the policy is another one.
+            # Nothing else of the policy changes.
             self.policy = change.applied_to(self.policy)
         else:
             control.apply(change, self.import_parts, self.producers, index)
 
     def fail_in_flight(self, e: SeqdedupeError, *, of_changes: SeqdedupeError | None = None) -> None:
-        """What is in flight is given up: nothing of it counts as pushed any more."""
+        """Give up all appends in flight: none of their messages counts as pushed any more."""
         failed = [self.flight.take() for _ in range(len(self.flight))]
         self.by_sequence_id.fail()
         self.ids.fail()
@@ -351,16 +352,16 @@ class Topic(TopicBase):
             if not item.is_told:
                 self._reply(item, Refusal(item.receipt.frame, e))
         if any(isinstance(item, Admitted) and item.is_told for item in failed):
-            # Whoever was told that it is written learns by a resume that it is not.
+            # A sender whose receipt was early learns by a resume that its frame is not written.
             self.end_streams(e)
         self.flight.tell()
 
     def not_appended(self, reason: str, why: str) -> SeqdedupeError:
-        """What is said of what was not appended."""
+        """Return the error for frames that were not appended."""
         return error(reason, f"topic {self.name} could not write it to its log: {why}")
 
     async def all_settled(self) -> None:
-        """Returns when all that is in flight now has settled, whatever the flush policy."""
+        """Wait until everything that is in flight now has settled, with any flush policy."""
         self.log.flush()
         await self.flight.all_of_now()
 
@@ -382,18 +383,20 @@ class Topic(TopicBase):
             self._count(item.receipt, item.frame.rows)
             self.counters.stored_bytes += len(item.frame.encoded)
         except Exception:
-            # Others wait for their answers, and the topic for what comes after them.
+            # Other senders wait for their answers, and the topic for the next steps.
             logger.exception("topic %s could not give an answer", self.name)
 
     def _count(self, receipt: FrameReceipt, new_rows: int) -> None:
-        """A frame has its receipt; so many of its rows were stored."""
+        """Count a frame that has its receipt. `new_rows` of its rows were stored."""
         if receipt.verdicts is None:
             self.counters.not_dup += new_rows
         else:
             self.counters.count_verdicts(receipt.verdicts, new_rows)
 
     def _answer_early(self, written: Sequence[Runs]) -> None:
-        """Frames are in the log that a power cut may still take: their senders alone hear of it, if they asked to."""
+        """Answer early for frames that a power cut may still remove from the log, but only to senders that asked for
+        it.
+        """
         for item, runs in zip(self.flight.written(len(written)), written, strict=True):
             if isinstance(item, Admitted) and item.when_durable is not None:
                 item.receipt.runs = runs
@@ -401,7 +404,7 @@ class Topic(TopicBase):
                 item.is_told = True
                 self._reply(item, item.receipt)
             else:
-                # Its sender takes nothing less. Before the policy was in force nobody asked for the sync.
+                # Its sender accepts only a durable receipt. Nobody asked for the sync before the policy was in force.
                 self.log.flush()
 
     def _reply(self, item: Admitted, answer: FrameReceipt | Refusal) -> None:
@@ -412,25 +415,25 @@ class Topic(TopicBase):
             logger.exception("topic %s could not give an answer", self.name)
 
     def connect(self, end: Callable[[SeqdedupeError], None] = lambda e: None) -> NumbersCache:
-        """A stream begins: its cache. The producers that it uses are in use until `disconnect`.
+        """Begin a stream and return its cache. The producers that it uses are in use until `disconnect`.
 
-        `end` is called if another sidecar has taken the topic: everything in flight has been answered by then.
+        `end` is called if another sidecar has taken the topic. Everything in flight has been answered before that.
         """
         cache = NumbersCache(stream=self.producers.activity.connect())
         self._streams[cache.stream] = end
         return cache
 
     def disconnect(self, cache: NumbersCache) -> None:
-        """The stream with this cache has ended."""
+        """End the stream with this cache."""
         self.producers.activity.disconnect(cache.stream)
         self._streams.pop(cache.stream, None)
 
     def end_streams(self, why: SeqdedupeError) -> None:
-        """Who publishes here comes again, and finds out."""
+        """End all streams. Their clients connect again, and learn the reason."""
         for end in list(self._streams.values()):
             end(why)
 
-    # -- what it holds -----------------------------------------------------------------------------------------
+    # -- contents ----------------------------------------------------------------------------------------------
 
     @property
     def window(self) -> IdWindow | None:
@@ -489,13 +492,13 @@ class Topic(TopicBase):
             return self.confirmed_index
         return max(self.confirmed_index, self.log.certain_index)
 
-    # -- policy, retention, and what was imported --------------------------------------------------------------
+    # -- policy, retention and import --------------------------------------------------------------------------
 
     async def set_policy(self, policy: Policy) -> None:
-        """Sets the policy, as a whole: durable and in force, between two frames, on return.
+        """Set the whole policy. On return it is durable and in force, between two frames.
 
-        Raises why the topic takes nothing now, or LOG_REFUSED: then it is as it was. Whoever is cancelled here does not
-        know.
+        Raises the reason why the topic takes nothing now, or LOG_REFUSED: then the policy is unchanged. A caller that
+        is cancelled here does not know the outcome.
         """
         await self.append_change(policy)
 
@@ -516,8 +519,8 @@ class Topic(TopicBase):
         self.trimmer.look()
 
     def begins_to_serve(self) -> None:
-        """It has been taken over, and takes messages."""
-        # What was loaded, or read from the log, counts whether anything comes or not.
+        """Begin to take messages, after the log has been taken over."""
+        # Loaded messages and replayed ones count even if no new ones come.
         self._window_may_have_grown()
         self.ids.imported.say_if_missing()
 
@@ -530,12 +533,12 @@ class Topic(TopicBase):
             self._forgetting_import = self.spawn(self._forget_import())
 
     async def _forget_import(self) -> None:
-        """Nothing is imported any more. If that cannot be now, the next frame has it tried again."""
+        """Remove the import from the policy. If that fails now, the next frame starts another try."""
         with suppress(SeqdedupeError):
             async with self.ids.imported.changing:
                 await self.append_change(replace(self.newest_policy, imported=None))
                 self.ids.imported.there = None
-                # One that is under way may have written runs, of which something would be missing.
+                # An import in progress may have written runs, and parts of them would be missing.
                 self.newest_import = None
                 windows.remove_import(self.store, self.incarnation)
 
@@ -556,11 +559,11 @@ class Topic(TopicBase):
     # -- its beginning and its end -----------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """See `Owner.recover`."""
+        """Recover the topic, see `Owner.recover`."""
         await self.owner.recover()
 
     async def drain(self) -> None:
-        """Takes nothing more, settles what is in flight, takes a last snapshot, lets go of the log."""
+        """Stop taking messages, settle appends in flight, take a last snapshot, and close the log."""
         self.change_state(State.DRAINING, "the sidecar is shutting down")
         await self.all_settled()
         if self.knows_its_end:
@@ -568,14 +571,14 @@ class Topic(TopicBase):
         await self.close("the sidecar is shutting down")
 
     async def delete(self) -> None:
-        """`close`, for good: whoever still uses the topic is told that it is not there."""
+        """Close the topic permanently. Callers that still use it get an error that it does not exist."""
         self.closed_because = "TOPIC_NOT_FOUND"
         await self.close("it was deleted")
 
     async def close(self, why: str) -> None:
-        """Lets go of the log at once. Frames in flight are answered with OUTCOME_UNKNOWN."""
+        """Close the log at once. Frames in flight are answered with OUTCOME_UNKNOWN."""
         self.change_state(State.DRAINING, why)
-        # First: a snapshot that is under way, or an append that settles, would have it measured again.
+        # First: a snapshot in progress, or an append that settles, would start another measurement of it.
         await self.ids.close()
         await self.end_tasks()
         self.owner.close()

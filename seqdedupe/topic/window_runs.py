@@ -1,9 +1,9 @@
 """The older part of a topic's window of deduplication IDs: its runs in the store.
 
-They are looked through for frames, made of what leaves memory, and merged; one was imported, perhaps. How much memory
-the windows of all topics may take decides when.
+Frames are looked up in the runs. Runs are made of IDs that leave memory, and merged; one may be imported. The memory
+limit for the windows of all topics decides when.
 
-Runs are built beside serving: in threads, by kernels that leave other threads alone, and written bit by bit.
+Runs are built in the background: in threads, by kernels that do not block other threads, and written bit by bit.
 """
 
 import asyncio
@@ -35,27 +35,29 @@ from seqdedupe.topic.frame import Frame, check_by_id
 from seqdedupe.topic.policy import Policy
 
 MOVED_PART = 8
-"""A run has one in so many of the IDs in memory, or a chunk."""
+"""A run is made of one in this number of the IDs in memory, or of one chunk."""
 MAX_RUNS = 8
-"""From more on the smallest neighbours are merged: every new ID is looked for in the filters of all."""
+"""The number of runs above which the smallest neighbours are merged: every new ID is looked for in the filters of
+all."""
 PAGES_A_PART = 64
-"""Of a run, merged at once."""
+"""The pages of a run that are merged at once."""
 READ_AT_ONCE = 1024
-"""Pages, for a frame."""
+"""The pages that are read at once for a frame."""
 TIDIED_AT_ONCE = 4096
-"""IDs, in one step of the event loop."""
+"""The IDs tidied in one step of the event loop."""
 EXCESS = 4
-"""One in so many of the limit may be taken more before publishers wait."""
+"""The share of the limit, one in this number, that may be used in addition before publishers wait."""
 
 logger = logging.getLogger("seqdedupe.exports")
 _topic_logger = logging.getLogger("seqdedupe.topic")
 
 
-# -- What was imported.
+# -- The import.
 
 
 class WindowImported:
-    """`policy` gives what is in force. `on_expired` is told when nothing of what was imported counts any more."""
+    """The import of a window. `policy` returns the policy in force. `on_expired` is called when none of the import
+    counts."""
 
     def __init__(
         self,
@@ -65,25 +67,25 @@ class WindowImported:
         on_expired: Callable[[], None],
     ) -> None:
         self.there = there
-        """What the store has. Only if the policy names it, it counts."""
+        """The import in the store. It counts only if the policy names it."""
         self.is_under_way = False
         """Whether the log may have a policy that names it, which is not in force yet."""
         self.changing = asyncio.Lock()
-        """Held by whoever changes what the store has, and then the policy."""
+        """The lock for a change of the import in the store, and then of the policy."""
         self._topic = topic
         self._policy = policy
         self._on_expired = on_expired
         self._next_number = FIRST_RUN if there is None else there.run.number + 1
 
     def take_number(self) -> int:
-        """That of a run that is begun now. None has it twice: what names the first one would be taken for naming the
-        second, whose IDs are hashed with another key."""
+        """Return the number of a run that is begun now. No number is used twice: a record that names the first run
+        would seem to name the second, whose IDs are hashed with another key."""
         self._next_number += 1
         return self._next_number - 1
 
     @property
     def in_force(self) -> ImportedIds | None:
-        """What counts; None if nothing was imported, or it is missing."""
+        """The import that counts; None if there was no import, or it is missing."""
         wanted = self._policy().imported
         if wanted is None or self.there is None or self.there.checksum != wanted.checksum:
             return None
@@ -91,7 +93,7 @@ class WindowImported:
 
     @property
     def is_missing(self) -> bool:
-        """Whether it was imported, and the store lacks it."""
+        """Whether a window was imported and the store does not have it."""
         return self._policy().imported is not None and self.in_force is None
 
     @property
@@ -99,11 +101,11 @@ class WindowImported:
         return 0 if self.there is None else self.there.run.memory_bytes
 
     def settled(self) -> None:
-        """What the log has is in force."""
+        """Note that everything in the log is in force."""
         self.is_under_way = False
 
     def say_if_missing(self) -> None:
-        """An operator has to know."""
+        """Log an error if the import is missing, since an operator must know."""
         wanted = self._policy().imported
         if wanted is not None and self.is_missing:
             _topic_logger.error(
@@ -114,7 +116,7 @@ class WindowImported:
             )
 
     def to_look_into(self, since_ms: int) -> ImportedIds | None:
-        """What a verdict needs that counts IDs published after this time; None if that is nothing.
+        """Return the import if a verdict about IDs published after this time needs it; otherwise None.
 
         Raises WINDOW_MISSING, and RECOVERING while an import is not durable yet.
         """
@@ -141,8 +143,8 @@ class WindowImported:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """Where the IDs of a frame are in the runs of a generation: each one's index, NOWHERE for others. And in what was
-    imported: the second of each."""
+    """The places of a frame's IDs in the runs of a generation: the index of each, or NOWHERE. For the import: the
+    second of each."""
 
     generation: int
     imported: ImportedIds | None
@@ -151,10 +153,10 @@ class LookedUp:
 
 
 class WindowRuns:
-    """`take_snapshot` returns when one is durable that began after the call, or raises why there is none.
+    """The runs of one window. `take_snapshot` returns when a snapshot that began after the call is durable, or raises.
 
-    Once it is closed nothing is written and named any more, whatever is being built: the incarnation may be another
-    topic's by then.
+    After it is closed nothing is written or named any more, even for a run that is being built. The incarnation may
+    belong to another topic by then.
     """
 
     def __init__(
@@ -173,22 +175,22 @@ class WindowRuns:
         self._building = asyncio.Lock()
         self.is_closed = False
         self._damaged: list[tuple[IdRun, IdRun]] = []
-        """Neighbours of which one cannot be read: others are merged in their stead."""
+        """Pairs of neighbours of which one cannot be read: other pairs are merged instead."""
 
     def close(self) -> None:
         self.is_closed = True
 
     def check_open(self) -> None:
-        """Raises DRAINING."""
+        """Raise DRAINING if the window is closed."""
         if self.is_closed:
             raise error("DRAINING", "the topic is closed")
 
     # -- looking up ----------------------------------------------------------------------------------------------
 
     async def look_up(self, encoded: bytes) -> LookedUp | None:
-        """Reads for a frame what is to be decided next, without holding up others; None if nothing has to be read.
+        """Read what the decision about a frame needs, without blocking others. Return None if nothing must be read.
 
-        What it answers is for the step of the event loop that follows: later the runs may be others.
+        The result is for the next step of the event loop: later the runs may have changed.
         """
         window = self._window()
         if window is None or not (window.older.runs or self.imported.in_force):
@@ -208,14 +210,15 @@ class WindowRuns:
                 if (window.older.generation, self.imported.in_force) == looked_into:
                     return LookedUp(*looked_into, *found)
         except SeqdedupeError:
-            # Whoever decides about the frame finds the same, and says so.
+            # The decision about the frame finds the same error, and reports it.
             return None
 
     def older(self, frame: Frame, since_ms: int, looked_up: LookedUp | None) -> Int64s:
-        """The index of each ID of a frame in the runs there are now, or IMPORTED: as it was looked up, or read at once.
+        """Return the index of each ID of a frame in the current runs, or IMPORTED. Use `looked_up`, or read now if it
+        is old.
 
-        Of what was imported that counts which was published after `since_ms`. Raises STORE_DAMAGED, STORE_UNAVAILABLE,
-        and what `WindowImported.to_look_into` raises.
+        IDs of the import count if they were published after `since_ms`. Raises STORE_DAMAGED, STORE_UNAVAILABLE, and
+        errors of `WindowImported.to_look_into`.
         """
         window, imported = self._window(), self.imported.to_look_into(since_ms)
         if window is None or not (window.older.runs or imported):
@@ -234,15 +237,15 @@ class WindowRuns:
         return np.where(counts & (looked_up.indexes < window.first_index), IMPORTED, looked_up.indexes)
 
     def _candidates(self, window: IdWindow, frame: Frame) -> list[tuple[IdRun, int, int]]:
-        """Rows that a filter lets through: in which run, and in which of its pages."""
+        """Return the rows that a filter lets through, each with its run and its page there."""
         found = window.older.candidates(frame.view, frame.places, window.hash_key, window.first_index)
         if (imported := self.imported.in_force) is not None:
             found += [(imported.run, row, pages) for row, pages in imported.candidates(frame.view, frame.places)]
         return [(run, row, page) for run, row, pages in found for page in pages]
 
     def _found(self, frame: Frame, wanted: "list[tuple[IdRun, int, int]] | tuple[()]") -> tuple[Int64s, Int64s]:
-        """The highest index of each row, and the highest second, of those that these pages have with its very bytes.
-        Blocks, in any thread."""
+        """Return the highest index and the highest second of each row, for IDs that these pages hold with the same
+        bytes. This blocks, and any thread may call it."""
         indexes, seconds = np.full(frame.rows, NOWHERE, np.int64), np.full(frame.rows, NOWHERE, np.int64)
         for at in range(0, len(wanted), READ_AT_ONCE):
             some = wanted[at : at + READ_AT_ONCE]
@@ -257,9 +260,9 @@ class WindowRuns:
     # -- out of memory -------------------------------------------------------------------------------------------
 
     async def move_out(self) -> bool:
-        """The oldest IDs in memory lie in a run from now on. Whether there were any that could.
+        """Move the oldest IDs in memory to a run. Return whether there were any to move.
 
-        Raises STORE_UNAVAILABLE, DRAINING, and what `take_snapshot` raises: they are in memory then, and nothing is
+        Raises STORE_UNAVAILABLE, DRAINING, and errors of `take_snapshot`: then they are still in memory, and nothing is
         lost.
         """
         window = self._window()
@@ -277,12 +280,12 @@ class WindowRuns:
                     return False
                 window.older.offer(run)
             await self._name(window)
-        while window.tidy(TIDIED_AT_ONCE):  # noqa: ASYNC110 (this is what gets it done)
+        while window.tidy(TIDIED_AT_ONCE):  # noqa: ASYNC110 (this loop does the work)
             await asyncio.sleep(0)
         return True
 
     async def merge(self) -> bool:
-        """Two runs are one from now on, if there are too many. Whether there were. Raises as `move_out`."""
+        """Merge two runs into one if there are too many. Return whether there were. Raises as `move_out`."""
         window = self._window()
         if window is None:
             return False
@@ -308,7 +311,7 @@ class WindowRuns:
         return True
 
     async def _name(self, window: IdWindow) -> None:
-        """A snapshot that names what is offered; if that is forgotten by now it is given up."""
+        """Take a snapshot that names the offered run. If the run is forgotten by now, it is given up."""
         self.check_open()
         offered = window.older.offered
         await self._take_snapshot()
@@ -316,12 +319,12 @@ class WindowRuns:
             window.older.offered = None
 
     async def _oldest(self, window: IdWindow) -> list[Piece]:
-        """Copies of the oldest chunks in memory, which follow one another."""
+        """Return copies of the oldest chunks in memory, which follow one another."""
         pieces: list[Piece] = []
         for first_index in window.oldest_chunks(MOVED_PART):
             piece = window.whole_chunk(first_index)
             if piece is None:
-                # It is forgotten by now, and with it all that are older.
+                # It is forgotten by now, and so are all older ones.
                 pieces.clear()
             else:
                 pieces.append(piece)
@@ -340,7 +343,7 @@ class WindowRuns:
         return await writer.finish(end_index, np.array(chunks, np.int64))
 
     async def _merged(self, window: IdWindow, pair: tuple[IdRun, IdRun]) -> IdRun | None:
-        """One run with all of these that is not forgotten; None if all of it is."""
+        """Return one run with all IDs of these that are not forgotten; None if all are."""
         chunks = np.concatenate([run.chunks for run in pair])
         chunks = chunks[chunks[:, 0] + chunks[:, 1] > window.first_index]
         if not len(chunks):
@@ -375,10 +378,10 @@ class WindowRuns:
 
 
 class WindowMemory:
-    """Has the largest window move its oldest IDs to a run while all together take more than `limit_bytes`.
+    """The memory limit of all windows. While they exceed `limit_bytes`, the largest one moves its oldest IDs to a run.
 
-    One run is made at a time. What comes meanwhile may take a part more (`EXCESS`); a window that is read from the log
-    takes what it needs. While the store cannot be written all stays in memory.
+    One run is made at a time. New IDs may meanwhile use a part more (`EXCESS`); a window that is read from the log
+    takes the memory that it needs. While the store cannot be written, everything stays in memory.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -390,12 +393,12 @@ class WindowMemory:
         self._progress = Broadcast()
 
     async def room(self) -> None:
-        """Returns when more may come: memory has room, or will not get any now."""
+        """Wait until more IDs may come: memory has room, or will not get any now."""
         while self._moving is not None and self._total > self.limit_bytes + self.limit_bytes // EXCESS:
             await self._progress.wait()
 
     def measure(self, runs: WindowRuns, window: IdWindow) -> None:
-        """This window may have grown. That of a topic which is closed counts no more."""
+        """Measure a window that may have grown. The window of a closed topic does not count."""
         if runs.is_closed:
             return
         self._windows[runs] = window
@@ -407,7 +410,7 @@ class WindowMemory:
             self._moving.add_done_callback(self._moved)
 
     async def forget(self, runs: WindowRuns) -> None:
-        """The topic of this window is closed: nothing of it is moved or measured any more."""
+        """Stop moving and measuring the window of a topic that is closed."""
         self._windows.pop(runs, None)
         self._total -= self._bytes.pop(runs, 0)
         if self._moving is not None:
@@ -423,7 +426,7 @@ class WindowMemory:
                     if await runs.move_out():
                         break
                 except SeqdedupeError as e:
-                    # A topic that takes no snapshot now does not hold up others.
+                    # A topic that takes no snapshot now does not block others.
                     failed.add(runs)
                     logger.warning("deduplication IDs stay in memory for now: %s", e)
             else:
