@@ -1,7 +1,7 @@
-"""The places where a batch's columns stand, and little-endian numbers in raw bytes. Nothing here is compiled.
+"""The places of a batch's columns, and little-endian numbers in raw bytes. Nothing here is compiled.
 
 A *place row* describes one batch in a buffer: an array of int64 with PLACES elements, filled by `layout` and `scan`.
-Where a column stands is read through `start` and `size` alone; the other elements have a name each.
+Only `start` and `size` read the place of a column. Each other element has a name.
 """
 
 import numpy as np
@@ -50,7 +50,7 @@ FIELD_NUMBERS = (*range(1, 19), 31, 32, 33)
 # The other elements of a place row.
 ROWS = 2 * COLUMNS
 PRODUCERS = ROWS + 1
-"""0 in a batch of deduplication IDs without producers."""
+"""For each column, its field number in `Batch` (batch.proto)."""
 COLUMNS_END = ROWS + 2
 """Where the payload fields begin: recovery does not read on from here."""
 BAD = ROWS + 3

@@ -246,7 +246,7 @@ class EmbeddedLogs:
 
     @property
     def running_committer(self) -> Committer | None:
-        """The commit thread, if it runs by now."""
+        """The commit thread, if it is running."""
         return self._committer
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:

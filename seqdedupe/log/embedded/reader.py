@@ -86,12 +86,12 @@ class Ahead:
 
     @property
     def is_empty(self) -> bool:
-        """Whether none is known, of those that this process has looked for."""
+        """Whether no such segment is known from the looks of this process."""
         return not self._seen_ms
 
     @property
     def has_looked(self) -> bool:
-        """Whether what an earlier process has seen is known."""
+        """Whether the findings of earlier processes have been loaded."""
         return self._looked_ms is not None
 
     def __contains__(self, base_index: int) -> bool:

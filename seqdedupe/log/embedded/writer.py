@@ -56,7 +56,7 @@ class Syncer:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more files should be left to it now."""
+        """Whether no more files should be handed over now."""
         return self._left >= self._max_files
 
     def sync(self, left: LeftFile) -> None:
@@ -369,17 +369,17 @@ class Writer:
 
     @property
     def has_unsynced(self) -> bool:
-        """Whether something is written that neither its file's sync nor the journal has made durable."""
+        """Whether there is written data that neither a sync of the file nor the journal has made durable."""
         return bool(self._unsynced)
 
     @property
     def may_use_journal(self) -> bool:
-        """Whether a round of the journal would have all that has to be durable now."""
+        """Whether one round of the journal would cover everything that must be durable now."""
         return self.is_due and len(self._unsynced) == 1
 
     @property
     def is_in_journal(self) -> bool:
-        """Whether its file may lack what the journal has."""
+        """Whether the file may lack data that the journal has."""
         return self._file_synced < self._end
 
     def in_journal(self) -> None:
