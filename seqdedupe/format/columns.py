@@ -45,16 +45,16 @@ PAYLOADS = 20
 COLUMNS = 21
 
 FIELD_NUMBERS = (*range(1, 19), 31, 32, 33)
-"""Of each column, its field number in `Batch` (batch.proto)."""
+"""For each column, its field number in `Batch` (batch.proto)."""
 
 # The other elements of a place row.
 ROWS = 2 * COLUMNS
 PRODUCERS = ROWS + 1
-"""For each column, its field number in `Batch` (batch.proto)."""
+"""0 in a batch of deduplication IDs without producers."""
 COLUMNS_END = ROWS + 2
-"""Where the payload fields begin: recovery does not read on from here."""
+"""The place where the payload fields begin: recovery does not read beyond it."""
 BAD = ROWS + 3
-"""The row or producer at which a batch was found wrong, and what it has there instead."""
+"""The row or producer at which a batch was found invalid, and the value that it has there instead."""
 BASE_INDEX = ROWS + 4
 PUBLISH_TIME_MS = ROWS + 5
 RECORD_START = ROWS + 6
@@ -69,32 +69,32 @@ PLACES = ROWS + 11
 
 @for_kernels
 def start(places: Int64s | list[int], column: int) -> int:
-    """Where in the buffer the column begins; 0 where it is left out."""
+    """Return the place in the buffer where the column begins; 0 if it is omitted."""
     return places[2 * column]
 
 
 @for_kernels
 def size(places: Int64s | list[int], column: int) -> int:
-    """How many bytes the column has; 0 where it is left out."""
+    """Return the number of bytes of the column; 0 if it is omitted."""
     return places[2 * column + 1]
 
 
 @for_kernels
 def put(places: Int64s, column: int, start: int, size: int) -> None:
-    """The column stands there."""
+    """Set the place of the column."""
     places[2 * column] = start
     places[2 * column + 1] = size
 
 
 @for_kernels
 def int32_column(raw: Bytes, places: Int64s, column: int) -> Int32Column:
-    """The values of a column of 32-bit numbers. In a kernel they are valid no longer than `raw` is in use there."""
+    """Return the values of a column of 32-bit numbers. In a kernel they are valid only while `raw` is in use there."""
     return view32(raw, start(places, column), size(places, column) // 4)
 
 
 @for_kernels
 def int64_column(raw: Bytes, places: Int64s, column: int) -> Int64Column:
-    """The same for 64-bit numbers."""
+    """Return the values of a column of 64-bit numbers, in the same way."""
     return view64(raw, start(places, column), size(places, column) // 8)
 
 
@@ -105,4 +105,4 @@ def _columns_of_fields() -> Int64s:
 
 
 COLUMN_OF_FIELD = _columns_of_fields()
-"""The column of each field number, -1 where there is none."""
+"""The column of each field number, -1 if there is none."""
