@@ -61,7 +61,7 @@ MOVE_SECONDS = 10.0
 
 @dataclass(slots=True)
 class PulsarResources:
-    """What all logs of a sidecar have in common."""
+    """The common resources of all logs of a sidecar."""
 
     client: pulsar.asyncio.Client
     instance_name: str

@@ -218,7 +218,7 @@ NameAt = Callable[[str], Awaitable[str | None]]
 
 @dataclass(slots=True)
 class SeenOwner:
-    """What the topics of a cluster show of one sidecar."""
+    """The information about one sidecar in the topics of a cluster."""
 
     name: str
     """Its instance name."""

@@ -217,7 +217,7 @@ class EntryWriter:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the producer is connected now. One that lost the topic to another writer never is again."""
+        """Whether the producer is connected now. A producer that lost the topic to another writer never is again."""
         return bool(self._producer.is_connected())
 
     def append(self, messages: Sequence[PulsarMessage]) -> None:
