@@ -220,7 +220,7 @@ def with_tags(made: list[bytes], key: Int64s) -> list[memoryview]:
 
 @kernel()
 def put_tags(raw: Uint8s, count: int, key: Int64s) -> int:
-    """Writes the tags of so many headers that stand one after the other; returns how many."""
+    """Write the tags of `count` consecutive headers. Return `count`."""
     for k in range(count):
         at = k * HEADER_BYTES
         tag = siphash(raw, at, at + TAG_AT, key)

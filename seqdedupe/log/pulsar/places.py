@@ -152,8 +152,7 @@ class Places:
         return self._points[max(at - 1, 0)]
 
     def below(self, index: int) -> list[Point]:
-        """Return the points that have only messages below this index before them, without the point before that
-        message; at least the first."""
+        """Return the points with a next index below this index; at least the first."""
         return self._points[: max(1, bisect_left(self._points, index, key=_next_index))]
 
     def recent(self, index: int) -> MessageId | None:
@@ -203,7 +202,7 @@ def _next_index(point: Point) -> int:
 
 VERSION = 1
 MAX_STORED_POINTS = 64
-"""They go with every snapshot. After a start a 30th of a topic may have to be read to find an old message."""
+"""The most points in a snapshot. After a start a 30th of a topic may have to be read to find an old message."""
 
 _HEAD = struct.Struct("<BQ")
 _POINT = struct.Struct("<QQQQqqqqQ")

@@ -74,7 +74,7 @@ class TermStanding(NamedTuple):
 
 @dataclass
 class Counts:
-    """How many entries that are not valid were met."""
+    """The numbers of invalid entries that were read."""
 
     void: int = 0
     repeats: int = 0
