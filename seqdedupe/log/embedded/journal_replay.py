@@ -331,7 +331,7 @@ def confirmed(rounds: list[JournalRound], forgotten: int, begun: int) -> Iterato
         found = by_number.get(number)
         chain.append(found)
         if found is None:
-            # The rounds before it cannot be told from refused ones. All logs are concerned anyway.
+            # The rounds before it cannot be distinguished from refused ones. All logs are concerned anyway.
             break
         number = found.previous
     return reversed(chain[1:] if chain and chain[0] and is_unconfirmed(chain[0], begun) else chain)

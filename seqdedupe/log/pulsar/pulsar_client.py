@@ -124,7 +124,7 @@ def never_raises(token: Token) -> Token:
     def asked() -> str:
         try:
             return token()
-        except Exception as e:  # noqa: BLE001 (whatever it is, the client's thread must go on)
+        except Exception as e:  # noqa: BLE001 (after any failure the client's thread must go on)
             logger.warning("no token for Pulsar: %s", e if isinstance(e, SeqdedupeError) else type(e).__name__)
             return ""
 
