@@ -276,7 +276,7 @@ class EmbeddedLogs:
         return log_folder.Arrival(self._folder, incarnation)
 
     def receiver(self) -> str:
-        """See `arrival.receiver`. Blocks. Raises OSError."""
+        """See `log_folder.receiver`. Blocks. Raises OSError."""
         return log_folder.receiver(self._folder)
 
     def empty_arrivals(self) -> set[int]:
@@ -289,7 +289,7 @@ class EmbeddedLogs:
         return set(coming)
 
     def remove_arrivals(self) -> None:
-        """See `arrival.remove_all`. Blocks."""
+        """See `log_folder.remove_all`. Blocks."""
         log_folder.remove_all(self._folder)
 
     def has_moved(self, incarnation: int) -> bool:

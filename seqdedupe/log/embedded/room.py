@@ -1,7 +1,8 @@
-"""When a log may be opened for writing: its disk has room, and after a write that was refused a trial has succeeded.
+"""The rule when a log may be opened for writing: its disk has room, and after a refused write a trial has succeeded.
 
-What opening writes is small, and fits where no batch does. Without a trial, a topic on a full disk would serve, refuse,
-and serve again, with a new marker each time. A full quota and a file system that has become read-only are the same.
+Opening writes little, and fits where no batch does. Without a trial, a topic on a full disk would serve, refuse, and
+serve again, with a new marker each time. A full quota and a file system that has become read-only count like a full
+disk.
 """
 
 import os

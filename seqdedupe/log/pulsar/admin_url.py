@@ -388,7 +388,7 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def upload_schema(self, topic: str, kind: str, definition: str, properties: Mapping[str, str]) -> None:
-        """Give a topic a schema; its existing schema stays. Raises INVALID_REQUEST for a schema that Pulsar refuses, or
+        """Set a topic's schema; its existing schema stays. Raises INVALID_REQUEST for a schema that Pulsar refuses, or
         that is not compatible with the topic's."""
         body = {"type": kind, "schema": definition, "properties": dict(properties)}
         try:

@@ -259,7 +259,7 @@ class Collector:
         self._row_runs: list[Run] = []
 
     def __len__(self) -> int:
-        """The number of records that `take` would return."""
+        """Return the number of records that `take` would return."""
         return len(self._records) + (len(self._rows) > 0)
 
     def add(self, entry: PulsarEntry) -> TermVerdict:

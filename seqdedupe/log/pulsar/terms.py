@@ -27,8 +27,8 @@ from seqdedupe.log.pulsar.entries import NOWHERE, Marker, PulsarMessage, damaged
 from seqdedupe.message_id import MessageId
 
 REMEMBERED_ENTRIES = 16_384
-"""A repeat is compared with this number of the newest entries. A client sends only entries again that it has in flight,
-and an owner never has more in flight."""
+"""A repeat is compared with this number of the newest entries. A client resends only entries in flight, and an owner
+never has more in flight."""
 
 
 _NOTHING = "\0"
