@@ -50,7 +50,7 @@ FIELD_NUMBERS = (*range(1, 19), 31, 32, 33)
 # The other elements of a place row.
 ROWS = 2 * COLUMNS
 PRODUCERS = ROWS + 1
-"""0 in a batch of deduplication IDs without producers."""
+"""The number of producers; 0 in a batch of deduplication IDs without producers."""
 COLUMNS_END = ROWS + 2
 """The place where the payload fields begin: recovery does not read beyond it."""
 BAD = ROWS + 3
@@ -60,10 +60,10 @@ PUBLISH_TIME_MS = ROWS + 5
 RECORD_START = ROWS + 6
 RECORD_END = ROWS + 7
 TERM = ROWS + 8
-"""In a marker, its term; 0 in a batch and in a control record."""
+"""The term of a marker; 0 in a batch and in a control record."""
 SYNCED_OFFSET = ROWS + 9
 OWNERSHIP = ROWS + 10
-"""As a signed number: see `records.ownership_of`."""
+"""The ownership as a signed number: see `records.ownership`."""
 PLACES = ROWS + 11
 
 

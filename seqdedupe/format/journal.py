@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The place where they end."""
+        """The place in the file where the records end."""
         return self.offset + len(self.body)
 
 
