@@ -79,7 +79,7 @@ GIVE_UP = (
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A topic of which there is a log: what was found, and what it takes to read the log again."""
+    """A topic that has a log: the findings, and the values needed to read the log again."""
 
     findings: TopicFindings
     folder: Path

@@ -27,8 +27,7 @@ class Missing:
     """The number of messages; None if it is unknown."""
 
     is_perhaps_trimmed: bool = False
-    """Nothing of this producer is stored before, and retention has removed messages: some or all may be gone by
-    that."""
+    """Whether retention may have removed some or all: no earlier message of this producer is stored."""
 
     def to_json(self) -> dict[str, Any]:
         return {

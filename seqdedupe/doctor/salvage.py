@@ -1,9 +1,8 @@
 """Salvage: everything still readable in a data directory, written into a new one that a sidecar can open.
 
 A whole topic is copied unchanged. From any other topic, the remaining messages are written in order to a log of a new
-incarnation, so that nobody reads on from a position in the old log. Watermarks are at least those in the old log and
-the old store. So an existing message is never stored twice. A missing message is a Dup all the same, and is therefore
-reported.
+incarnation. So nobody reads on from a position in the old log. Watermarks are at least those in the old log and the old
+store. So an existing message is never stored twice. A missing message is a Dup all the same, and is therefore reported.
 """
 
 import asyncio
@@ -112,7 +111,7 @@ REPORT_FILE = "salvage.json"
 
 @dataclass(slots=True)
 class KeptStretch:
-    """Messages that stand one after the other in the old log, and where the first one stands in the new one."""
+    """Consecutive messages of the old log, and the index of the first one in the new log."""
 
     first_index: int
     last_index: int
