@@ -321,7 +321,7 @@ def confirmed(rounds: list[JournalRound], forgotten: int, begun: int) -> Iterato
     """Yield the confirmed rounds, in order; None for a round that is missing, or too damaged to tell which logs it
     concerns.
 
-    The last round may be torn, and then it does not count. If it is whole, it may have been confirmed. Every other
+    The last round may be torn, and then it does not count. If it is not torn, it may have been confirmed. Every other
     round was confirmed if the next one says so. A refused round that is in the file all the same is skipped.
     """
     by_number = {found.number: found for found in rounds if found.number > forgotten}
