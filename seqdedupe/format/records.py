@@ -317,8 +317,8 @@ def new_result(ownership: int = 0) -> Int64s:
 def span(raw: Bytes, result: Int64s) -> int:
     """Find the range of a slice of whole, checked records without markers.
 
-    `result` receives the index of its first message, the index after the first record, the place of the last record,
-    the index of that record's first message, and the index after the last record. Return the number of records.
+    `result` receives five values: the index of its first message, the index after the first record, the place of the
+    last record, the index of that record's first message, and the index after it. Return the number of records.
     """
     at = 0
     count = 0
