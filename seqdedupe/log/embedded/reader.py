@@ -164,7 +164,7 @@ PUBLISHING_SECONDS = 0.1
 
 MAX_WINDOWS = 16
 MAX_WINDOWS_BYTES = 16 * 1024 * 1024
-"""The most bytes kept for all readers of a sidecar. The least recently used window goes first."""
+"""The most windows and bytes kept for all readers of a sidecar. The least recently used window goes first."""
 
 
 class Window:
