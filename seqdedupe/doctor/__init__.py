@@ -1,5 +1,5 @@
-"""Data directories, examined and salvaged while no sidecar runs on them.
+"""Data directories, examined and salvaged while no sidecar uses them.
 
-Begin with `examine`, which reads everything and comes to `findings`; `tally` counts what is missing where a log was
-damaged. `salvage` writes what can be read into a new directory.
+Begin with `examine`, which reads everything and returns `findings`. `tally` counts what is missing where a log was
+damaged. `salvage` writes everything readable into a new directory.
 """

@@ -1,5 +1,5 @@
-"""A data directory, every byte of it, looked at while no sidecar runs on it. Changes nothing. `examine` begins; what it
-comes to of one topic's log is at the end."""
+"""Reads every byte of a data directory while no sidecar uses it. Changes nothing. Begin with `examine`; the findings
+about one topic's log are at the end."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -32,7 +32,7 @@ from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.windows import read_pages
 from seqdedupe.topic.policy import ImportedWindow
 
-# -- What was imported into a topic of deduplication IDs: the log says what it was, and the store is to have it.
+# -- The import into a topic of deduplication IDs: the log says what was imported, and the store must have it.
 
 PAGES_AT_ONCE = 1024
 
@@ -40,7 +40,7 @@ IMPORT_AGAIN = "start the sidecar and import the same file again (seqdedupe impo
 
 
 def examine_imported(found: TopicFindings, store: Store | None, wanted: ImportedWindow) -> None:
-    """Puts into `found` how many IDs there are, and why not all of them."""
+    """Write to `found` the number of imported IDs, and why some are missing."""
     found.imported_ids = wanted.ids
     found.imported_why = _why(store, found.incarnation, wanted)
     if found.imported_why:
@@ -79,7 +79,7 @@ GIVE_UP = (
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A topic of which there is a log: what was found, and what it takes to read the log again."""
+    """A topic that has a log: the findings, and the values needed to read the log again."""
 
     findings: TopicFindings
     folder: Path
@@ -91,7 +91,7 @@ class Examined:
 
 
 def examine(directory: Path, each: Callable[[Examined], None] = lambda examined: None) -> Findings:
-    """Reads everything. `each` is given every topic whose log can be read, in the order of their creation.
+    """Read everything. `each` is called with every topic whose log can be read, in the order of their creation.
 
     Raises DIRECTORY_IN_USE if a sidecar uses it, INVALID_CONFIGURATION if it is no data directory, STORE_UNAVAILABLE,
     OSError.
@@ -133,7 +133,7 @@ def _check_shards(directory: Path, topics: list[TopicFindings]) -> None:
 
 @dataclass(slots=True)
 class _Stored:
-    """What the store says of a topic."""
+    """The store's knowledge about a topic."""
 
     record: TopicRecord | None
     store: Store | None
@@ -172,7 +172,8 @@ def _topic_or_why(
     replay: JournalReplay,
     each: Callable[[Examined], None],
 ) -> TopicFindings:
-    """A file of one topic that the disk does not give keeps no other from being looked at."""
+    """Return the findings about a topic. A file of one topic that the disk cannot return does not block the other
+    topics."""
     try:
         return _topic(folder, incarnation, stored, store, replay, each)
     except OSError as e:
@@ -258,7 +259,7 @@ def _topic(
 
 
 def _arriving(folder: Path) -> Iterator[TopicFindings]:
-    """What was coming from other sidecars."""
+    """Yield the topics that were arriving from other sidecars."""
     for incarnation in incarnations(folder) if folder.is_dir() else ():
         there = folder / str(incarnation)
         said, _, _ = _said_by(there)
@@ -275,7 +276,7 @@ def _segments(folder: Path) -> Iterator[Path]:
 
 
 def _said_by(folder: Path) -> tuple[str | None, int, str]:
-    """What `said_by` answers, and why not."""
+    """Return the answer of `said_by`, or why there is none."""
     try:
         return (*said_by(folder), "") if folder.is_dir() else (None, 0, "")
     except DamagedError as e:
@@ -283,7 +284,7 @@ def _said_by(folder: Path) -> tuple[str | None, int, str]:
 
 
 def _secret(folder: Path, record: TopicRecord | None, found: TopicFindings) -> bytes:
-    """What makes the log's records its own; empty if nobody knows it."""
+    """Return the secret that binds the log's records to it; empty if it is not known."""
     there = secret_of(folder, record.secret if record is not None else b"")
     if there.why is not None:
         found.disagreements.append(there.why.message)
@@ -304,7 +305,7 @@ def _check_names(topics: list[TopicFindings]) -> None:
 
 
 def _check_partitions(topics: list[TopicFindings]) -> None:
-    """A partitioned topic lacks none of its partitions."""
+    """Check that a partitioned topic has all of its partitions."""
     there = {topic.name for topic in topics}
     for topic in topics:
         whole = whole_of(topic.name) if topic.partitions else None
@@ -322,10 +323,10 @@ def _directory_cures(topics: list[TopicFindings]) -> list[str]:
     return [f"{damaged} of {len(topics)} topics are not whole: see what each says"]
 
 
-# -- One topic's log, from its first byte to its last, and whether it belongs to the snapshot that the store has.
+# -- The log of one topic, from its first byte to its last, and whether it fits the store's snapshot.
 
 NAMED = 3
-"""So many producers are named as examples of a disagreement."""
+"""The most producers named as examples of a disagreement."""
 
 
 def examine_log(
@@ -337,9 +338,9 @@ def examine_log(
     *,
     expects_snapshot: bool,
 ) -> Tally | None:
-    """Reads the log, and puts into `found` what it comes to. What the snapshot says is in the tally too, at the end.
+    """Read the log, and write the findings to `found`. The tally also has the snapshot's numbers, merged at the end.
 
-    None for a log that this version cannot read to its end.
+    Return None for a log that this version cannot read to its end.
     """
     bases = base_indexes(folder)
     found.first_index = found.next_index = bases[0] if bases else 0
@@ -351,7 +352,7 @@ def examine_log(
         for part in inspect(folder, identity, replay):
             _take(part, meeting, tally, found)
     except DamagedError as e:
-        # Of another version, or a control record that is none.
+        # A record of another version, or an invalid control record.
         found.disagreements.append(e.message)
         found.cures.append(e.hint)
         return None
@@ -376,7 +377,7 @@ def _take(part: Intact | Damage | TornEnd, meeting: "_Meeting", tally: Tally, fo
         found.next_index = int(part.table[-1, BASE_INDEX] + part.table[-1, ROWS])
     elif isinstance(part, Damage):
         tally.add_damage(part)
-        # Its record would keep all that was read with it in memory.
+        # Its record would keep in memory everything that was read with it.
         found.damage.append(replace(part, record=None))
         found.next_index = part.next_index or found.next_index
     else:
@@ -384,7 +385,7 @@ def _take(part: Intact | Damage | TornEnd, meeting: "_Meeting", tally: Tally, fo
 
 
 class _Meeting:
-    """Where the log comes to the position of the snapshot: what both say there must be the same."""
+    """The place in the log where the snapshot's position is: there, log and snapshot must agree."""
 
     def __init__(self, tally: Tally, loaded: Loaded | None, found: TopicFindings, last_file: Path) -> None:
         self._last_file = last_file
@@ -394,7 +395,7 @@ class _Meeting:
         self._has_met = False
 
     def split(self, part: Intact) -> Iterator[Intact]:
-        """A part in two where the snapshot's position is in it."""
+        """Yield a part, split in two where the snapshot's position is in it."""
         loaded, table = self._loaded, part.table
         if loaded is None or self._has_met:
             yield part
@@ -409,7 +410,7 @@ class _Meeting:
             yield Intact(part.raw, table[before:])
 
     def end(self) -> None:
-        """The log is at its end."""
+        """Check the log at its end."""
         loaded, found = self._loaded, self._found
         if loaded is None:
             return
@@ -432,7 +433,7 @@ class _Meeting:
             self._check_above(loaded)
 
     def _meet(self, loaded: Loaded) -> None:
-        """The log holds no more of any producer than the store knows."""
+        """Check that the log knows no more of any producer than the store."""
         self._has_met = True
         tally = self._tally
         numbers = tally.producers.add_listed(*loaded.names.listed())
@@ -446,7 +447,7 @@ class _Meeting:
             )
 
     def _check_above(self, loaded: Loaded) -> None:
-        """A log that is whole says all that the store knows."""
+        """Check that a whole log knows everything that the store knows."""
         tally = self._tally
         numbers, there = tally.known_to(loaded)
         below = np.flatnonzero(tally.persisted()[numbers] < loaded.persisted[there])

@@ -1,4 +1,4 @@
-"""What was found in a data directory, in values and in the documented JSON."""
+"""The findings about a data directory, as values and in the documented JSON."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,7 +8,7 @@ from seqdedupe.log.embedded.inspection import Damage, TornEnd
 
 
 class StoreState(Enum):
-    """How a store was found."""
+    """The state in which a store was found."""
 
     WHOLE = "whole"
     DAMAGED = "damaged"
@@ -17,16 +17,17 @@ class StoreState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Sequence IDs of a producer of which messages are missing: gaps are legal, so not every ID need be one."""
+    """A range of sequence IDs of a producer with missing messages. Gaps are legal, so not every ID need be a
+    message."""
 
     producer: str
     first_sequence_id: int
     last_sequence_id: int
     messages: int | None
-    """How many; None if it cannot be told."""
+    """The number of messages; None if it is unknown."""
 
     is_perhaps_trimmed: bool = False
-    """Nothing of this producer stands before, and retention has been at work: some or all may be gone by that."""
+    """Whether retention may have removed some or all: no earlier message of this producer is stored."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -40,7 +41,7 @@ class Missing:
 
 @dataclass(slots=True)
 class TopicFindings:
-    """One topic: what is whole, what is damaged, what is missing, where store and log disagree, and what to do."""
+    """One topic: what is whole, damaged, or missing, where store and log disagree, and what to do."""
 
     name: str
     incarnation: int
@@ -48,22 +49,22 @@ class TopicFindings:
     first_index: int = 0
     next_index: int = 0
     messages: int = 0
-    """That can be read."""
+    """The number of readable messages."""
     producers: int = 0
     log_bytes: int = 0
     partitions: int = 0
-    """How many the partitioned topic has of which it is one; 0 if it is none."""
+    """The number of partitions of the topic that it is a partition of; 0 if it is none."""
     damage: list[Damage] = field(default_factory=list)
     torn_end: TornEnd | None = None
     missing: list[Missing] = field(default_factory=list)
     disagreements: list[str] = field(default_factory=list)
-    """Why store and log do not belong together, or why one of them is not there."""
+    """Why store and log do not belong together, or why one of them is missing."""
     imported_ids: int = 0
-    """Deduplication IDs that were imported."""
+    """The number of imported deduplication IDs."""
     imported_why: str = ""
-    """Why these are not all there; empty if they are."""
+    """Why some of these are missing; empty if all are there."""
     notes: list[str] = field(default_factory=list)
-    """What is no damage."""
+    """Findings that are no damage."""
     cures: list[str] = field(default_factory=list)
 
     @property
@@ -76,7 +77,7 @@ class TopicFindings:
         return not self.damage and not self.disagreements
 
     def to_json(self) -> dict[str, Any]:
-        """The form is documented: keep it stable."""
+        """Return the documented form: keep it stable."""
         return {
             "name": self.name,
             "incarnation": self.incarnation,
@@ -101,13 +102,13 @@ class TopicFindings:
 
 @dataclass(slots=True)
 class Findings:
-    """A data directory."""
+    """The findings about a data directory."""
 
     directory: str
     store: StoreState
     store_why: str = ""
     journal_why: str = ""
-    """What is missing or damaged in the logs' journal."""
+    """The missing or damaged parts of the logs' journal."""
     topics: list[TopicFindings] = field(default_factory=list)
     cures: list[str] = field(default_factory=list)
     namespace_policies: list[tuple[str, bytes]] = field(default_factory=list)
@@ -118,7 +119,7 @@ class Findings:
         return self.store is StoreState.WHOLE and not self.journal_why and all(topic.is_whole for topic in self.topics)
 
     def to_json(self) -> dict[str, Any]:
-        """The form is documented: keep it stable."""
+        """Return the documented form: keep it stable."""
         return {
             "directory": self.directory,
             "whole": self.is_whole,

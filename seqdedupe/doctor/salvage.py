@@ -1,9 +1,8 @@
-"""What can still be read of a data directory, into a new one that a sidecar opens.
+"""Salvage: everything still readable in a data directory, written into a new one that a sidecar can open.
 
-A topic that is whole is copied as it is. Of the others the messages that are left are written in their order as a log
-of a new incarnation, so that nobody reads on from a position in the old one. Watermarks are at least what the old log
-and the old store say: what is there is never stored twice; what is missing is a Dup all the same, and is therefore
-reported.
+A whole topic is copied unchanged. From any other topic, the remaining messages are written in order to a log of a new
+incarnation. So nobody reads on from a position in the old log. Watermarks are at least those in the old log and the old
+store. So an existing message is never stored twice. A missing message is a Dup all the same, and is therefore reported.
 """
 
 import asyncio
@@ -45,14 +44,14 @@ from seqdedupe.store.parts import TopicRecord, TopicState
 from seqdedupe.topic import control
 from seqdedupe.transfer import stored_records
 
-# -- Writing a log anew from what was read of another one, with the publish times of that one.
+# -- Writing a new log from the records of another one, with their publish times.
 
 
 class NewLog:
-    """An empty log, which is written from its first record to its last. Nobody else has it.
+    """An empty log that is written from its first record to its last. Nobody else has it.
 
-    Made on an event loop, though nothing waits there. Everything raises LOG_REFUSED if the log cannot be written:
-    then what there is of it is of no use.
+    It must be made on an event loop, though nothing waits there. Everything raises LOG_REFUSED if the log cannot be
+    written: then the written part is of no use.
     """
 
     def __init__(self, folder: Path, identity: LogIdentity, term: int, random_bytes: bytes) -> None:
@@ -70,7 +69,7 @@ class NewLog:
         self._opening = self._open(term, random_bytes)
 
     def append(self, appends: list[Append], publish_time_ms: int) -> None:
-        """Batches, and control records, with that publish time, or with the one before where it would go down."""
+        """Append batches and control records with this publish time, or with the previous time if that is later."""
         self._publish_time_ms = publish_time_ms
         for append in appends:
             self._opening.append(append)
@@ -79,7 +78,8 @@ class NewLog:
             left -= self._write()
 
     def finish(self, term: int, token: bytes) -> None:
-        """Durable on return. A last marker, of a higher term, says that all before it is."""
+        """Finish the log, durable on return. A last marker, with a higher term, states that everything before it is
+        durable."""
         try:
             self._writer.sync()
             self._opening = self._open(term, token)
@@ -94,7 +94,7 @@ class NewLog:
         return self._opening
 
     def _write(self) -> int:
-        """Writes some of what was handed over; how many appends. The first time, the marker."""
+        """Write some of the appends, the marker the first time. Return their number."""
         try:
             written = self._writer.write(self._opening, self._publish_time_ms)
         except FatalError as e:
@@ -111,7 +111,7 @@ REPORT_FILE = "salvage.json"
 
 @dataclass(slots=True)
 class KeptStretch:
-    """Messages that stand one after the other in the old log, and where the first one stands in the new one."""
+    """Consecutive messages of the old log, and the index of the first one in the new log."""
 
     first_index: int
     last_index: int
@@ -126,12 +126,12 @@ class SalvagedTopic:
     is_copied: bool
     kept: list[KeptStretch] = field(default_factory=list)
     has_snapshot: bool = False
-    """What the old store has of it is there."""
+    """Whether the old store's snapshot of it is in the new store."""
     imported_of: int | None = None
-    """What was imported is there, as that of this incarnation."""
+    """The incarnation whose imported IDs it has; None if there are none."""
 
     def to_json(self) -> dict[str, Any]:
-        """The form is documented: keep it stable."""
+        """Return the documented form: keep it stable."""
         return {
             "name": self.record.name,
             "incarnation": self.record.incarnation,
@@ -145,19 +145,19 @@ class SalvagedTopic:
 
 @dataclass(slots=True)
 class Salvage:
-    """What was found, and what was made of it."""
+    """The findings, and the salvaged topics."""
 
     findings: Findings
     topics: list[SalvagedTopic]
 
     @property
     def left_out(self) -> list[str]:
-        """The names of the topics of which there is nothing."""
+        """The names of the topics of which nothing was salvaged."""
         made = {topic.record.name for topic in self.topics}
         return [topic.name for topic in self.findings.topics if topic.name not in made]
 
     def to_json(self) -> dict[str, Any]:
-        """The form is documented: keep it stable."""
+        """Return the documented form: keep it stable."""
         return {
             "findings": self.findings.to_json(),
             "salvaged": [topic.to_json() for topic in self.topics],
@@ -166,10 +166,10 @@ class Salvage:
 
 
 def salvage(directory: Path, to: Path) -> Salvage:
-    """Writes the new directory; durable on return, and nothing is there by its name before. Blocks.
+    """Write the new directory. It is durable on return, and does not have its name before. Blocks.
 
-    Raises DIRECTORY_NOT_EMPTY, LOG_REFUSED, INVALID_CONFIGURATION if the topics are on a broker's own log, and what
-    `examine` raises; OSError. Then nothing is left; a power cut leaves what is named `.unfinished`.
+    Raises DIRECTORY_NOT_EMPTY, LOG_REFUSED, INVALID_CONFIGURATION if the topics are on a broker's own log, and the
+    errors of `examine`; OSError. Then nothing is left; a power cut leaves a folder named `.unfinished`.
     """
     with kept_unused(directory), becoming(to, directory) as unfinished:
         if claim := read_claim(directory):
@@ -186,7 +186,7 @@ async def _fill(directory: Path, to: Path) -> Salvage:
         # Without a snapshot a log must begin with index 0.
         can_be_copied = found.has_whole_log and (examined.loaded is not None or found.first_index == 0)
         if not can_be_copied and log_folder.leaving_to(examined.folder) is not None:
-            # As another incarnation it would serve beside the one that the other sidecar may have.
+            # As another incarnation it would serve in addition to the log that the other sidecar may have.
             return
         if any(found.name == other.record.name for other in topics):
             found.name = topic_name(f"salvaged-{found.incarnation}")
@@ -205,7 +205,7 @@ async def _fill(directory: Path, to: Path) -> Salvage:
             why,
             hint="Restore the store, or start with an empty directory: what the topics hold is read again.",
         )
-    # Last: logs without a store are refused at the start.
+    # Last: a sidecar refuses to start with logs and no store.
     await _make_store(directory / "store", to / "store", topics, findings.namespace_policies)
     made = Salvage(findings, topics)
     with (to / REPORT_FILE).open("x") as file:
@@ -256,7 +256,8 @@ def _rewrite(examined: Examined, to: Path, others: list[SalvagedTopic]) -> Salva
 
 
 def _last_words(tally: Tally) -> Iterator[control.Change]:
-    """Every producer's numbers, whatever the batches say of them: those that were reset or forgotten are so again."""
+    """Yield every producer's numbers, independent of the batches: producers that were reset or forgotten are so
+    again."""
     names, epochs, persisted = tally.producers.names_from(0), tally.epochs(), tally.persisted()
     if names:
         yield from control.parts(control.ProducerSessions(names, epochs, persisted))
@@ -266,7 +267,7 @@ def _last_words(tally: Tally) -> Iterator[control.Change]:
     for start in range(0, len(numbers), control.STATED_A_RECORD):
         some = numbers[start : start + control.STATED_A_RECORD]
         yield control.Reset([names[number] for number in some], epochs[some], persisted[some])
-        # Who was forgotten and has not come back has no session either.
+        # A producer that was forgotten and has not come back has no session either.
         if gone := [names[number] for number in some if not epochs[number] and persisted[number] == NO_SEQUENCE_ID]:
             yield control.Purge(gone)
 

@@ -1,4 +1,5 @@
-"""What the records of a log come to: its producers' numbers, its policy, its term, and what must have been lost."""
+"""The state that the records of a log add up to: its producers' numbers, its policy, its term, and what must have been
+lost."""
 
 import numpy as np
 
@@ -17,12 +18,12 @@ from seqdedupe.topic import control
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.sessions import highest_term
 
-# -- What is missing where a log was damaged: a batch that comes later says which ID its producer had sent before.
+# -- The messages missing where a log was damaged: a later batch names the ID that its producer had sent before.
 #
-# In a log that is whole, a link is never above what the log has confirmed of that producer by then.
+# In a whole log, a link is never above what the log has confirmed of that producer by then.
 
 HOLE_VALUES = 3
-"""Of a hole: the producer row, the highest ID known before it (-1: none), and the link, the highest ID in it."""
+"""A hole: the producer row, the highest ID known before it (-1: none), and the link, the highest ID in it."""
 
 NO_HOLES = np.zeros((0, HOLE_VALUES), np.int64)
 
@@ -37,9 +38,9 @@ def confirm_all(
     dirty: Uint8s,
     holes: Int64s2,
 ) -> int:
-    """`rule.confirm_batch` for every batch among scanned records; `producer_rows` are those of the listed names.
+    """Call `rule.confirm_batch` for every batch among scanned records; `producer_rows` are those of the listed names.
 
-    Puts into `holes`, as far as there is room, the links above what was confirmed before. Returns how many.
+    Write the links above what was confirmed before to `holes`, as far as there is room. Return their number.
     """
     found = 0
     for k in range(table.shape[0]):
@@ -61,28 +62,28 @@ def confirm_all(
 
 
 class Tally:
-    """Is given a log in order, and merges it as recovery does. `place` is where the log is, for a person."""
+    """Receives a log in order, and merges it as recovery does. `place` is the location of the log, for a person."""
 
     def __init__(self, place: str) -> None:
         self._place = place
         self.producers = Producers()
         self.policy: Policy | None = None
         self.term = 0
-        """The highest that anything names."""
+        """The highest term in any record."""
         self.messages = 0
         self.missing: list[Missing] = []
         self._has_damage = False
         self._is_trimmed = False
         self._import_parts = control.ImportParts()
         self.reset_at: dict[int, int] = {}
-        """By producer number, the index before which the last reset or purge stands."""
+        """By producer number, the index before which the last reset or purge is."""
 
     def begin(self, first_index: int) -> None:
-        """The first message that should be there has this index."""
+        """Begin a log whose first message should have this index."""
         self._is_trimmed = first_index > 0
 
     def add(self, part: Intact) -> None:
-        """Records that are whole. Raises NEWER_FORMAT for a control record that is not known, LOG_DAMAGED."""
+        """Add whole records. Raises NEWER_FORMAT for an unknown control record, LOG_DAMAGED."""
         raw, table = part.raw, part.table
         self.messages += int(table[:, ROWS].sum())
         self.term = max(self.term, int(table[:, TERM].max()))
@@ -101,14 +102,14 @@ class Tally:
             self.policy = change.applied_to(self.policy or Policy())
             return
         if isinstance(change, control.Reset | control.Purge):
-            # A snapshot may know a name of which the log says no more than this.
+            # A snapshot may know a name that the log only resets or purges.
             self.reset_at |= dict.fromkeys(self.producers.add_all(change.names).tolist(), index)
         control.apply(change, self._import_parts, self.producers, index)
         if isinstance(change, control.ProducerSessions | control.Reset):
             self.term = max(self.term, highest_term(change.epochs))
 
     def add_damage(self, damage: Damage) -> None:
-        """Records that cannot be read. Where their columns are whole, what they say counts: it had been stored."""
+        """Add unreadable records. If their columns are whole, those count: the records had been stored."""
         self._has_damage = True
         if damage.record is None:
             return
@@ -122,7 +123,7 @@ class Tally:
             self.missing.append(Missing(name, int(ids[0]), int(ids[-1]), len(ids)))
 
     def _confirm(self, raw: bytes, table: Int64s) -> None:
-        """Merges batches. After damage, a link above what is known by then says what was lost."""
+        """Merge batches. After damage, a link above the known ID shows what was lost."""
         view = np.frombuffer(raw, np.uint8)
         spans, first_name = list_names(view, table, len(table))
         rows = self.producers.add_listed(view, spans)
@@ -135,7 +136,7 @@ class Tally:
             self._lose(number, known, link)
 
     def add_snapshot(self, loaded: Loaded) -> None:
-        """Merges what the store says. Producers of which it knows more than the log have lost that."""
+        """Merge the store's snapshot. If it knows more of a producer than the log, that part was lost."""
         self.term = max(self.term, loaded.term)
         if self.policy is None and loaded.policy:
             self.policy = control.decode_policy(loaded.policy)
@@ -149,9 +150,10 @@ class Tally:
         self.term = max(self.term, highest_term(epochs))
 
     def known_to(self, loaded: Loaded) -> tuple[Int64s, Int64s]:
-        """The numbers of the producers of which a snapshot knows something, here and there.
+        """Return the numbers of the producers about which a snapshot knows something, in this tally and in the
+        snapshot.
 
-        Of one that was reset or forgotten after it, the log alone knows.
+        A producer that was reset or forgotten after the snapshot is not among them: only the log knows it.
         """
         numbers = self.producers.add_listed(*loaded.names.listed())
         there = np.flatnonzero(
@@ -160,11 +162,11 @@ class Tally:
         return numbers[there], there
 
     def epochs(self) -> Int64s:
-        """By producer number."""
+        """Return the epochs by producer number."""
         return self.producers.numbers[: len(self.producers), DURABLE_EPOCH]
 
     def persisted(self) -> Int64s:
-        """By producer number."""
+        """Return the persisted IDs by producer number."""
         return self.producers.numbers[: len(self.producers), PERSISTED]
 
     def _lose(self, number: int, known: int, last: int) -> None:

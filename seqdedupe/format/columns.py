@@ -1,7 +1,7 @@
-"""The places where a batch's columns stand, and little-endian numbers in raw bytes. Nothing here is compiled.
+"""The places of a batch's columns, and little-endian numbers in raw bytes. Nothing here is compiled.
 
 A *place row* describes one batch in a buffer: an array of int64 with PLACES elements, filled by `layout` and `scan`.
-Where a column stands is read through `start` and `size` alone; the other elements have a name each.
+Only `start` and `size` read the place of a column. Each other element has a name.
 """
 
 import numpy as np
@@ -45,56 +45,56 @@ PAYLOADS = 20
 COLUMNS = 21
 
 FIELD_NUMBERS = (*range(1, 19), 31, 32, 33)
-"""Of each column, its field number in `Batch` (batch.proto)."""
+"""For each column, its field number in `Batch` (batch.proto)."""
 
 # The other elements of a place row.
 ROWS = 2 * COLUMNS
 PRODUCERS = ROWS + 1
-"""0 in a batch of deduplication IDs without producers."""
+"""The number of producers; 0 in a batch of deduplication IDs without producers."""
 COLUMNS_END = ROWS + 2
-"""Where the payload fields begin: recovery does not read on from here."""
+"""The place where the payload fields begin: recovery does not read beyond it."""
 BAD = ROWS + 3
-"""The row or producer at which a batch was found wrong, and what it has there instead."""
+"""The row or producer at which a batch was found invalid, and the value that it has there instead."""
 BASE_INDEX = ROWS + 4
 PUBLISH_TIME_MS = ROWS + 5
 RECORD_START = ROWS + 6
 RECORD_END = ROWS + 7
 TERM = ROWS + 8
-"""In a marker, its term; 0 in a batch and in a control record."""
+"""The term of a marker; 0 in a batch and in a control record."""
 SYNCED_OFFSET = ROWS + 9
 OWNERSHIP = ROWS + 10
-"""As a signed number: see `records.ownership_of`."""
+"""The ownership as a signed number: see `records.ownership`."""
 PLACES = ROWS + 11
 
 
 @for_kernels
 def start(places: Int64s | list[int], column: int) -> int:
-    """Where in the buffer the column begins; 0 where it is left out."""
+    """Return the place in the buffer where the column begins; 0 if it is omitted."""
     return places[2 * column]
 
 
 @for_kernels
 def size(places: Int64s | list[int], column: int) -> int:
-    """How many bytes the column has; 0 where it is left out."""
+    """Return the number of bytes of the column; 0 if it is omitted."""
     return places[2 * column + 1]
 
 
 @for_kernels
 def put(places: Int64s, column: int, start: int, size: int) -> None:
-    """The column stands there."""
+    """Set the place of the column."""
     places[2 * column] = start
     places[2 * column + 1] = size
 
 
 @for_kernels
 def int32_column(raw: Bytes, places: Int64s, column: int) -> Int32Column:
-    """The values of a column of 32-bit numbers. In a kernel they are valid no longer than `raw` is in use there."""
+    """Return the values of a column of 32-bit numbers. In a kernel they are valid only while `raw` is in use there."""
     return view32(raw, start(places, column), size(places, column) // 4)
 
 
 @for_kernels
 def int64_column(raw: Bytes, places: Int64s, column: int) -> Int64Column:
-    """The same for 64-bit numbers."""
+    """Return the values of a column of 64-bit numbers, in the same way."""
     return view64(raw, start(places, column), size(places, column) // 8)
 
 
@@ -105,4 +105,4 @@ def _columns_of_fields() -> Int64s:
 
 
 COLUMN_OF_FIELD = _columns_of_fields()
-"""The column of each field number, -1 where there is none."""
+"""The column of each field number, -1 if there is none."""

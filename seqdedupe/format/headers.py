@@ -1,8 +1,7 @@
-"""A record's header of fixed width: where its values stand, and how it is written.
+"""A record's header of fixed width: the places of its values, and how it is written.
 
-`docs/internals/formats.md` draws it.
-Header and body together are one element of the answer's `records` in protobuf's encoding, so a slice of a segment
-file is a valid answer. Offsets below are from the start of the record.
+`docs/internals/formats.md` draws it. Header and body together are one element of the answer's `records` in protobuf's
+encoding, so a slice of a segment file is a valid answer. Offsets below are from the start of the record.
 """
 
 import struct
@@ -12,20 +11,20 @@ import numpy as np
 
 from seqdedupe.format.jit import Bytes, Int64s, Uint8s, add64, for_kernels, kernel, load64, rotl64, shl64
 
-# -- SipHash-2-4 (Aumasson and Bernstein) as a kernel: by which a header is known to be one of ours.
+# -- SipHash-2-4 (Aumasson and Bernstein) as a kernel. It shows that a header is one of ours.
 #
-# Only who has the key can make the tag that belongs to some bytes. Words are signed here, their bits are what counts.
+# Only an owner of the key can make the tag of given bytes. Words are signed here; only their bits matter.
 
 SECRET_BYTES = 16
 
 NO_KEY: Int64s = np.zeros(0, np.int64)
-"""Tags are neither made nor checked: for records that were checked before."""
+"""No key: tags are neither made nor checked. For records that were checked before."""
 
 _V0, _V1, _V2, _V3 = 0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573
 
 
 def key_of(secret: bytes) -> Int64s:
-    """The key in the form that kernels take, of SECRET_BYTES bytes."""
+    """Return the key in the form that kernels take. The secret has SECRET_BYTES bytes."""
     return np.frombuffer(secret, "<i8").astype(np.int64)
 
 
@@ -53,7 +52,7 @@ def _take(v0: int, v1: int, v2: int, v3: int, word: int) -> tuple[int, int, int,
 
 @kernel(bare=True, at_once=True)
 def siphash(raw: Bytes, begin: int, end: int, key: Int64s) -> int:
-    """The SipHash-2-4 of `raw[begin:end]`."""
+    """Return the SipHash-2-4 of `raw[begin:end]`."""
     k0, k1 = int(key[0]), int(key[1])
     v0, v1, v2, v3 = _V0 ^ k0, _V1 ^ k1, _V2 ^ k0, _V3 ^ k1
     at = begin
@@ -81,7 +80,7 @@ TAG = struct.Struct("<q")
 BODY = struct.Struct("<B5s")
 HEADER_BYTES = CHECKED.size + CHECKSUMS.size + TAG.size + BODY.size
 
-# Where the values stand (their tags are a byte before them).
+# The places of the values (their tags are one byte before them).
 LENGTH_AT = 1
 LENGTH_END = 6
 VERSION_AT = 7
@@ -114,7 +113,7 @@ TOKEN_AT = MARKER_BYTES - TOKEN_BYTES
 
 
 def padded_varint(value: int) -> bytes:
-    """A protobuf varint in five bytes whatever its value (below 2^35)."""
+    """Return a protobuf varint of five bytes for any value below 2^35."""
     return bytes(
         (
             value & 0x7F | 0x80,
@@ -141,10 +140,10 @@ def header(
     key: Int64s,
     after_body_bytes: int = 0,
 ) -> bytes:
-    """The header of a body that is encoded; the record is this followed by it. With NO_KEY its own tag is 0.
+    """Return the header of an encoded body. The record is the header followed by the body. With NO_KEY the tag is 0.
 
-    `body_tag` is BATCH_TAG, CONTROL_TAG or MARKER_TAG; what is no batch has no rows, and is all columns. What a log
-    stores ends with the body; a record that is made for readers may have so many bytes of other fields after it.
+    `body_tag` is BATCH_TAG, CONTROL_TAG or MARKER_TAG. Only a batch has rows; the other bodies are all columns. In a
+    log a record ends with the body. A record made for readers may have `after_body_bytes` of other fields after it.
     """
     tag_and_length = BODY.pack(body_tag, padded_varint(len(body)))
     checked = CHECKED.pack(
@@ -188,7 +187,7 @@ def marker_record(
     synced_offset: int,
     key: Int64s,
 ) -> bytes:
-    """A whole record: the start of an ownership."""
+    """Return a whole record: the start of an ownership."""
     body = marker_body(term, token)
     made = header(
         body,
@@ -207,12 +206,12 @@ def marker_record(
 
 
 def marker_body(term: int, token: bytes) -> bytes:
-    """An encoded Marker."""
+    """Return an encoded Marker."""
     return MARKER.pack(1 << 3 | 1, term, 2 << 3 | 2, TOKEN_BYTES, token)
 
 
 def with_tags(made: list[bytes], key: Int64s) -> list[memoryview]:
-    """Headers that were made with NO_KEY, with their tags: many with one call of a kernel."""
+    """Return headers that were made with NO_KEY, with their tags: many with one call of a kernel."""
     raw = np.frombuffer(b"".join(made), np.uint8).copy()
     put_tags(raw, len(made), key)
     view = memoryview(raw)  # type: ignore[arg-type]  # an array is a buffer
@@ -221,7 +220,7 @@ def with_tags(made: list[bytes], key: Int64s) -> list[memoryview]:
 
 @kernel()
 def put_tags(raw: Uint8s, count: int, key: Int64s) -> int:
-    """Writes the tags of so many headers that stand one after the other; returns how many."""
+    """Write the tags of `count` consecutive headers. Return `count`."""
     for k in range(count):
         at = k * HEADER_BYTES
         tag = siphash(raw, at, at + TAG_AT, key)
@@ -231,5 +230,5 @@ def put_tags(raw: Uint8s, count: int, key: Int64s) -> int:
 
 
 def ownership_of(token: bytes) -> int:
-    """What records that are written under the marker with this token carry, as an unsigned number."""
+    """Return the ownership that records under the marker with this token carry, as an unsigned number."""
     return int.from_bytes(token[:8], "little")

@@ -1,12 +1,12 @@
 """Kernels: plain loops over arrays, compiled where numba is installed.
 
-A kernel is written once, as annotated Python that numba understands. With numba (the sidecar has it) it is compiled
-when its module is imported, for the types that its annotations name. Without numba the plain function is the kernel;
-the tests import this package a second time without it, as their oracle.
+A kernel is written once, as annotated Python that numba understands. With numba (the sidecar has it) the kernel is
+compiled when its module is imported, for the types in its annotations. Without numba the plain function is the kernel.
+The tests import this package a second time without numba, as their oracle.
 
-Compiling all of them takes seconds. Whoever starts often says beforehand where to keep what was compiled
-(`keep_compiled`); otherwise nothing is written. Whoever cannot wait says `compile_later`: a kernel is the plain
-function then until `compile_now` has compiled it, and what calls it does not notice.
+Compiling all kernels takes seconds. A program that starts often sets a folder for the compiled kernels beforehand
+(`keep_compiled`); otherwise nothing is written. A program that cannot wait calls `compile_later`: then a kernel is the
+plain function until `compile_now` has compiled it. Callers of the kernel do not notice.
 """
 
 import inspect
@@ -20,17 +20,17 @@ import numpy.typing as npt
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# What a kernel takes and returns, beside int and bool.
+# Types that a kernel takes and returns, in addition to int and bool.
 Bytes = Annotated[npt.NDArray[np.uint8], "what was received or read: nobody may change it"]
 Uint8s = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Int64s2 = Annotated[npt.NDArray[np.int64], "of two dimensions"]
-# Anywhere in a buffer, so perhaps not aligned. Any contiguous array of these numbers will do.
+# Anywhere in a buffer, so perhaps not aligned. Any contiguous array of these numbers is accepted.
 Int32Column = Annotated[npt.NDArray[np.int32], "nobody may change it"]
 Int64Column = Annotated[npt.NDArray[np.int64], "nobody may change it"]
 
-# -- What kernels call. numba compiles each of these as is said below.
+# -- Functions that kernels call. numba compiles each of them as defined below.
 
 _MASK64 = 2**64 - 1
 
@@ -40,57 +40,57 @@ def _signed(a: int) -> int:
 
 
 def load32(raw: Any, at: int) -> int:
-    """The signed 32-bit little-endian number at this place of a buffer."""
+    """Return the signed 32-bit little-endian number at this place of a buffer."""
     return int.from_bytes(bytes(raw[at : at + 4]), "little", signed=True)
 
 
 def load64(raw: Any, at: int) -> int:
-    """The signed 64-bit little-endian number at this place of a buffer."""
+    """Return the signed 64-bit little-endian number at this place of a buffer."""
     return int.from_bytes(bytes(raw[at : at + 8]), "little", signed=True)
 
 
 def view32(raw: Any, at: int, count: int) -> Int32Column:
-    """So many signed 32-bit little-endian numbers from this place of a buffer on."""
+    """Return `count` signed 32-bit little-endian numbers from this place of a buffer on."""
     return np.frombuffer(raw, "<i4", count, at) if count else np.zeros(0, np.int32)
 
 
 def view64(raw: Any, at: int, count: int) -> Int64Column:
-    """So many signed 64-bit little-endian numbers from this place of a buffer on."""
+    """Return `count` signed 64-bit little-endian numbers from this place of a buffer on."""
     return np.frombuffer(raw, "<i8", count, at) if count else np.zeros(0, np.int64)
 
 
 def copy(target: Any, at: int, raw: Any, begin: int, count: int) -> None:
-    """Copies so many bytes from this place of a buffer to that place of another one."""
+    """Copy `count` bytes from the place `begin` of a buffer to the place `at` of another one."""
     target[at : at + count] = raw[begin : begin + count]
 
 
 def element(array: Any, at: int) -> Any:
-    """This element of an array of numbers, whose place is not negative."""
+    """Return this element of an array of numbers. Its place is not negative."""
     return array[at]
 
 
 def prefetch(array: Any, at: int) -> None:
-    """This element of an array of numbers will be wanted soon."""
+    """Hint that this element of an array of numbers will be needed soon."""
 
 
 def add64(a: int, b: int) -> int:
-    """The sum of two signed 64-bit numbers, which overflows as the processor's does."""
+    """Return the sum of two signed 64-bit numbers. It overflows as in the processor."""
     return _signed(int(a) + int(b))
 
 
 def shl64(a: int, bits: int) -> int:
-    """A signed 64-bit number shifted to the left; what is shifted out is lost."""
+    """Return a signed 64-bit number shifted to the left. Bits shifted out are lost."""
     return _signed(int(a) << bits)
 
 
 def rotl64(a: int, bits: int) -> int:
-    """A signed 64-bit number rotated to the left, by 1 to 63 bits."""
+    """Return a signed 64-bit number rotated to the left, by 1 to 63 bits."""
     return _signed(int(a) << bits | (int(a) & _MASK64) >> (64 - bits))
 
 
 crc_step: Any = None
-"""CRC32C of eight more bytes as one instruction of the processor; None where there is none. It is for kernels that are
-compiled at once: Python cannot call it."""
+"""CRC32C of eight more bytes as one instruction of the processor; None if there is no such instruction. It is for
+kernels that are compiled at once: Python cannot call it."""
 
 
 # -- Compiling.
@@ -105,26 +105,26 @@ try:
 except ImportError:
 
     def keep_compiled(folder: Path) -> None:
-        """Nothing is compiled."""
+        """Do nothing: there is nothing to compile."""
 
     def compile_later() -> None:
-        """Nothing is compiled."""
+        """Do nothing: there is nothing to compile."""
 
     def compile_now(goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Nothing is compiled."""
+        """Do nothing: there is nothing to compile."""
 
     def plain_kernels() -> int:
-        """No kernel waits to be compiled."""
+        """Return 0: no kernel waits to be compiled."""
         return 0
 
     def kernel(
         *, inline: bool = False, nogil: bool = False, bare: bool = False, at_once: bool = False
     ) -> Callable[[F], F]:
-        """Leaves the function as it is."""
+        """Leave the function as it is."""
         return lambda function: function
 
     def for_kernels(function: F) -> F:
-        """Leaves the function as it is."""
+        """Leave the function as it is."""
         return function
 
 else:
@@ -149,26 +149,26 @@ else:
     """The kernels that are still to be compiled, in the order in which they may call each other, and their types."""
 
     def keep_compiled(folder: Path) -> None:
-        """Kernels of modules that are imported from now on are kept in this folder, and taken from it.
+        """Keep kernels of modules that are imported from now on in this folder, and load them from it.
 
-        numba unpickles what is there: nobody else may be able to write to it.
+        numba unpickles the files there: no other user may be able to write to the folder.
         """
         global _is_kept
         numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
         _is_kept = True
 
     def compile_later() -> None:
-        """Kernels of modules that are imported from now on are plain functions until `compile_now`: with the same
-        results, and up to a hundred times as slow."""
+        """Leave kernels of modules that are imported from now on as plain functions until `compile_now`. They have the
+        same results, and are up to a hundred times as slow."""
         global _is_later
         _is_later = True
 
     def compile_now(goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Compiles the kernels that were left plain, or takes them from where they are kept, while it `goes_on`. May be
-        called in a thread of its own: each call that is made meanwhile is one of the plain function, or of the compiled
+        """Compile the kernels that were left plain, or load them from the folder where they are kept, while `goes_on()`
+        is true. May be called in a separate thread: a call meanwhile runs either the plain function or the compiled
         one.
 
-        Raises what numba, LLVM and the file system raise. This kernel and those after it stay plain functions then.
+        Raises the errors of numba, LLVM and the file system. Then this kernel and those after it stay plain functions.
         """
         global _is_later
         _is_later = False
@@ -180,19 +180,21 @@ else:
             _plain_kernels.popleft()
 
     def plain_kernels() -> int:
-        """The number of kernels that are plain functions until `compile_now` has compiled them."""
+        """Return the number of kernels that are plain functions until `compile_now` has compiled them."""
         return len(_plain_kernels)
 
     def kernel(
         *, inline: bool = False, nogil: bool = False, bare: bool = False, at_once: bool = False
     ) -> Callable[[F], F]:
-        """Compiles the function for the types in its annotations.
+        """Compile the function for the types in its annotations.
 
-        `bare`: it neither makes nor returns arrays, and counts no references to those that it is given. Else each one
-        that a function in a loop is given can cost two locked instructions a turn.
-        `inline` puts it into the kernels that call it: for a part of a short one, where a call would be felt.
-        `nogil` lets other threads run meanwhile: for what takes long, and is called in a thread.
-        `at_once`: not later, whatever was said: for what looks at every byte, where a plain function takes seconds.
+        - `bare`: the function neither makes nor returns arrays, and counts no references to its array arguments.
+          Without it, each array argument of a function called in a loop can cost two locked instructions per turn.
+        - `inline` puts it into the kernels that call it: for a part of a short kernel, where the cost of a call
+          matters.
+        - `nogil` lets other threads run meanwhile: for long work that is called in a thread.
+        - `at_once` compiles it now, even after `compile_later`: for work on every byte, where a plain function takes
+          seconds.
         """
 
         def compiled(function: F) -> F:
@@ -204,7 +206,7 @@ else:
                 return cast(F, njit(signature, cache=_is_kept, **options)(function))
             dispatcher: Any = njit(cache=_is_kept, **options)(function)
             plain = _plain(function, [hint is int for hint in hints.values()], returned)
-            # numba asks for something to call where nothing is compiled for what it is called with.
+            # If nothing is compiled for the argument types, numba asks for a function to call.
             dispatcher._compile_for_args = lambda *arguments: plain
             _plain_kernels.append((dispatcher, signature))
             return cast(F, dispatcher)
@@ -212,7 +214,7 @@ else:
         return compiled
 
     def _plain(function: Any, are_ints: list[bool], returned: Any) -> Callable[..., Any]:
-        """The function, with Python's own numbers in the place of numpy's, which overflow."""
+        """Return the function, called with Python's numbers instead of numpy's, which overflow."""
 
         def called(*arguments: Any) -> Any:
             result = function(
@@ -223,13 +225,13 @@ else:
         return called
 
     def for_kernels(function: F) -> F:
-        """Kernels may call this plain function: it is compiled into them, and stays plain for everybody else."""
+        """Let kernels call this plain function. It is compiled into them, and stays plain for all other callers."""
         plain: F = register_jitable(function)
         return plain
 
     def _in_kernels(function: Any, definition: Callable[..., Any]) -> None:
-        """Kernels that call this plain function have what the definition generates in its place: one of numba's
-        intrinsics that can be called from Python, too."""
+        """Have kernels that call this plain function contain the code that the definition generates: like a numba
+        intrinsic that Python can call too."""
 
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             return definition(*signature.args)[1](context, builder, signature, arguments)
@@ -242,7 +244,7 @@ else:
         lower_builtin(function, types.VarArg(types.Any))(generate)  # type: ignore[no-untyped-call]
 
     def _load(bits: int) -> Any:
-        # One unaligned load, where composing the number from bytes costs compile time in every kernel.
+        # One unaligned load. Composing the number from bytes would cost compile time in every kernel.
         def load(raw, at):  # type: ignore[no-untyped-def]
             def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
                 array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -259,7 +261,7 @@ else:
     _in_kernels(load64, _load(64))
 
     def _view(column: Any) -> Any:
-        # The same memory: slicing the buffer and viewing it as numbers would have numba take them for aligned.
+        # The same memory. If the buffer were sliced and viewed as numbers, numba would take them for aligned.
         def view(raw, at, count):  # type: ignore[no-untyped-def]
             def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
                 array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -292,7 +294,7 @@ else:
 
         return types.void(target, types.int64, raw, types.int64, types.int64), generate
 
-    # A loop over bytes looks at each index for whether it is negative, which takes ten times as long.
+    # A loop over bytes checks each index for being negative, which takes ten times as long.
     _in_kernels(copy, _copy)
 
     def _element(array, at):  # type: ignore[no-untyped-def]
@@ -302,7 +304,7 @@ else:
 
         return array.dtype(array, types.int64), generate
 
-    # An index is looked at for whether it is negative, too.
+    # Normal indexing checks for a negative index, too.
     _in_kernels(element, _element)
 
     def _prefetch(array, at):  # type: ignore[no-untyped-def]
@@ -313,7 +315,7 @@ else:
             function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
                 builder.module, ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t] + [int32] * 3), "llvm.prefetch.p0"
             )
-            # To be read, kept in all caches, of data.
+            # Prefetch for a read, into all caches, of data.
             builder.call(function, [place, *(ir.Constant(int32, value) for value in (0, 3, 1))])
             return context.get_dummy_value()
 
@@ -348,7 +350,7 @@ else:
 
         return _of_int64s(generate)(crc, word)
 
-    # Settings that make numba compile for another processor than this one leave the instruction out.
+    # Settings that make numba compile for another processor leave this instruction unused.
     _IS_FOR_THIS_PROCESSOR = not (numba.config.CPU_NAME or numba.config.CPU_FEATURES)  # type: ignore[attr-defined]
     if _IS_FOR_THIS_PROCESSOR and binding.get_host_cpu_features().get("sse4.2", False):
         crc_step = intrinsic(_crc_step)

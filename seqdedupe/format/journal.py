@@ -1,4 +1,4 @@
-"""A round in the journal: what was written to several segments at once. `docs/internals/formats.md` draws it."""
+"""A round in the journal: the data written to several segments at once. `docs/internals/formats.md` draws it."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -18,27 +18,27 @@ _PLACE = struct.Struct("<qqqII")
 HEAD_BYTES = _TAG.size + _HEAD.size
 FILE_OFFSET_AT = _TAG.size + 8
 SECTOR_BYTES = 512
-"""A disk writes all of such a piece of a file, or nothing of it."""
+"""A disk writes a piece of a file of this size completely, or not at all."""
 
 
 class Part(NamedTuple):
-    """What was written to one segment: whole records, one after the other."""
+    """The data written to one segment: whole records, one after the other."""
 
     incarnation: int
     base_index: int
-    """Of the segment."""
+    """The first index of the segment."""
     offset: int
-    """Where they stand in its file."""
+    """The place in its file where the records begin."""
     body: bytes
 
     @property
     def end(self) -> int:
-        """Where they end."""
+        """The place in the file where the records end."""
         return self.offset + len(self.body)
 
 
 class Place(NamedTuple):
-    """Where a part belongs, and how to know it."""
+    """The place of a part, and its size and checksum."""
 
     incarnation: int
     base_index: int
@@ -52,25 +52,25 @@ class JournalRound(NamedTuple):
 
     version: int
     number: int
-    """Rises from round to round, refused ones counted, in all journals of a directory."""
+    """It rises from round to round, including refused ones, in all journals of a directory."""
     previous: int
-    """The number of the round before that was confirmed; 0 if there is none."""
+    """The number of the previous confirmed round; 0 if there is none."""
     forgotten: int
-    """Rounds up to this number need not be there any more."""
+    """Rounds up to this number need not exist any more."""
     parts: list[Part]
-    """Those that are intact."""
+    """The intact parts."""
     damaged: list[int]
-    """The incarnations of the others."""
+    """The incarnations of the other parts."""
     is_torn: bool
     """Whether a power cut before the round's sync can have left the damaged parts like this."""
     end: int
-    """Where the next one begins in the file."""
+    """The place in the file where the next round begins."""
 
 
 def encoded(
     parts: Sequence[Part], *, number: int, previous: int, forgotten: int, file_offset: int, key: Int64s
 ) -> bytes:
-    """A round, to be written there."""
+    """Return the bytes of a round, to be written at `file_offset`."""
     places = [_PLACE.pack(*part[:3], len(part.body), google_crc32c.value(part.body)) for part in parts]
     size = HEAD_BYTES + sum(map(len, places)) + sum(len(part.body) for part in parts)
     head = _HEAD.pack(FORMAT_VERSION, len(parts), file_offset, number, previous, forgotten, size)
@@ -80,7 +80,7 @@ def encoded(
 
 
 def round_at(raw: bytes, at: int, key: Int64s) -> JournalRound | None:
-    """The round that begins at this offset of a journal's file; None if what stands there is no whole head of one."""
+    """Return the round at this offset of a journal's file; None if there is no whole head of a round."""
     if at + HEAD_BYTES > len(raw):
         return None
     version, count, file_offset, number, previous, forgotten, size = _HEAD.unpack_from(raw, at + _TAG.size)
@@ -102,13 +102,13 @@ def round_at(raw: bytes, at: int, key: Int64s) -> JournalRound | None:
         else:
             damaged.append(place.incarnation)
             is_whole = is_whole and _is_written(raw, at, begin - place.size, begin)
-    # The next round is begun only after the sync of this one.
+    # The next round begins only after the sync of this one.
     is_torn = not is_whole and at + size >= len(raw)
     return JournalRound(version, number, previous, forgotten, parts, damaged, is_torn, at + size)
 
 
 def rounds_in(raw: bytes, key: Int64s) -> Iterator[JournalRound]:
-    """All rounds of a journal's file whose heads are intact, those after damage included."""
+    """Yield all rounds of a journal's file whose heads are intact, including those after damage."""
     at = 0
     while at < len(raw):
         found = round_at(raw, at, key)
@@ -120,7 +120,7 @@ def rounds_in(raw: bytes, key: Int64s) -> Iterator[JournalRound]:
 
 
 def has_damaged_head(raw: bytes, at: int) -> bool:
-    """Whether a round was written at this offset, where `round_at` finds none, and no power cut explains that."""
+    """Return whether a round was written at this offset where `round_at` finds none, and no power cut explains that."""
     fixed_end = at + HEAD_BYTES
     if not _is_written(raw, at, at, fixed_end):
         return False
@@ -131,16 +131,16 @@ def has_damaged_head(raw: bytes, at: int) -> bool:
 
 
 def _is_written(raw: bytes, round_at: int, start: int, stop: int) -> bool:
-    """Whether each sector from `start` to `stop` has bytes of the round that begins at `round_at`.
+    """Return whether each sector from `start` to `stop` has bytes of the round that begins at `round_at`.
 
-    Files only grow. So a sector that a power cut took is missing, or has zeros after the end of the round before.
+    Files only grow. So a sector lost in a power cut is missing, or has zeros after the end of the previous round.
     """
     sectors = range(start // SECTOR_BYTES * SECTOR_BYTES, stop, SECTOR_BYTES)
     return stop <= len(raw) and all(any(raw[max(round_at, at) : at + SECTOR_BYTES]) for at in sectors)
 
 
 def _next_head(raw: bytes, at: int, key: Int64s) -> int:
-    """Where the next head stands; the end of the file if there is none. A head says where it stands."""
+    """Return the place of the next head; the end of the file if there is none. A head states its own place."""
     candidates: list[int] = []
     for shift in range(8):
         count = (len(raw) - shift) // 8

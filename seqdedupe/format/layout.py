@@ -1,7 +1,7 @@
-"""Where a canonical batch's columns stand, and whether they are what `batch.proto` says.
+"""The places of a canonical batch's columns, and the check that they follow `batch.proto`.
 
-The one check of everything that a client sends and of everything that is read back from a log. What it does not
-look at: the names' UTF-8 and that none comes twice (their look-up does), and the sessions and links (`decide` does).
+The one check of everything that a client sends and of everything that is read back from a log. It does not check the
+names' UTF-8 and that no name comes twice (their look-up does), nor the sessions and links (`decide` does).
 """
 
 import numpy as np
@@ -51,7 +51,7 @@ from seqdedupe.format.jit import (
 )
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
 
-# What is wrong with a batch.
+# The reasons why a batch is invalid.
 CANONICAL = 0
 NOT_CANONICAL = 1
 """Not the form that is stored; it may be a legal but unusual encoding."""
@@ -77,7 +77,7 @@ _ONE_BYTE_VARINT = 0x80
 
 @kernel()
 def offsets_fit(raw: Bytes, places: Int64s, offsets: int, values: int, blob_bytes: int) -> bool:
-    """Whether this column holds `values + 1` offsets from 0 that never fall and end at the blob's size."""
+    """Return whether this column holds `values + 1` offsets from 0 that never fall and end at the blob's size."""
     at = start(places, offsets)
     if size(places, offsets) != 4 * (values + 1) or load32(raw, at) != 0:
         return False
@@ -92,7 +92,7 @@ def offsets_fit(raw: Bytes, places: Int64s, offsets: int, values: int, blob_byte
 
 @kernel()
 def walk(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
-    """Finds the fields of a canonically encoded batch in `raw[begin:end]`."""
+    """Find the fields of a canonically encoded batch in `raw[begin:end]`."""
     for column in range(COLUMNS):
         put(places, column, 0, 0)
     places[COLUMNS_END] = end
@@ -138,7 +138,7 @@ def walk(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
 
 @kernel()
 def check_producers(raw: Bytes, places: Int64s) -> int:
-    """The columns of producers, and which row is whose."""
+    """Check the columns of producers, and of each row's producer."""
     producers = size(places, EPOCHS) // 8
     places[PRODUCERS] = producers
     if producers < 1 or producers > places[ROWS]:
@@ -165,7 +165,7 @@ def check_producers(raw: Bytes, places: Int64s) -> int:
 
 @kernel()
 def check_order(raw: Bytes, places: Int64s) -> int:
-    """Each producer's sequence IDs: in range, and rising strictly."""
+    """Check that each producer's sequence IDs are in range and strictly ascending."""
     rows = places[ROWS]
     producers = places[PRODUCERS]
     ids = start(places, SEQUENCE_IDS)
@@ -199,7 +199,7 @@ def check_order(raw: Bytes, places: Int64s) -> int:
 
 @kernel()
 def check_values(raw: Bytes, places: Int64s) -> int:
-    """Event times, keys, properties and payloads."""
+    """Check event times, keys, properties and payloads."""
     rows = places[ROWS]
     if size(places, EVENT_TIMES) != 0 and size(places, EVENT_TIMES) != 8 * rows:
         return BAD_EVENT_TIMES
@@ -240,7 +240,8 @@ def check_values(raw: Bytes, places: Int64s) -> int:
 
 @kernel()
 def layout_columns(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
-    """`layout` without the payload columns and values: what recovery needs of a batch whose checksum is right."""
+    """Do as `layout` without the payload columns and values. Recovery needs no more of a batch whose checksum is
+    right."""
     wrong = walk(raw, begin, end, places)
     if wrong != CANONICAL:
         return wrong
@@ -271,22 +272,23 @@ def layout_columns(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
 
 @kernel()
 def layout(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
-    """Fills `places` (a place row) for the batch in `raw[begin:end]`; CANONICAL, or what is wrong with it."""
+    """Fill `places` (a place row) for the batch in `raw[begin:end]`. Return CANONICAL, or the reason why the batch is
+    invalid."""
     wrong = layout_columns(raw, begin, end, places)
     if wrong != CANONICAL:
         return wrong
     return check_values(raw, places)
 
 
-# -- The rows of a batch that are kept, as a batch of their own, without taking it apart.
+# -- The rows of a batch that are kept, as a separate batch, without decoding it.
 #
-# Rows that follow one another are a *run*, whose bytes are copied as they stand.
+# Consecutive rows are a *run*, whose bytes are copied unchanged.
 
 _WHOLE, _NUMBERS, _OFFSETS, _VALUES, _VALIDITY = range(5)
 
 
 def _kinds() -> Int64s:
-    """What the columns hold that are cut; the others stay as they are."""
+    """Return the kind of content of the columns that are cut; the other columns stay unchanged."""
     kinds = np.full(COLUMNS, _WHOLE, np.int64)
     kinds[[SEQUENCE_IDS, EVENT_TIMES]] = _NUMBERS
     kinds[[KEY_OFFSETS, DEDUPLICATION_ID_OFFSETS, PAYLOAD_OFFSETS]] = _OFFSETS
@@ -297,7 +299,7 @@ def _kinds() -> Int64s:
 
 
 def _offsets_of() -> Int64s:
-    """Of each column of values, which one has its offsets."""
+    """Return, for each column of values, the column of its offsets."""
     columns = np.full(COLUMNS, -1, np.int64)
     columns[[KEYS, DEDUPLICATION_IDS, PAYLOADS]] = [KEY_OFFSETS, DEDUPLICATION_ID_OFFSETS, PAYLOAD_OFFSETS]
     columns[[PROPERTY_NAMES, PROPERTY_VALUES]] = [PROPERTY_NAME_OFFSETS, PROPERTY_VALUE_OFFSETS]
@@ -321,7 +323,7 @@ def _put_varint(out: Uint8s, at: int, value: int) -> int:
 
 @for_kernels
 def _put_field(out: Uint8s, at: int, column: int, bytes_long: int) -> int:
-    """What stands before the bytes of a column. Returns where they go."""
+    """Write the tag and the length of a column. Return the place of its bytes."""
     return _put_varint(out, _put_varint(out, at, int(_NUMBER[column]) << 3 | 2), bytes_long)
 
 
@@ -340,7 +342,7 @@ def _offset(raw: Bytes, places: Int64s, column: int, row: int) -> int:
 def _put_offsets(
     raw: Bytes, places: Int64s, column: int, runs: Int64s, count: int, kept: int, out: Uint8s, at: int
 ) -> int:
-    """A column of offsets, cut to `count` runs of `kept` values together."""
+    """Write a column of offsets, cut to `count` runs of `kept` values together."""
     at = _put_field(out, at, column, 4 * (kept + 1))
     value = 0
     for k in range(4):
@@ -358,7 +360,7 @@ def _put_offsets(
 
 @kernel()
 def _put_values(raw: Bytes, places: Int64s, column: int, runs: Int64s, count: int, out: Uint8s, at: int) -> int:
-    """The bytes that belong to the offsets."""
+    """Write the bytes that belong to the offsets."""
     offsets, begin = int(_OFFSETS_OF[column]), start(places, column)
     bytes_long = 0
     for run in range(count):
@@ -377,7 +379,7 @@ def _put_values(raw: Bytes, places: Int64s, column: int, runs: Int64s, count: in
 def _put_validity(
     raw: Bytes, places: Int64s, column: int, runs: Int64s, count: int, kept: int, out: Uint8s, at: int
 ) -> int:
-    """A bitmap of rows."""
+    """Write a bitmap of rows."""
     bytes_long, begin = (kept + 7) // 8, start(places, column)
     at = _put_field(out, at, column, bytes_long)
     for k in range(bytes_long):
@@ -393,10 +395,10 @@ def _put_validity(
 
 @kernel()
 def take(raw: Bytes, places: Int64s, marks: Uint8s, mark: int, out: Uint8s) -> int:
-    """Writes the canonical encoding of the rows with this mark, of which there is one at least; how many bytes it has.
+    """Write the canonical encoding of the rows with this mark, at least one. Return its number of bytes.
 
-    The batch has one producer, whose link becomes its row before the first one kept, or none. `out` has room for all
-    of it. As `Batch.take` and `Batch.encode`.
+    The batch has one producer, or none. The producer's link becomes its row before the first one kept. `out` has room
+    for all of it. Works as `Batch.take` and `Batch.encode`.
     """
     rows = int(places[ROWS])
     runs = np.empty(rows + 2, np.int64)
@@ -413,7 +415,7 @@ def take(raw: Bytes, places: Int64s, marks: Uint8s, mark: int, out: Uint8s) -> i
         kept += row - int(runs[2 * count])
         count += 1
     first = int(runs[0])
-    # Those of the properties.
+    # The runs of the properties.
     has_properties = size(places, PROPERTY_OFFSETS) != 0
     of_properties = np.empty(2 * count if has_properties else 0, np.int64)
     properties = 0

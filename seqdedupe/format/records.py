@@ -1,4 +1,5 @@
-"""Reading stored records: a buffer of them into a table of place rows, with everything checked but the payloads."""
+"""Reading stored records: from a buffer of records to a table of place rows. Everything except the payloads is
+checked."""
 
 import numpy as np
 
@@ -50,13 +51,13 @@ from seqdedupe.format.headers import (
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, crc_step, kernel, load32, load64
 from seqdedupe.format.layout import CANONICAL, layout_columns
 
-# -- CRC32C (Castagnoli) as a kernel, eight bytes a step, for scanning many small records without leaving the loop.
+# -- CRC32C (Castagnoli) as a kernel, eight bytes per step, for scanning many small records without leaving the loop.
 
 _POLYNOMIAL = 0x82F63B78
 
 
 def _tables() -> np.ndarray:
-    """Eight tables of 256 remainders: of a byte, and of a byte followed by one to seven zero bytes."""
+    """Return eight tables of 256 remainders: of a byte, and of a byte followed by one to seven zero bytes."""
     tables = np.zeros((8, 256), np.int64)
     for byte in range(256):
         remainder = byte
@@ -74,7 +75,7 @@ if crc_step is None:
 
     @kernel(at_once=True)
     def crc32c(before: int, raw: Bytes, start: int, end: int) -> int:
-        """The checksum of what `before` is the checksum of (0: nothing) followed by `raw[start:end]`."""
+        """Return the checksum of the bytes with the checksum `before` (0: no bytes) followed by `raw[start:end]`."""
         crc = before ^ 0xFFFFFFFF
         at = start
         while at + 8 <= end:
@@ -101,7 +102,7 @@ else:
     """The instruction takes three cycles and one can be begun in each: three stretches side by side."""
 
     def _lane_tables() -> np.ndarray:
-        """Four tables: what each byte of a remainder becomes after `_LANE_BYTES` zero bytes."""
+        """Return four tables: the value of each byte of a remainder after `_LANE_BYTES` zero bytes."""
         tables = np.zeros((4, 256), np.int64)
         for place in range(4):
             remainders = np.arange(256, dtype=np.int64) << (8 * place)
@@ -114,7 +115,7 @@ else:
 
     @kernel(at_once=True)
     def crc32c(before: int, raw: Bytes, start: int, end: int) -> int:
-        """The same, by the processor's instruction: many times as fast."""
+        """Return the same checksum, by the processor's instruction: many times as fast."""
         crc = before ^ 0xFFFFFFFF
         at = start
         while at + 3 * _LANE_BYTES <= end:
@@ -141,19 +142,19 @@ else:
         return crc ^ 0xFFFFFFFF
 
 
-# What stopped a scan.
+# The reasons why a scan stopped.
 END = 0
 """The buffer ends with a whole record."""
 INCOMPLETE = 1
-"""The buffer ends within a record, as far as its length can be believed."""
+"""The buffer ends within a record, if its length is right."""
 DAMAGED = 2
-"""What stands there is not a record of this topic at this place, or its checksum is wrong."""
+"""There is no record of this topic for this place, or its checksum is wrong."""
 NEWER = 3
 """An intact record of a newer format version."""
 NOT_CONTIGUOUS = 4
 """An intact record, but its index is not the next one."""
 FULL = 5
-"""The table is full, the buffer is not at its end."""
+"""The table is full before the end of the buffer."""
 OLDER = 6
 """A record of an earlier format version."""
 OTHER_OWNER = 7
@@ -161,29 +162,29 @@ OTHER_OWNER = 7
 
 
 def ownership(places: np.ndarray) -> int:
-    """That of a scanned record, as an unsigned number."""
+    """Return the ownership of a scanned record, as an unsigned number."""
     return int(places[OWNERSHIP]) % 2**64
 
 
 def body_of(raw: bytes | memoryview, places: np.ndarray) -> bytes:
-    """The encoded batch, marker or control of a scanned record."""
+    """Return the encoded batch, marker or control of a scanned record."""
     return bytes(raw[places[RECORD_START] + HEADER_BYTES : places[RECORD_END]])
 
 
 def marker_token(raw: bytes, places: np.ndarray) -> bytes:
-    """The token of a scanned marker."""
+    """Return the token of a scanned marker."""
     end = int(places[RECORD_END])
     return bytes(raw[end - TOKEN_BYTES : end])
 
 
 def new_table(records: int) -> np.ndarray:
-    """A table of place rows for `scan`."""
+    """Return a table of place rows for `scan`."""
     return np.zeros((records, PLACES), np.int64)
 
 
 @kernel()
 def padded_length(raw: Bytes, at: int) -> int:
-    """The value of a five-byte varint, or -1 if this is none."""
+    """Return the value of a five-byte varint, or -1 if it is not one."""
     size = 0
     for i in range(5):
         byte = int(raw[at + i])
@@ -195,10 +196,10 @@ def padded_length(raw: Bytes, at: int) -> int:
 
 @kernel()
 def scan_record(raw: Bytes, at: int, incarnation: int, file_offset: int, key: Int64s, places: Int64s) -> int:
-    """Reads the record at `at` into a place row: END if it is intact, else INCOMPLETE, DAMAGED, NEWER or OLDER.
+    """Read the record at `at` into a place row. Return END if it is intact, else INCOMPLETE, DAMAGED, NEWER or OLDER.
 
-    Header and columns are checked, payloads are not. `file_offset` is where the record should say that it stands,
-    or -1 to believe it. With NO_KEY its tag is not looked at.
+    Header and columns are checked, payloads are not. `file_offset` is the place that the record should name, or -1 to
+    accept any. With NO_KEY its tag is not checked.
     """
     left = raw.shape[0] - at
     if left < HEADER_BYTES:
@@ -215,7 +216,7 @@ def scan_record(raw: Bytes, at: int, incarnation: int, file_offset: int, key: In
     body_bytes = padded_length(raw, at + BODY_AT + 1)
     column_bytes = load32(raw, at + COLUMN_BYTES_AT)
     if (
-        # What the checksum of the columns does not cover.
+        # The checksum of the columns does not cover these.
         int(raw[at + COLUMN_CRC_AT - 1]) != COLUMN_CRC_TAG
         or int(raw[at + PAYLOAD_CRC_AT - 1]) != PAYLOAD_CRC_TAG
         or int(raw[at + TAG_AT - 1]) != TAG_TAG
@@ -251,7 +252,7 @@ def scan_record(raw: Bytes, at: int, incarnation: int, file_offset: int, key: In
         if places[ROWS] != load32(raw, at + ROWS_AT) or places[COLUMNS_END] != at + HEADER_BYTES + column_bytes:
             return DAMAGED
         return END
-    # The others have no rows and no payload: the checksum of nothing.
+    # Other bodies have no rows and no payload: the checksum of nothing.
     places[ROWS] = 0
     places[PRODUCERS] = 0
     places[COLUMNS_END] = end
@@ -271,13 +272,13 @@ def scan_record(raw: Bytes, at: int, incarnation: int, file_offset: int, key: In
 def scan(
     raw: Bytes, incarnation: int, file_offset: int, next_index: int, key: Int64s, table: Int64s2, result: Int64s
 ) -> int:
-    """Reads the records of a buffer into `table`, one place row each, up to the first that cannot be read.
+    """Read the records of a buffer into `table`, one place row each, up to the first that cannot be read.
 
-    `file_offset`: where the buffer begins in its file, or -1 not to check that. `next_index`: the index that the
-    first record must have, or -1 to believe it; every later one must follow on. `result` gets how many records were
-    read, where the first unread one begins, and the ownership of the last one read; there, the caller says that of
-    the record before the first, or 0 to believe the first one's. Returns why it stopped: END, INCOMPLETE, DAMAGED,
-    NEWER, OLDER, NOT_CONTIGUOUS, OTHER_OWNER or FULL.
+    `file_offset` is the place of the buffer in its file, or -1 for no check. `next_index` is the index that the first
+    record must have, or -1 to accept any. Every later record must follow on. `result` receives three values: the number
+    of records read, the place of the first unread one, and the ownership of the last one read. The third is also an
+    input: the ownership of the record before the first, or 0 to accept the first one's. Return why it stopped: END,
+    INCOMPLETE, DAMAGED, NEWER, OLDER, NOT_CONTIGUOUS, OTHER_OWNER or FULL.
     """
     at = 0
     count = 0
@@ -308,16 +309,16 @@ def scan(
 
 
 def new_result(ownership: int = 0) -> Int64s:
-    """What `scan` is given for its result, with the (signed) ownership of the record before."""
+    """Return the `result` array for `scan`, with the (signed) ownership of the record before."""
     return np.array([0, 0, ownership], np.int64)
 
 
 @kernel()
 def span(raw: Bytes, result: Int64s) -> int:
-    """What a slice of whole, checked records without markers covers.
+    """Find the range of a slice of whole, checked records without markers.
 
-    Into `result`: the index of its first message, that after the first record, where the last record begins, the
-    index of that one's first message, and that after the last one. Returns how many records there are.
+    `result` receives five values: the index of its first message, the index after the first record, the place of the
+    last record, the index of that record's first message, and the index after it. Return the number of records.
     """
     at = 0
     count = 0
@@ -337,7 +338,7 @@ def span(raw: Bytes, result: Int64s) -> int:
 
 @kernel(nogil=True)
 def first_bad_payload(raw: Bytes, table: Int64s2, records: int) -> int:
-    """The first of so many scanned records whose payload has not its checksum; -1 if all have."""
+    """Return the first of `records` scanned records whose payload does not match its checksum; -1 if all match."""
     for i in range(records):
         start = table[i, RECORD_START]
         crc = crc32c(0, raw, table[i, COLUMNS_END], table[i, RECORD_END])
@@ -348,10 +349,12 @@ def first_bad_payload(raw: Bytes, table: Int64s2, records: int) -> int:
 
 @kernel(nogil=True)
 def find_header(raw: Bytes, incarnation: int, file_offset: int, base_index: int, key: Int64s) -> int:
-    """Where in a buffer, which begins at that offset of its file, a header stands that this log wrote there.
+    """Return the place of the first header in a buffer that this log wrote at that place of its file; -1 if there is
+    none.
 
-    -1 if there is none. Its tag says so; but what readers were given of an earlier segment may have been published
-    again, at the same offset of this one: it names an index below this segment's first, `base_index`.
+    The buffer begins at `file_offset`. The tag proves the header. But bytes that readers received from an earlier
+    segment may have been published again, at the same offset of this segment. Such a header names an index below this
+    segment's first, `base_index`.
     """
     for at in range(raw.shape[0] - HEADER_BYTES + 1):
         if (
@@ -366,28 +369,28 @@ def find_header(raw: Bytes, incarnation: int, file_offset: int, base_index: int,
 
 
 def synced_offset_of(header: bytes) -> int:
-    """That of a record with this header."""
+    """Return the synced offset of a record with this header."""
     return int.from_bytes(header[SYNCED_AT : SYNCED_AT + 8], "little")
 
 
 def end_of(header: bytes) -> tuple[int, int]:
-    """How many bytes the record with this header takes, and the index after its last message."""
+    """Return the number of bytes of the record with this header, and the index after its last message."""
     body_bytes = padded_length(np.frombuffer(header, np.uint8), LENGTH_AT)
     rows = int.from_bytes(header[ROWS_AT : ROWS_AT + 4], "little")
     return LENGTH_END + body_bytes, base_index_of(header) + rows
 
 
 def base_index_of(header: bytes) -> int:
-    """The index of the first message of a record with this header."""
+    """Return the index of the first message of a record with this header."""
     return int.from_bytes(header[BASE_INDEX_AT : BASE_INDEX_AT + 8], "little")
 
 
 def file_offset_of(raw: bytes, places: np.ndarray) -> int:
-    """Where in its file a scanned record says that it stands."""
+    """Return the place in its file that a scanned record names."""
     at = int(places[RECORD_START]) + FILE_OFFSET_AT
     return int.from_bytes(raw[at : at + 8], "little")
 
 
 def is_newer(header: bytes) -> bool:
-    """Whether a record with this header, which its tag shows to be ours, is of another format version."""
+    """Return whether a record with this header, which its tag shows to be ours, is of another format version."""
     return int.from_bytes(header[VERSION_AT : VERSION_AT + 4], "little") != FORMAT_VERSION

@@ -1,1 +1,1 @@
-"""Logs that a topic can stand on: one small contract, and who keeps it."""
+"""Logs that topics are stored in: one small contract, and its implementations."""

@@ -1,6 +1,6 @@
-"""How a topic's state leaves a sidecar and enters one, and how all that a data directory has does.
+"""How the state of a topic leaves a sidecar and enters one, and how the state of a whole data directory does.
 
-Begin with `stored_records`: all that the store has of a topic, as it goes to another store. `state_messages` is what a
-topic says of its producers, and a snapshot that comes, `imports` what is imported into a topic that nobody has used;
-`backup` is about copies of a data directory.
+Begin with `stored_records`: everything that the store has of a topic, on its way to another store. `state_messages`
+holds the messages about a topic's producers, and reads an incoming snapshot. `imports` holds imports into a topic that
+nobody has used. `backup` is about copies of a data directory.
 """

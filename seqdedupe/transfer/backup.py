@@ -1,7 +1,7 @@
-"""Backups of a data directory: what one consists of, as its manifest says; how a file is copied with its checksum; a
-backup that is checked, or of which a data directory is made; and `BackupMaker`, which writes one while a sidecar runs.
+"""Backups of a data directory. The manifest lists what a backup consists of. A file is copied with its checksum. A
+backup can be checked, or restored to a data directory. `BackupMaker` writes a backup while a sidecar runs.
 
-The manifest is written last: without one nothing is a backup. `docs/internals/formats-backup.md` has the format.
+The manifest is written last: without it nothing is a backup. `docs/internals/formats-backup.md` has the format.
 """
 
 import fcntl
@@ -41,16 +41,16 @@ class BackupFile:
     """A file of a backup."""
 
     path: str
-    """Below the backup's folder, with `/` between the parts."""
+    """The path below the backup's folder, with `/` between the parts."""
     size: int
     crc32c: int
     mtime_ns: int
-    """When the sidecar's own file was last written to, if that had no more than was copied; else 0."""
+    """When the sidecar's own file was last written to, if it had no more bytes than were copied; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackupFault:
-    """A topic that is not whole in the backup, because it was not where it was taken."""
+    """A topic that is not whole in the backup, because the original was not whole."""
 
     topic: str
     incarnation: int
@@ -59,32 +59,32 @@ class BackupFault:
 
 @dataclass(slots=True)
 class Manifest:
-    """What a backup holds."""
+    """The content of a backup."""
 
     made_at_us: int
-    """The moment that it is of, since 1970."""
+    """The moment that the backup shows, in microseconds since 1970."""
     version: str
-    """Of the program that made it."""
+    """The version of the program that made it."""
     files: list[BackupFile] = field(default_factory=list)
     damaged: list[BackupFault] = field(default_factory=list)
     """Places where the copy is damaged as the original is."""
     left_out: list[BackupFault] = field(default_factory=list)
-    """Topics of which there is nothing but the name."""
+    """Topics of which there is only the name."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(file.size for file in self.files)
 
     def write(self, folder: Path) -> None:
-        """Writes it, durable on return. Raises OSError."""
+        """Write the manifest, durable on return. Raises OSError."""
         with writing_sealed(folder / MANIFEST_FILE, _HEAD) as put:
             put(json.dumps(asdict(self), indent=1, ensure_ascii=False).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a backup. Raises BACKUP_DAMAGED if there is none or it is not what was written, NEWER_FORMAT;
-    OSError."""
+    """Return the manifest of a backup. Raises BACKUP_DAMAGED if there is none or it differs from what was written,
+    NEWER_FORMAT; OSError."""
     path = folder / MANIFEST_FILE
     try:
         with path.open("rb") as file:
@@ -110,12 +110,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damaged(folder: Path, what: str) -> SeqdedupeError:
-    """The error of a backup that is not what was written."""
+    """Return the error for a backup that differs from what was written."""
     return error("BACKUP_DAMAGED", f"{folder} is damaged: {what}")
 
 
 def _check_paths(paths: Iterable[str]) -> None:
-    """Raises INVALID_REQUEST for one that leads elsewhere."""
+    """Raise INVALID_REQUEST for a path that leads out of the backup."""
     for path in paths:
         parts = PurePosixPath(path).parts
         if not parts or ".." in parts or parts[0] == "/" or MANIFEST_FILE in parts:
@@ -126,21 +126,22 @@ def _check_paths(paths: Iterable[str]) -> None:
 
 PIECE_BYTES = 1024 * 1024
 SYNC_BYTES = 8 * 1024 * 1024
-"""What is written is synced in so large parts, so that syncs of a log on the same disk do not wait for much more."""
+"""The copy is synced after each part of this size, so that syncs of a log on the same disk do not wait for much
+more."""
 
 
 Pay = Callable[[int], None]
-"""Told how many bytes were copied. May raise, which breaks the copying off."""
+"""Called with the number of bytes that were copied. May raise, which ends the copying."""
 
 Copy = Callable[[Path, Path, int, Pay], tuple[int, int]]
 """`copy_file`, or the same from another place."""
 
 
 def copy_file(source: Path, target: Path, size: int, pay: Pay) -> tuple[int, int]:
-    """The first bytes of a file, as a new file that only its owner may read; how many there were, and their CRC32C.
+    """Copy the first `size` bytes of a file to a new file that only its owner may read. Return their number and CRC32C.
 
-    Zeros stand for what the disk cannot give. Raises LOG_UNREADABLE if the source cannot be read; OSError if the target
-    cannot be written, FileExistsError among them.
+    Data that the disk cannot return becomes zeros. Raises LOG_UNREADABLE if the source cannot be read; OSError if the
+    target cannot be written, including FileExistsError.
     """
     try:
         there = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -179,7 +180,7 @@ def _copy(path: Path, source: int, target: int, size: int, pay: Pay) -> tuple[in
 
 
 def checksum(path: Path, pay: Pay) -> int:
-    """The CRC32C of a file. Raises OSError."""
+    """Return the CRC32C of a file. Raises OSError."""
     crc = 0
     with path.open("rb", buffering=0) as file:
         while raw := file.read(PIECE_BYTES):
@@ -189,7 +190,7 @@ def checksum(path: Path, pay: Pay) -> int:
 
 
 def forget_pages(path: Path) -> None:
-    """Has the system read a file from the disk the next time, where it can. Raises LOG_UNREADABLE."""
+    """Have the system read a file from the disk the next time, if it can. Raises LOG_UNREADABLE."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as e:
@@ -202,17 +203,17 @@ def forget_pages(path: Path) -> None:
 
 TOKEN_FILE = "token"
 OF_THE_WHOLE = (WORKERS_FILE, TOKEN_FILE)
-"""What a data directory has once, however many workers it is split into."""
+"""The files that a data directory has once, for any number of workers."""
 
 
-# -- A backup, checked against its manifest, and a data directory made of it.
+# -- Checking a backup against its manifest, and making a data directory from it.
 
 
 def parts_of(backup: Path) -> list[Path]:
-    """The folders of a backup that have manifests: itself, or one for each of several workers.
+    """Return the folders of a backup that have manifests: the backup itself, or one for each of several workers.
 
-    Raises BACKUP_DAMAGED if that of a worker is missing; STORE_DAMAGED, SHARD_CLAIMED_TWICE if what they say does not
-    fit; OSError.
+    Raises BACKUP_DAMAGED if a worker's folder is missing; STORE_DAMAGED, SHARD_CLAIMED_TWICE if the folders contradict
+    each other; OSError.
     """
     split = directories.check_stays(backup) if (backup / directories.WORKERS_FILE).exists() else None
     if split is None:
@@ -226,7 +227,7 @@ def parts_of(backup: Path) -> list[Path]:
 
 
 def check(backup: Path) -> Manifest:
-    """Reads all files of a part of a backup. Raises BACKUP_DAMAGED if one is not what the manifest says, NEWER_FORMAT;
+    """Read all files of a part of a backup. Raises BACKUP_DAMAGED if one differs from the manifest, NEWER_FORMAT;
     OSError."""
     found = read_manifest(backup)
     for file in found.files:
@@ -238,11 +239,11 @@ def check(backup: Path) -> Manifest:
 
 
 def restore(backup: Path, to: Path, copy: "Copy | None" = None) -> list[Manifest]:
-    """Makes a data directory of a backup: durable, and there by its name, on return. Everything is checked on the way.
-    The backup shares nothing with it. `copy` gets the files of the manifests from where they are, if not in `backup`.
+    """Make a data directory from a backup. On return it is durable and has its name. Everything is checked on the way.
+    The backup shares nothing with it. `copy` fetches the files of the manifests, if they are not in `backup`.
 
-    Raises DIRECTORY_NOT_EMPTY unless `to` is an empty directory or not there, BACKUP_DAMAGED, NEWER_FORMAT, and what
-    `parts_of` raises; OSError. Then nothing is left; a power cut leaves what is named `.unfinished`.
+    Raises DIRECTORY_NOT_EMPTY unless `to` is an empty directory or does not exist, BACKUP_DAMAGED, NEWER_FORMAT, and
+    the errors of `parts_of`; OSError. Then nothing is left; a power cut leaves a folder named `.unfinished`.
     """
     parts = parts_of(backup)
     with becoming(to, backup) as unfinished:
@@ -267,7 +268,7 @@ def _restore_part(backup: Path, to: Path, copy: "Copy") -> Manifest:
         copied, crc = copy(backup / file.path, target, file.size + 1, _ignore)
         _check_same(backup, file, copied, crc)
         if file.mtime_ns:
-            # So that the next backup knows it.
+            # The next backup then recognizes the file.
             os.utime(target, ns=(file.mtime_ns, file.mtime_ns))
     for folder in folders:
         sync_folder(folder)
@@ -282,10 +283,10 @@ def _check_same(backup: Path, file: BackupFile, size: int, crc: int) -> None:
 
 
 def _ignore(_: int) -> None:
-    """Nobody counts."""
+    """Do nothing: nobody counts."""
 
 
-# -- When the newest good backup was made, as the sidecar's store knows it.
+# -- The time of the newest good backup, in the sidecar's store.
 
 _MOMENT_BYTES = 8
 
@@ -296,10 +297,10 @@ class LastBackup:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.made_at_us = int.from_bytes(store.sealed(LAST_BACKUP), "little")
-        """The moment that it is of, since 1970; 0 if there is none."""
+        """The moment that the backup shows, in microseconds since 1970; 0 if there is none."""
 
     async def confirm(self, made_at_us: int) -> None:
-        """A backup of this moment was verified. Durable on return. Raises STORE_UNAVAILABLE."""
+        """Record that a backup of this moment was verified. Durable on return. Raises STORE_UNAVAILABLE."""
         if made_at_us > self.made_at_us:
             batch = WriteBatch(raw_mode=True)
             batch.put(LAST_BACKUP, seal(LAST_BACKUP, made_at_us.to_bytes(_MOMENT_BYTES, "little")))
@@ -312,20 +313,20 @@ class LastBackup:
 
 LOGS, STORE = "logs", "store"
 LOCK_FILE = "LOCK"
-"""In a backup while it is written."""
+"""A file in a backup while it is written."""
 MAX_FAULTS_A_FILE = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A backup that is there already: what it has need not be copied again."""
+    """An existing backup: its files need not be copied again."""
 
     folder: Path
     files: dict[str, BackupFile]
 
     @staticmethod
     def newest(folders: list[Path]) -> "Earlier | None":
-        """The newest of those among them that are backups, as far as their manifests say."""
+        """Return the newest of those folders that are backups, according to their manifests."""
         found: list[tuple[int, Path]] = []
         for folder in folders:
             with suppress(OSError):
@@ -337,8 +338,8 @@ class Earlier:
 
 
 class BackupMaker:
-    """A backup that is being written, to the folder `to`, which is not there before `finish`. Blocks; for one thread,
-    but for `stop` and the numbers.
+    """A backup that is being written, to the folder `to`, which does not exist before `finish`. Blocks; for one thread,
+    except `stop` and the numbers.
 
     Everything raises OSError if the backup cannot be written, and OUTCOME_UNKNOWN once it was stopped.
     """
@@ -347,19 +348,19 @@ class BackupMaker:
         self._to = to
         self._folder = to.with_name(to.name + UNFINISHED)
         self._lock: int | None = None
-        """The descriptor, once nobody else may write there."""
+        """The descriptor of the lock, once no other process may write there."""
         self._earlier: Earlier | None = None
         self._stopped = threading.Event()
         self.manifest = Manifest(0, version("seqdedupe"))
         self.bytes_done = 0
         self.bytes_linked = 0
-        """Of `bytes_done`, those of files that an earlier backup shares."""
+        """The part of `bytes_done` in files that an earlier backup shares."""
 
     def begin(self, others: list[Path]) -> None:
-        """Files are shared with the newest of these, of those that are backups. What another process has left
-        unfinished under this name goes.
+        """Begin the backup. It shares files with the newest of `others` that is a backup. Files that another process
+        has left unfinished under this name are removed.
 
-        Raises BACKUP_FAILED if another process makes one of this name meanwhile, which goes on.
+        Raises BACKUP_FAILED if another process is making a backup with this name; that one goes on.
         """
         self._earlier = Earlier.newest(others)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -372,7 +373,7 @@ class BackupMaker:
         (self._folder / LOGS).mkdir(mode=0o700)
 
     def _claim(self) -> None:
-        # A file, since not every file system locks folders.
+        # The lock is a file, since not every file system locks folders.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.open(self._folder / LOCK_FILE, flags, 0o600)
         try:
@@ -385,16 +386,16 @@ class BackupMaker:
         self._lock = lock
 
     def stop(self) -> None:
-        """Breaks off what runs. For any thread."""
+        """Break off the running work. For any thread."""
         self._stopped.set()
 
     def remove(self) -> None:
-        """Nothing is left of it. What another process makes by its name stays."""
+        """Remove everything. A backup that another process makes under this name stays."""
         if self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._let_go()
         with suppress(OSError):
-            # The lock found no room.
+            # The disk had no room for the lock.
             self._folder.rmdir()
 
     def _let_go(self) -> None:
@@ -403,9 +404,9 @@ class BackupMaker:
             self._lock = None
 
     def add_store(self, rows: Iterator[tuple[bytes, bytes]], at_us: int) -> None:
-        """A store of these records, which are of that moment, in microseconds since 1970.
+        """Add a store with these records of the moment `at_us`, in microseconds since 1970.
 
-        Raises STORE_DAMAGED if one is not what was written, STORE_UNAVAILABLE.
+        Raises STORE_DAMAGED if one differs from what was written, STORE_UNAVAILABLE.
         """
         self.manifest.made_at_us = at_us
         write_copy(self._folder / STORE, self._counted(rows))
@@ -416,16 +417,17 @@ class BackupMaker:
             self._pay(len(key) + len(value))
 
     def open_store(self) -> Store:
-        """The store that was written, to be changed."""
+        """Return the written store, to be changed."""
         return Store.open(self._folder / STORE)
 
     def add_file(self, source: Path) -> None:
-        """A small file beside logs and store, if it is there."""
+        """Add a small file next to logs and store, if it exists."""
         if source.exists():
             self._add(source, source.name, source.stat().st_size)
 
     def add_of_the_whole(self, source: Path, has_workers: bool) -> None:
-        """A file that the workers of a data directory have together, if it is there. Without workers it is as any."""
+        """Add a file that the workers of a data directory share, if it exists. Without workers it is an ordinary
+        file."""
         if not has_workers:
             self.add_file(source)
         elif source.exists():
@@ -436,7 +438,7 @@ class BackupMaker:
             sync_folder(self._to.parent)
 
     def add_log(self, record: TopicRecord, parts: Sequence[DurablePart]) -> None:
-        """A topic's log. Raises LOG_UNREADABLE if it cannot be read: then nothing of it is there."""
+        """Add a topic's log. Raises LOG_UNREADABLE if it cannot be read: then nothing of it is in the backup."""
         folder = f"{LOGS}/{record.incarnation}"
         (self._folder / folder).mkdir(mode=0o700)
         files, damaged = len(self.manifest.files), len(self.manifest.damaged)
@@ -454,7 +456,7 @@ class BackupMaker:
         sync_folder(self._folder / folder)
 
     def drop_log(self, record: TopicRecord) -> None:
-        """The topic was deleted meanwhile. Its record is in the store all the same."""
+        """Remove the log of a topic that was deleted meanwhile. Its record stays in the store."""
         folder = f"{LOGS}/{record.incarnation}"
         shutil.rmtree(self._folder / folder, ignore_errors=True)
         made = self.manifest
@@ -463,15 +465,16 @@ class BackupMaker:
         made.left_out = [fault for fault in made.left_out if fault.incarnation != record.incarnation]
 
     def leave_out(self, record: TopicRecord, why: str) -> None:
-        """There is nothing of this topic but its record: restored, it is DAMAGED, and its name taken."""
+        """Record that only the record of this topic is in the backup: after a restore it is DAMAGED, and its name is
+        taken."""
         self.manifest.left_out.append(BackupFault(record.name, record.incarnation, why))
 
     def finish(self) -> None:
-        """The backup is whole, durable, and there by its name."""
+        """Finish the backup: on return it is whole, durable, and has its name."""
         store = self._folder / STORE
         for path in sorted(store.iterdir()):
             if path.name.startswith("LOG"):
-                # RocksDB's notes.
+                # These are notes of RocksDB.
                 path.unlink()
                 continue
             size, crc = path.stat().st_size, checksum(path, lambda _: None)
@@ -508,7 +511,7 @@ class BackupMaker:
             return
         self._add(part.path, path, part.end)
         if self._damage_of(part, path):
-            # Nobody is told of damage because of one bad read.
+            # Damage is read a second time before it is reported: the first read may have failed by chance.
             self.manifest.files.pop()
             (self._folder / path).unlink()
             forget_pages(part.path)
@@ -518,7 +521,8 @@ class BackupMaker:
             self.manifest.damaged.append(BackupFault(record.name, record.incarnation, what))
 
     def _damage_of(self, part: DurablePart, path: str) -> list[Damage]:
-        """What was written is read once more, as the scrub does. Raises LOG_UNREADABLE for a newer format version."""
+        """Return the damage in the copy, which is read once more, as the scrub does. Raises LOG_UNREADABLE for a newer
+        format version."""
         found: list[Damage] = []
         copy = replace(part, path=self._folder / path)
         for one in inspect_part(copy, read_what_can_be):
@@ -528,7 +532,7 @@ class BackupMaker:
         return found
 
     def _is_linked(self, source: Path, path: str, size: int) -> bool:
-        """Whether the earlier backup has the same file, which is now in this one too."""
+        """Link a file from the earlier backup, if it has the same one. Return whether it did."""
         known = self._earlier.files.get(path) if self._earlier is not None else None
         if self._earlier is None or known is None or not known.mtime_ns:
             return False
@@ -549,7 +553,7 @@ class BackupMaker:
 
     @staticmethod
     def _stamp(source: Path, size: int) -> int:
-        """When a file was last written to, if it has just so many bytes; else 0."""
+        """Return when a file was last written to, if it has exactly `size` bytes; else 0."""
         try:
             found = source.stat()
         except OSError:

@@ -1,7 +1,7 @@
 """Places where backups are kept: a folder, or a prefix of a bucket in an object store that speaks S3.
 
 A place lists its backups, says which are good, keeps the newest N good ones and restores one. A backup is good if its
-manifests and all files that they name are there, as they were written, and if nothing was damaged where it was taken.
+manifests and all files that they name exist as they were written, and if the original had no damage.
 """
 
 import fcntl
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 S3_SCHEME = "s3://"
 
 TIME_NAME = re.compile(r"\d{8}T\d{6}Z")
-"""The names that `seqdedupe backup` gives: they sort as the times do. Backups of other names are never removed."""
+"""The names that `seqdedupe backup` gives: they sort by time. Backups with other names are never removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,47 +56,49 @@ class KeptBackup:
     problem: str
     """Why it is not good; empty if it is."""
     made_at_us: int = 0
-    """The moment that it is of, since 1970; of several workers the earliest. 0 if that cannot be read, as all below."""
+    """The moment that the backup shows, in microseconds since 1970; the earliest of several workers. 0 if it cannot be
+    read, like the fields below."""
     size_bytes: int = 0
     topics: int = 0
-    """Topics whose logs are in it."""
+    """The number of topics whose logs are in it."""
 
 
 class BackupPlace(ABC):
-    """Where backups are kept. Blocks; for one thread."""
+    """A place where backups are kept. Blocks; for one thread."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     @abstractmethod
     def names(self) -> list[str]:
-        """What may be backups, sorted. Raises BACKUP_DAMAGED if there is no such place; OSError."""
+        """Return the names of possible backups, sorted. Raises BACKUP_DAMAGED if there is no such place; OSError."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """From its first step on nobody takes the rest for a backup. Raises OSError."""
+        """Remove a backup. After the first step the rest does not count as a backup any more. Raises OSError."""
 
     @abstractmethod
     def _opened(self, name: str) -> AbstractContextManager[Path]:
-        """A folder with the backup's manifests, and what says how many there have to be."""
+        """Open a folder with the backup's manifests, and the files that say how many manifests there must be."""
 
     @abstractmethod
     def _sizes(self, name: str) -> dict[str, int]:
-        """Of all files of a backup, by path."""
+        """Return the sizes of all files of a backup, by path."""
 
     @abstractmethod
     def _crc32c(self, name: str, path: str, size_bytes: int) -> int:
-        """Of a file, as the place gives it now."""
+        """Return the CRC32C of a file, read from the place now."""
 
     @abstractmethod
     def _copy_from(self, name: str, folder: Path) -> Copy:
-        """How to get files of a backup whose manifests are in `folder`."""
+        """Return a function that gets files of a backup whose manifests are in `folder`."""
 
     reads_before_removing = True
     """Whether `keep` reads every byte of a backup before it counts it."""
 
     def look(self, name: str, *, reads_all: bool) -> KeptBackup:
-        """A backup, and whether it is good. Without `reads_all` the sizes of its files are checked and not their bytes.
+        """Return a backup, and whether it is good. Without `reads_all` the sizes of its files are checked, and not
+        their bytes.
 
         Raises OBJECT_STORE_UNAVAILABLE.
         """
@@ -135,15 +137,15 @@ class BackupPlace(ABC):
         return ""
 
     def check(self, name: str, *, reads_all: bool = True) -> None:
-        """Raises BACKUP_DAMAGED if this backup is not good as `look` says, OBJECT_STORE_UNAVAILABLE."""
+        """Raise BACKUP_DAMAGED if this backup is not good according to `look`. Raises OBJECT_STORE_UNAVAILABLE."""
         if problem := self.look(name, reads_all=reads_all).problem:
             raise error("BACKUP_DAMAGED", f"the backup {name} in {self.url} is not good: {problem}")
 
     def keep(self, new: str, count: int) -> list[str]:
-        """Keeps the newest `count` good backups that have a TIME_NAME, and `new`, which the caller has checked.
+        """Keep the newest `count` good backups that have a TIME_NAME, and `new`, which the caller has checked.
 
-        Removes what is older than all of them, good or not, and returns its names. Removes nothing while there are
-        fewer good ones. Raises OBJECT_STORE_UNAVAILABLE; OSError.
+        Remove all backups older than these, good or not, and return their names. Remove nothing while there are fewer
+        good ones. Raises OBJECT_STORE_UNAVAILABLE; OSError.
         """
         names = [name for name in self.names() if TIME_NAME.fullmatch(name)]
         good: list[str] = []
@@ -152,7 +154,7 @@ class BackupPlace(ABC):
                 good.append(name)
         if len(good) < count:
             return []
-        # A clock that went back gives the new one a name that sorts before older ones.
+        # If the clock went back, the name of the new backup sorts before older ones.
         oldest = min(good[-1], new)
         removed = [name for name in names if name < oldest]
         for name in removed:
@@ -160,7 +162,7 @@ class BackupPlace(ABC):
         return removed
 
     def newest_good(self) -> str:
-        """The name of the backup with the latest moment, of those that are good by the sizes of their files.
+        """Return the name of the backup with the latest moment, among those that are good by the sizes of their files.
 
         Raises BACKUP_DAMAGED if there is none, OBJECT_STORE_UNAVAILABLE; OSError.
         """
@@ -171,7 +173,7 @@ class BackupPlace(ABC):
         raise error("BACKUP_DAMAGED", f"{self.url} has no good backup; {len(found)} are not good", hint=hint)
 
     def restore(self, name: str, to: Path) -> list[Manifest]:
-        """As `backup.restore`, of a backup of this place. Raises OBJECT_STORE_UNAVAILABLE too."""
+        """Call `backup.restore` for a backup of this place. Also raises OBJECT_STORE_UNAVAILABLE."""
         with self._opened(name) as folder:
             return restore(folder, to, self._copy_from(name, folder))
 
@@ -181,7 +183,7 @@ def _topics(manifest: Manifest) -> int:
 
 
 def place_at(url: str) -> BackupPlace:
-    """The place of this URL, `s3://bucket/prefix`, or path of a folder. Raises INVALID_CONFIGURATION."""
+    """Return the place of this URL, `s3://bucket/prefix`, or path of a folder. Raises INVALID_CONFIGURATION."""
     if url.startswith(S3_SCHEME):
         return BucketPlace(url)
     if "://" in url:
@@ -194,10 +196,10 @@ def place_at(url: str) -> BackupPlace:
 # -- A folder.
 
 REMOVING = ".removing"
-"""The suffix of what was a backup."""
+"""The suffix of a former backup that is being removed."""
 
 COMMAND_LOCK_FILE = ".lock"
-"""In the folder of the backups: held by the command that copies or removes some."""
+"""In the folder of the backups: the lock of the command that copies or removes some."""
 
 
 class FolderPlace(BackupPlace):
@@ -218,7 +220,7 @@ class FolderPlace(BackupPlace):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other command copies or removes backups meanwhile. Raises BACKUP_FAILED if one does; OSError."""
+        """Keep other commands from copying or removing backups meanwhile. Raises BACKUP_FAILED if one does; OSError."""
         lock = os.open(self._folder / COMMAND_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -236,7 +238,8 @@ class FolderPlace(BackupPlace):
         return super().keep(new, count)
 
     def _remove_leftovers(self, new: str) -> None:
-        """What an end of a process has left: a removal half done, and a backup that nobody writes any more."""
+        """Remove what an ended process has left: an unfinished removal, and a backup that no process writes any
+        more."""
         for path in list(self._folder.iterdir()):
             name, suffix = path.stem, path.suffix
             if not TIME_NAME.fullmatch(name) or name >= new:
@@ -268,7 +271,7 @@ class FolderPlace(BackupPlace):
         inode = status.st_dev, status.st_ino
         if inode not in self._known:
             with suppress(SeqdedupeError):
-                # What was written just now is to be read from the disk.
+                # A file that was just written must be read from the disk.
                 forget_pages(file)
             self._known[inode] = checksum(file, lambda _: None)
         return self._known[inode]
@@ -278,7 +281,7 @@ class FolderPlace(BackupPlace):
 
 
 def _is_abandoned(unfinished: Path) -> bool:
-    """Whether no process has the lock of a backup that is not finished."""
+    """Return whether no process has the lock of an unfinished backup."""
     try:
         lock = os.open(unfinished / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -293,20 +296,20 @@ def _is_abandoned(unfinished: Path) -> bool:
     return True
 
 
-# -- A prefix of a bucket. What makes the objects of an upload a backup is written last, when all others were read back.
+# -- A prefix of a bucket. The objects that complete a backup are written last, when all others were read back.
 
 CLAIM_FILE = "CLAIM"
 """The first object of a backup. Only one upload can make it."""
 
 READ_BYTES = 8 * 1024 * 1024
-"""Read by one request."""
+"""The size of one read request."""
 
 _SMALL_FILES = {MANIFEST_FILE, WORKERS_FILE, SHARDS_FILE, TOKEN_FILE}
 _WORKER = re.compile(r"worker-\d+")
 
 
 class BucketPlace(BackupPlace):
-    """A prefix of a bucket. Endpoint, region and credentials are those of the environment (`AWS_…`).
+    """A prefix of a bucket. Endpoint, region and credentials come from the environment (`AWS_…`).
 
     Raises INVALID_CONFIGURATION if the extra `s3` is not installed, or the URL names no bucket.
     """
@@ -343,9 +346,9 @@ class BucketPlace(BackupPlace):
         return sorted({path.parts[0] for path in paths if len(path.parts) > 1})
 
     def upload(self, backup: Path, name: str) -> None:
-        """Copies a backup of a folder to here, and reads it back. It is a backup from its last object on.
+        """Copy a backup from a folder to this place, and read it back. It is a backup once its last object is written.
 
-        Raises BACKUP_FAILED if one of the name is there or another process uploads one, BACKUP_DAMAGED,
+        Raises BACKUP_FAILED if one with this name exists or another process uploads one, BACKUP_DAMAGED,
         OBJECT_STORE_UNAVAILABLE; OSError.
         """
         with self._answered():
@@ -399,7 +402,7 @@ class BucketPlace(BackupPlace):
         return {path.removeprefix(f"{name}/"): size for path, size in self._objects_below(name).items()}
 
     def _objects_below(self, name: str | None) -> dict[str, int]:
-        """The sizes of objects, by their paths below the place."""
+        """Return the sizes of objects, by their paths below the place."""
         with self._answered():
             return {one["path"]: one["size"] for some in self._objects.list(self._store, name) for one in some}
 
@@ -436,5 +439,5 @@ class BucketPlace(BackupPlace):
 
 
 def _said(failure: Exception) -> str:
-    """What an object store said, without its XML and the library's own trace."""
+    """Return the text of an object store's failure, without its XML and the library's own trace."""
     return " ".join(re.sub(r"<[^>]*>", " ", str(failure).partition("\n\nDebug source:")[0]).split())

@@ -1,7 +1,7 @@
 """Imports into a topic that nobody has used yet: watermarks of producers, or a window of deduplication IDs.
 
-Nothing of an import is in force before its `finish`, and then all of it is. `begin_import` is one of watermarks,
-`WindowImport` one of a window. Both are a `TopicImport`.
+No part of an import is in force before its `finish`; then all of it is. `begin_import` begins an import of watermarks,
+`WindowImport` is the import of a window. Both are a `TopicImport`.
 """
 
 import asyncio
@@ -45,9 +45,9 @@ Imported = TypeVar("Imported", bound=TopicBase)
 
 
 class TopicImport(ABC, Generic[Imported]):
-    """An import into one topic; an earlier one that is not finished never will be. `close` has to be called.
+    """An import into one topic. An earlier import that is not finished never will be. The caller must call `close`.
 
-    All raise TOPIC_IN_USE, and why the topic takes nothing now.
+    All methods raise TOPIC_IN_USE, and the reason why the topic takes nothing now.
     """
 
     def __init__(self, topic: Imported) -> None:
@@ -60,7 +60,7 @@ class TopicImport(ABC, Generic[Imported]):
         return self._topic.newest_import is self
 
     def close(self) -> None:
-        """Lets go of what it holds."""
+        """Release the topic."""
         if self._is_newest:
             self._topic.newest_import = None
 
@@ -78,7 +78,7 @@ class TopicImport(ABC, Generic[Imported]):
 
 
 class WatermarksImport(TopicImport[Imported]):
-    """Nothing of it is in force, and none of it ever will be, unless `finish` is called."""
+    """An import of watermarks. No part of it is in force, or ever will be, unless `finish` is called."""
 
     def __init__(self, topic: Imported) -> None:
         super().__init__(topic)
@@ -86,13 +86,15 @@ class WatermarksImport(TopicImport[Imported]):
 
     @abstractmethod
     async def add(self, names: list[bytes], persisted: Int64s) -> None:
-        """Some more. Over all calls the names rise. Raises INVALID_NAME, INVALID_SEQUENCE_ID, INVALID_REQUEST too."""
+        """Add some producers. Names must ascend over all calls. Also raises INVALID_NAME, INVALID_SEQUENCE_ID,
+        INVALID_REQUEST."""
 
     @abstractmethod
     async def finish(self) -> None:
-        """All of it is in force and durable on return. Raises why it could not be: then it is not, or it is as a whole.
+        """Put the import in force. On return it is in force and durable. If this raises, the import is not in force, or
+        it is as a whole.
 
-        It holds the event loop, some 40 ms for a million producers, 170 if it is repeated.
+        It holds the event loop, about 40 ms for a million producers, 170 if it is repeated.
         """
 
     def _in_use(self, why: str) -> SeqdedupeError:
@@ -100,7 +102,7 @@ class WatermarksImport(TopicImport[Imported]):
 
 
 def begin_import(topic: TopicBase) -> WatermarksImport[Any]:
-    """An import into this topic. Raises as all of it."""
+    """Return an import into this topic. Raises as all of its methods."""
     if isinstance(topic, Topic):
         return _ImportIntoLog(topic)
     if isinstance(topic, AttachedTopic):
@@ -109,8 +111,8 @@ def begin_import(topic: TopicBase) -> WatermarksImport[Any]:
 
 
 class _ImportIntoLog(WatermarksImport[Topic]):
-    """Parts are control records as they come. The last one is written only if nobody has opened the topic by then:
-    who opens it later waits until that, which stands before, has settled."""
+    """An import as control records. Each part is appended when it arrives. The last one is written only if nobody has
+    opened the topic by then. A producer that opens it later waits until the earlier record has settled."""
 
     def __init__(self, topic: Topic) -> None:
         super().__init__(topic)
@@ -132,7 +134,7 @@ class _ImportIntoLog(WatermarksImport[Topic]):
         await self._topic.append_change(part)
 
     def close(self) -> None:
-        # What the log may yet complete has to count then, as it will when it is replayed.
+        # The log may still complete these parts. Then they must count, as they will in a replay.
         if self._is_newest and not self._may_be_complete:
             self._topic.import_parts.clear()
         super().close()
@@ -147,7 +149,7 @@ class _ImportIntoLog(WatermarksImport[Topic]):
 
 
 class _ImportIntoStore(WatermarksImport[AttachedTopic]):
-    """The log is a broker's own: what was imported is in the store alone."""
+    """An import into a topic whose log is a broker's own: the store alone holds the import."""
 
     def __init__(self, topic: AttachedTopic) -> None:
         super().__init__(topic)
@@ -178,7 +180,7 @@ class _ImportIntoStore(WatermarksImport[AttachedTopic]):
 
 
 class _Order:
-    """Checks names and IDs, and that the names rise over all calls."""
+    """Checks names and IDs, and that the names ascend over all calls."""
 
     def __init__(self) -> None:
         self._last = b""
@@ -202,46 +204,48 @@ class _Order:
 
 # -- A window of deduplication IDs.
 #
-# However many IDs come, memory has a part of them: parts are sorted by hash and written to the store as runs, which are
-# merged into one. When that is durable the log is told, and from then on it counts; before, it is left over, and goes.
+# Memory holds only a part of the IDs, for any number of them. Each part is sorted by hash and written to the store as a
+# run, and the runs are merged into one. When that is durable, a record in the log puts it in force. Before, an
+# unfinished import is a leftover that is removed.
 
 PART_BYTES = 32 * 1024 * 1024
-"""Of blocks, of which a run is made."""
+"""The bytes of blocks that make one run."""
 MERGED_PAGES = 1024
-"""So many are merged at once, and some of each run."""
+"""The number of pages merged in one step, with some of each run."""
 
 _NO_BYTES: Uint8s = np.zeros(0, np.uint8)
 
 
 class WindowImport(TopicImport[Topic]):
-    """Nothing of it is in force unless `finish` is called. All raise INVALID_REQUEST for what is no window, too, and
-    STORE_UNAVAILABLE."""
+    """An import of a window. No part of it is in force unless `finish` is called. All methods also raise
+    INVALID_REQUEST for data that is no window, and STORE_UNAVAILABLE."""
 
     def __init__(self, topic: Topic, checksum: bytes) -> None:
         self._checksum = checksum
         super().__init__(topic)
         self._key = secrets.token_bytes(SECRET_BYTES)
         if topic.ids.imported.there is None:
-            # What could not be read may name a run that is written anew now, and would pass for whole.
+            # An unreadable import may name a run that is written again now, and would then pass for whole.
             windows.remove_import(topic.store, topic.incarnation)
         self._digest = WindowChecksum()
         self._ids = self._id_bytes = 0
         self._first_ms, self._last_ms = LATEST_MS, 0
         self._last_id: Uint8s = _NO_BYTES
         self._part: list[WindowBlock] = []
-        """What has come and is in no run yet."""
+        """The blocks that have arrived and are in no run yet."""
         self._part_bytes = 0
         self._runs: list[IdRun] = []
 
     async def add(self, block: bytes) -> None:
-        """The next block of the file."""
+        """Add the next block of the file."""
         self._check()
         await asyncio.to_thread(self._take, block)
         if self._part_bytes >= PART_BYTES:
             self._runs.append(await self._part_written(for_good=False))
 
     async def finish(self, ids: int) -> None:
-        """That was all, so many IDs. It is in force and durable on return; raises why it is not, or OUTCOME_UNKNOWN."""
+        """End the import, which has `ids` IDs. It is in force and durable on return. Raises why it is not, or
+        OUTCOME_UNKNOWN."""
         self._check()
         if ids != self._ids:
             raise error("INVALID_REQUEST", f"ids is {ids}, but {self._ids} have come")
@@ -260,14 +264,14 @@ class WindowImport(TopicImport[Topic]):
             await self._put_in_force(ImportedWindow(self._checksum, self._ids, self._last_ms))
 
     def close(self) -> None:
-        """Lets go of what it holds."""
+        """Release the topic, and remove runs that are not in force."""
         was_newest = self._is_newest
         super().close()
         if was_newest and self._topic.state is not State.DRAINING:
             self._remove_other_runs()
 
     def _remove_other_runs(self) -> None:
-        """Nothing is left of runs that were made on the way, nor what names one that never came to count."""
+        """Remove the intermediate runs, and the record of a run that was never in force."""
         try:
             windows.keep_only_import(self._topic.store, self._topic.incarnation, self._topic.ids.imported.there)
         except UnavailableError as e:
@@ -293,7 +297,7 @@ class WindowImport(TopicImport[Topic]):
         )
 
     async def _put_in_force(self, window: ImportedWindow) -> None:
-        """The log says so, durably, before anything else comes."""
+        """Record the window in the log, durably, before any other record."""
         topic = self._topic
         if topic.newest_policy.imported == window:
             await topic.all_settled()
@@ -326,10 +330,10 @@ class WindowImport(TopicImport[Topic]):
         self._part_bytes += len(raw)
 
     async def _part_written(self, *, for_good: bool) -> IdRun:
-        """A run of what has come and is in none yet."""
+        """Return a run of the blocks that are in no run yet."""
         entries = await asyncio.to_thread(self._entries)
         self._part, self._part_bytes = [], 0
-        # In what is merged nothing is looked up.
+        # No IDs are looked up in a run that will be merged.
         writer = await self._begun(self._ids if for_good else 0)
         await writer.add(entries)
         return await self._finished(writer, self._ids if for_good else len(entries.hashes))
@@ -341,7 +345,7 @@ class WindowImport(TopicImport[Topic]):
         return entries_with(sizes, seconds_of(times), ids, key_of(self._key))
 
     async def _merged(self) -> IdRun:
-        """One run of all."""
+        """Return one run with all IDs."""
         if self._part:
             self._runs.append(await self._part_written(for_good=False))
         writer = await self._begun(self._ids)

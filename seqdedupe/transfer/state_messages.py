@@ -1,7 +1,7 @@
-"""A topic's numbers as messages of AdminService have them: its snapshot and its watermarks as they leave, and a
-snapshot that comes, from whoever saved it or from another sidecar.
+"""A topic's numbers as messages of AdminService: its snapshot and its watermarks as they leave, and an incoming
+snapshot. That comes from a client that saved it or from another sidecar.
 
-Begin with `saved`, what a topic is as of one moment; `SavedParts` makes the same of what comes.
+Begin with `saved`, the state of a topic at one moment; `SavedParts` makes the same from incoming parts.
 """
 
 from collections.abc import Iterator
@@ -29,17 +29,17 @@ from seqdedupe.topic.policy import MAX_CURSORS, Policy, cursors_of, fill_cursors
 from seqdedupe.topic.sessions import highest_term
 from seqdedupe.v1 import admin_pb2
 
-# -- What leaves.
+# -- Outgoing messages.
 
 SAVED_AT_ONCE = 3072
-"""Producers; with the longest names they take less than 1 MiB."""
+"""The number of producers in one part; with the longest names they take less than 1 MiB."""
 
 Producers = tuple[list[bytes], Int64s, Int64s, Int64s]
 """Names, and persisted ID, durable epoch and `STATED` of each."""
 
 
 def saved(topic: TopicBase) -> Loaded:
-    """The topic's snapshot as of this call. Raises RECOVERING, LOG_DAMAGED while it is not certain, DRAINING,
+    """Return the topic's snapshot as of this call. Raises RECOVERING, LOG_DAMAGED while it is not certain, DRAINING,
     TOPIC_NOT_FOUND."""
     _check_is_certain(topic)
     names = topic.producers.copied_names()
@@ -61,7 +61,7 @@ def saved(topic: TopicBase) -> Loaded:
 
 
 def parts(snapshot: Loaded) -> Iterator[Producers]:
-    """Its producers, some at once."""
+    """Yield the producers of a snapshot, some at a time."""
     for start in range(0, len(snapshot.names), SAVED_AT_ONCE):
         some = slice(start, start + SAVED_AT_ONCE)
         names = snapshot.names.some(start, SAVED_AT_ONCE)
@@ -69,14 +69,14 @@ def parts(snapshot: Loaded) -> Iterator[Producers]:
 
 
 EXPORTED_AT_ONCE = 4096
-"""Producers; with the longest names they take about 1 MiB."""
+"""The number of producers in one part; with the longest names they take about 1 MiB."""
 
 Watermarks = tuple[list[bytes], Int64s]
 """Names, and the highest persisted sequence ID of each."""
 
 
 def watermarks(topic: TopicBase) -> Iterator[Watermarks]:
-    """Those of all producers that have one, as of this call.
+    """Yield the watermarks of all producers that have one, as of this call.
 
     Raises RECOVERING, LOG_DAMAGED, NOT_ATTACHED while they are not certain, DRAINING, TOPIC_NOT_FOUND.
     """
@@ -102,7 +102,7 @@ def _check_is_certain(topic: TopicBase) -> None:
 
 
 def snapshot_answers(topic: TopicBase) -> Iterator[bytes]:
-    """Each a message of `ExportSnapshot`. Raises as `saved`."""
+    """Yield the messages of `ExportSnapshot`. Raises as `saved`."""
     snapshot = saved(topic)
     yield _head(topic, snapshot).SerializeToString()
     for names, persisted, epochs, stated in parts(snapshot):
@@ -112,7 +112,7 @@ def snapshot_answers(topic: TopicBase) -> Iterator[bytes]:
 
 
 def _head(topic: TopicBase, snapshot: Loaded) -> Any:
-    """The first part of a snapshot, of the alias schema."""
+    """Return the first part of a snapshot, in the alias schema."""
     policy = admin_pb2.TopicPolicy()
     kept = decode_policy(snapshot.policy)
     kept.fill(policy)
@@ -133,7 +133,7 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
 
 
 def watermark_answers(topic: TopicBase) -> Iterator[bytes]:
-    """Each a message of `ExportWatermarks`. Raises as `watermarks`."""
+    """Yield the messages of `ExportWatermarks`. Raises as `watermarks`."""
     for names, persisted in watermarks(topic):
         answer = wire.ExportWatermarksResponse()
         _fill(answer, names, persisted=persisted)
@@ -141,18 +141,18 @@ def watermark_answers(topic: TopicBase) -> Iterator[bytes]:
 
 
 def _fill(message: Any, names: list[bytes], **numbers: Int64s) -> None:
-    """A column of names, and those of the numbers of each."""
+    """Fill in a column of names, and the columns of numbers."""
     column = Binary.of_all(names)
     message.producer_name_offsets, message.producer_names = column.offsets.tobytes(), column.data
     for name, each in numbers.items():
         setattr(message, name, each.tobytes())
 
 
-# -- A snapshot that comes.
+# -- An incoming snapshot.
 
 
 class SavedParts:
-    """A snapshot that comes in parts. Raises INVALID_REQUEST, INVALID_NAME for what cannot be one."""
+    """A snapshot that arrives in parts. Raises INVALID_REQUEST, INVALID_NAME for invalid parts."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class SavedParts:
         self._columns: tuple[list[Int64s], ...] = ([], [], [])
 
     def add(self, names: list[bytes], persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
-        """The next producers."""
+        """Add the next producers."""
         columns = (persisted, epochs, stated)
         if any(len(column) != len(names) for column in columns):
             raise error("INVALID_REQUEST", f"a column does not have a value for each of {len(names)} producers")
@@ -199,7 +199,7 @@ class SavedParts:
             all_of_it.append(column)
 
     def finish(self) -> Loaded:
-        """All of it."""
+        """Return the complete snapshot."""
         if len(self._names) != self._producers:
             why = f"producers is {self._producers}, but {len(self._names)} have come"
             raise error("INVALID_REQUEST", why)
@@ -221,18 +221,18 @@ class SavedParts:
 
 
 class SnapshotReader:
-    """A snapshot that comes in parts of the alias schema. Raises INVALID_REQUEST, INVALID_NAME, INVALID_POSITION for
-    what cannot be one."""
+    """A snapshot that arrives in parts of the alias schema. Raises INVALID_REQUEST, INVALID_NAME, INVALID_POSITION for
+    invalid parts."""
 
     def __init__(self) -> None:
         self._head: admin_pb2.SnapshotHead | None = None
 
     def add(self, part: Any) -> None:
-        """The next one."""
+        """Add the next part."""
         if self._head is None:
             if not part.HasField("head"):
                 raise error("INVALID_REQUEST", "the first message has the head of a snapshot")
-            # No field of it is another one in the alias schema.
+            # All fields of the head are the same in the alias schema.
             self._head = admin_pb2.SnapshotHead.FromString(part.head.SerializeToString())
             self._parts = _begun(self._head)
         if part.producer_names or part.persisted:
@@ -240,14 +240,14 @@ class SnapshotReader:
             self._parts.add(names_of(part), *numbers)
 
     def finish(self) -> tuple[admin_pb2.SnapshotHead, Loaded]:
-        """All of it."""
+        """Return the head and the complete snapshot."""
         if self._head is None:
             raise error("INVALID_REQUEST", "nothing has come")
         return self._head, self._parts.finish()
 
 
 def _begun(head: admin_pb2.SnapshotHead) -> SavedParts:
-    """Raises INVALID_REQUEST, INVALID_POSITION."""
+    """Return the parts that this head begins. Raises INVALID_REQUEST, INVALID_POSITION."""
     position = Position.from_proto(head.position)
     if len(head.cursors) > MAX_CURSORS:
         raise error("INVALID_REQUEST", f"the snapshot has {len(head.cursors)} cursors: more than a topic can have")

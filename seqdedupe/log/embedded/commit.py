@@ -1,9 +1,10 @@
 """Group commit: one thread writes and syncs for all topics of a sidecar, with one journal. Begin with `Committer`.
 
-It takes everything that has arrived, writes it with one call a topic, makes it durable, and tells the event loop topic
-by topic. What arrives meanwhile is the next group. A group of one topic is durable when its segment is synced; one of
-several when the journal is, and their segments are synced later. Where a topic's flush policy lets what was written
-wait for its sync, it is told at once that it is written, and when it is durable: by a sync of its segment.
+The thread takes all appends that have arrived, writes them with one call per topic, and makes them durable. It then
+notifies the event loop, topic by topic. Appends that arrive meanwhile form the next group. A group of one topic is
+durable when its segment is synced. A group of several topics is durable when the journal is synced, and their segments
+are synced later. A topic's flush policy may let writes wait for their sync. Such a topic is notified twice: when the
+batches are written, and when a sync of its segment has made them durable.
 """
 
 import asyncio
@@ -28,56 +29,58 @@ from seqdedupe.log.embedded.journal_replay import JournalReplay, journal_path
 from seqdedupe.log.embedded.writer import FatalError, LateAppends, Syncer, Writer, WriteTerm, WrittenAppends
 
 GATHER_SECONDS = 0.0001
-"""After a group of several batches the next one waits so long for more of them.
+"""The time that the next group waits for more batches, after a group of several batches.
 
-Whoever sends several at once has more under way, and on few cores the wake-ups and syncs of small groups cost more than
-the wait (`python -m bench publish single_messages`). A lone batch is never kept waiting.
+A client that sends several batches at once usually has more in flight. On few cores the wake-ups and syncs of small
+groups cost more than the wait (`python -m bench publish single_messages`). A lone batch never waits.
 """
 
 MAX_OPEN_FILES = 1024
-"""So many files are held open for topics that are written to: with more of them, those used last.
+"""The most files held open for topics that are written to. With more topics, the files used last stay open.
 
-A file that the journal has more of has to be synced before it is closed, so each topic beyond them costs a sync again.
+A file that has records in the journal must be synced before it is closed. So each topic above the limit costs one more
+sync.
 """
 
 OPEN_FILES_SHARE = 8
-"""But no more than this part of what the process may open, 128 of 1024."""
+"""The limit is also at most this fraction of the process's open-file limit: 128 of 1024."""
 
 MAX_ROUND = 128
-"""So many topics are in one round at most."""
+"""The most topics in one round."""
 
 MAX_LATE_BYTES = 32 * 1024 * 1024
-"""When topics with a flush policy have been written so much, all that waits for its sync is synced: memory holds it."""
+"""When topics with a flush policy have written this number of bytes, all their waiting data is synced: memory holds
+it."""
 
 SYNC_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 GROUP_BATCHES = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)
-"""Bounds of what is told of the rounds."""
+"""Bucket bounds of the metrics of rounds."""
 
 IDLE_SECONDS = 10
-"""A file that nothing was written to for so long is let go of, and what the journal holds is forgotten so often."""
+"""The time after which an idle file is closed, and the interval at which the journal is emptied."""
 
 
 class Closing(NamedTuple):
-    """Asks the thread to let go of a writer for good."""
+    """A request to the thread to release a writer for good."""
 
     writer: Writer
     closed: "asyncio.Future[None]"
 
 
 class Signal(Enum):
-    """What the event loop tells the thread beside work."""
+    """The messages from the event loop to the thread, in addition to work."""
 
     TICK = "look for idle files"
     END = "end when all is done that came before"
 
 
 def open_files_within(limit: int) -> int:
-    """How many are held open, if the process may have so many; as many again may wait to be synced."""
+    """Return the number of files held open if the process may open `limit`. As many again may wait for a sync."""
     return min(MAX_OPEN_FILES, max(1, limit // OPEN_FILES_SHARE))
 
 
 def wall_ms() -> int:
-    """When messages are published, by the process's clock."""
+    """Return the publish time of new messages, by the process's clock."""
     return time.time_ns() // 1_000_000
 
 
@@ -85,9 +88,9 @@ Work = WriteTerm | Closing | Signal
 
 
 class Committer:
-    """The commit thread. Made on the event loop that is told what was written.
+    """The commit thread. It must be created on the event loop that receives the outcomes.
 
-    `fatal` is called, in the thread, with the reason why the process must end.
+    The thread calls `fatal` with the reason why the process must end.
     """
 
     def __init__(self, clock_ms: Callable[[], int], fatal: Callable[[str], None], journal: "Journal") -> None:
@@ -96,21 +99,21 @@ class Committer:
         self._fatal = fatal
         self._loop = asyncio.get_running_loop()
         self.sync_seconds = Buckets(SYNC_SECONDS)
-        """What it took to make durable what a round wrote: of the journal, or of a segment."""
+        """The duration of each sync that made a round durable, of the journal or of a segment."""
         self.group_batches = Buckets(GROUP_BATCHES)
-        """Batches that a round wrote."""
+        """The number of batches in each round."""
         self._news: deque[WrittenAppends | LateAppends | Closing] = deque()
         self._announced = False
         self._gathers = False
         self._has_failed = False
         self._open: OrderedDict[Writer, float] = OrderedDict()
-        """The writers that hold a file, and when it was last used; the one not used for longest comes first."""
+        """The writers that hold a file open, and when the file was last used. The least recently used comes first."""
         self._late_bytes = 0
-        """Told as written since all was synced."""
+        """Bytes reported as written since all files were last synced."""
         self._journal = journal
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_open_files = open_files_within(soft) if soft != resource.RLIM_INFINITY else MAX_OPEN_FILES
-        # Each of them may open a file, beside those that are open.
+        # Each topic of a round may open a file, in addition to the files that are open.
         self._max_round = min(MAX_ROUND, self._max_open_files)
         self._syncer = Syncer(fatal, self._max_open_files)
         self._thread = threading.Thread(target=self._run, name="seqdedupe-commit", daemon=True)
@@ -118,7 +121,7 @@ class Committer:
         self._timer = self._loop.call_later(IDLE_SECONDS, self._tick)
 
     async def close(self) -> None:
-        """Ends the thread when it has done what was handed over."""
+        """End the thread after it has done all work handed over."""
         self._timer.cancel()
         self.queue.put(Signal.END)
         await self._loop.run_in_executor(None, self._thread.join)
@@ -150,19 +153,19 @@ class Committer:
             raise
 
     def _tick(self) -> None:
-        # The thread itself waits without a time-out: a timer that is set for every batch costs more than its header.
+        # The thread itself waits without a time-out: setting a timer for every batch costs more than its header.
         self._timer = self._loop.call_later(IDLE_SECONDS, self._tick)
         self.queue.put(Signal.TICK)
 
     def _wait(self) -> list[Work]:
-        """What has arrived, at least one."""
+        """Return the work that has arrived, at least one item."""
         work = [self.queue.get()]
         if self._gathers:
             time.sleep(GATHER_SECONDS)
         return work + [self.queue.get() for _ in range(self.queue.qsize())]
 
     def _round(self, work: list[WriteTerm | Closing]) -> None:
-        """Writes everything, and makes it durable: by one sync of the journal, or file by file."""
+        """Write all work of a round, and make it durable: by one sync of the journal, or file by file."""
         now_ms = self._clock_ms()
         written = []
         asked = []
@@ -188,7 +191,7 @@ class Committer:
             for news in of_journal:
                 news.opening.writer.in_journal()
         elif self._journal.has_failed:
-            # The block that could not be written may have held the end of a round that was confirmed.
+            # The block that could not be written may have held the end of a confirmed round.
             self._forget()
         for news in written:
             writer = news.opening.writer
@@ -217,7 +220,7 @@ class Committer:
                 self._tell(item)
 
     def _sync(self, writer: Writer) -> bool:
-        """Makes durable what has to be by now, and tells it. Whether that succeeded."""
+        """Make durable what is due, and report it. Return whether that succeeded."""
         try:
             if writer.is_due:
                 began = time.perf_counter()
@@ -234,7 +237,7 @@ class Committer:
             self._tell(news)
 
     def _let_go(self) -> None:
-        """Lets go of the files that are too many, or idle."""
+        """Release the files above the limit and the idle files."""
         idle_since = time.monotonic() - IDLE_SECONDS
         while self._open:
             writer, used = next(iter(self._open.items()))
@@ -245,8 +248,8 @@ class Committer:
             self._tell_durable(writer)
 
     def _leave(self, writer: Writer) -> None:
-        """Closes its file, if it is synced; else that is left to the background, but for what nobody else has made
-        durable."""
+        """Close the writer's file. If it is not synced, the background syncs it first. Data that is durable nowhere
+        else is synced here."""
         if self._syncer.is_full or writer.has_unsynced:
             try:
                 writer.sync_file()
@@ -256,9 +259,9 @@ class Committer:
             self._syncer.sync(left)
 
     def _forget(self) -> None:
-        """Has the journal forget what it holds, when all segments are synced that it speaks of.
+        """Have the journal forget its rounds when all segments named in them are synced.
 
-        Those that are not open are being synced already.
+        Segments that are not open are being synced already.
         """
         leaving = [writer for writer in self._open if writer.is_in_journal]
         for writer in leaving:
@@ -269,14 +272,14 @@ class Committer:
             number = self._journal.end_file()
             self._syncer.then(lambda: self._journal.forget(number))
         if has_lost:
-            # Nobody hears of anything new before what it may have lost is in the segments, and forgotten: a start would
-            # take it for damage.
+            # Nothing new is reported before the segments hold what the journal may have lost, and the journal has
+            # forgotten it. Otherwise a start would take the loss for damage.
             self._syncer.wait()
         for writer in leaving:
             self._tell_durable(writer)
 
     def _fail(self, why: str) -> None:
-        """The process must end, with the journal kept."""
+        """Report that the process must end. The journal is kept."""
         self._has_failed = True
         self._fatal(why)
 
@@ -298,35 +301,36 @@ class Committer:
                 elif not news.closed.done():
                     news.closed.set_result(None)
         finally:
-            # A caller's exception goes to the loop's handler; the news of the others must not wait for more.
+            # A caller's exception goes to the loop's handler. The other outcomes must not wait for new ones.
             if self._news:
                 self._loop.call_soon(self._deliver)
 
 
 # -- The journal: one sync for a round that wrote to several segments.
 #
-# What the round wrote there stands unsynced; it is written here once more, in one piece, and the sync of that
-# confirms it. The segments are synced in the background. When all are that a file of the journal speaks of, the file
-# is forgotten. After a crash `journal_replay` puts back what a segment lacks.
+# The segments of such a round are not synced at once. The round is written a second time to the journal, in one piece,
+# and the sync of the journal confirms it. The segments are synced in the background. When all segments named in a
+# journal file are synced, the file is forgotten. After a crash `journal_replay` writes back what a segment lacks.
 
 logger = logging.getLogger("seqdedupe.log")
 
 SYNC_BYTES = 64 * 1024
-"""A sync that is saved is worth so many bytes that are written twice."""
+"""Saving one sync is worth writing this number of bytes twice."""
 
 FILE_BYTES = 16 * 1024 * 1024
-"""When a file has grown to this, its segments are synced. A start reads all that is there."""
+"""When a file has this size, its segments are synced. A start reads all files that exist."""
 
 MAX_FILES = 4
-"""While so many files wait to be forgotten the disk is behind its work, and nothing new is written."""
+"""While this number of files wait to be forgotten, the disk is behind, and the journal takes nothing new."""
 
 
 class Journal:
-    """Belongs to the commit thread, but for `forget`. Nothing is read or written before the first round that needs it.
+    """The journal. It belongs to the commit thread, except `forget`. Reads and writes begin with the first round that
+    needs it.
 
-    A write or sync of its own that fails is no failure: the segments are synced instead, and the journal rests.
-    `tell` is called before anything is written, with whether an earlier version would miss something; it may raise
-    OSError.
+    A failed write or sync of the journal is no failure of the round: the segments are synced instead, and the journal
+    rests. `tell` is called before anything is written. Its argument says whether an earlier version would miss
+    something. It may raise OSError.
     """
 
     def __init__(self, replay: JournalReplay, tell: Callable[[bool], None]) -> None:
@@ -338,15 +342,15 @@ class Journal:
         self._file: int | None = None
         self._path = Path()
         self._is_begun = False
-        """Whether it is said elsewhere that there is such a file."""
+        """Whether the existence of this file is recorded elsewhere."""
         self._end = 0
         self._number = 0
-        """That of the last round, also if it was refused."""
+        """The number of the last round, even if the round was refused."""
         self._confirmed = 0
-        """That of the last one that was not."""
+        """The number of the last round that was confirmed."""
         self._forgotten = 0
         self._to_forget: deque[tuple[int, Path]] = deque()
-        """Files that are written no more, with the numbers of their last rounds."""
+        """Files that are no longer written, with the numbers of their last rounds."""
 
     @property
     def is_due(self) -> bool:
@@ -359,7 +363,7 @@ class Journal:
         return self._file is not None and self._rests
 
     def confirm(self, round_: Sequence[WrittenAppends]) -> bool:
-        """Makes a round durable: all of it, or nothing of it counts. False if each segment has to be synced instead."""
+        """Make a round durable as a whole, or not at all. Return False if each segment must be synced instead."""
         new = [news for news in round_ if news.buffers]
         size = sum(news.end - news.start for news in new)
         if size >= (len(new) - 1) * SYNC_BYTES or self._rests or len(self._to_forget) >= MAX_FILES:
@@ -368,7 +372,7 @@ class Journal:
             file = self._opened()
             if file is None:
                 return False
-            # A number is never given twice: what is refused may stand there all the same.
+            # A number is never used twice: a refused round may be in the file all the same.
             self._number += 1
             raw = journal.encoded(
                 [_part(news) for news in new],
@@ -392,8 +396,8 @@ class Journal:
         return True
 
     def end_file(self) -> int:
-        """The next round begins a new file. The number up to which all may be forgotten when the segments are synced
-        of which it speaks."""
+        """End the file, so that the next round begins a new one. Return the number of the last round in it: rounds up
+        to that number may be forgotten when their segments are synced."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -401,7 +405,7 @@ class Journal:
         return self._number
 
     def wake(self) -> None:
-        """After a while: rests no longer, and what earlier processes left is emptied if it was not needed yet."""
+        """End the rest after a while, and empty what earlier processes left, if no round has needed that yet."""
         self._rests = False
         if not self._is_ready and self._replay.has_something:
             try:
@@ -410,7 +414,7 @@ class Journal:
                 logger.warning("the journal %s is not emptied now: %s", self._folder, e)
 
     def forget(self, number: int) -> None:
-        """All segments are synced of which rounds up to this one speak. For the thread that has synced them."""
+        """Forget all rounds up to `number`: their segments are synced. For the thread that has synced them."""
         try:
             while self._to_forget and self._to_forget[0][0] <= number:
                 last, path = self._to_forget[0]
@@ -421,7 +425,7 @@ class Journal:
             logger.warning("the journal %s is not emptied now: %s", self._folder, e)
 
     def end(self) -> None:
-        """Nothing is written any more, and all is forgotten that could be."""
+        """End the journal: nothing is written any more. If it is empty, record that."""
         try:
             if self._file is None and not self._to_forget and self._replay.is_empty:
                 self._tell(False)
@@ -429,7 +433,7 @@ class Journal:
             logger.warning("an earlier version would not open the logs %s: %s", self._folder.parent, e)
 
     def _begin(self) -> bool:
-        """Empties what earlier processes left. Whether anything new may be written."""
+        """Empty what earlier processes left. Return whether new rounds may be written."""
         if not self._is_ready and self._replay.empty():
             self._tell(True)
             self._number = self._confirmed = self._forgotten = self._replay.highest
@@ -437,7 +441,7 @@ class Journal:
         return self._is_ready
 
     def _opened(self) -> int | None:
-        """The file that is written to; None if there can be none. Raises OSError."""
+        """Return the file to write to; None if there can be none. Raises OSError."""
         if not self._begin():
             return None
         if self._file is None:

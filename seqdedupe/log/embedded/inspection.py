@@ -1,7 +1,7 @@
-"""Reading a log from its first file to its last, every byte of it, past whatever is damaged. Changes nothing.
+"""Reading every byte of a log, from its first file to its last, past all damage. Changes nothing.
 
-Opening a log (`tail`) and reading it stop at the first damage. Here it is named, with the indexes that it concerns, and
-reading goes on with the next header that this log wrote where it stands.
+Opening a log (`tail`) and reading it stop at the first damage. An inspection names the damage with the indexes
+concerned. It then continues with the next header that this log wrote at that place.
 """
 
 import os
@@ -21,12 +21,12 @@ from seqdedupe.log.embedded.segment import WHAT_STANDS_THERE, LogIdentity, Segme
 from seqdedupe.log.embedded.tail import base_indexes, headers_from, past_damage, read_what_can_be
 
 STEP_BYTES = 1024 * 1024
-"""What is read and checked at once: it stays in the processor's cache meanwhile."""
+"""The size of one read and check: it stays in the processor's cache meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Intact:
-    """Whole records that stand one after the other: `table` has a place row (`format.columns`) for each, in `raw`."""
+    """Whole records, one after the other: `table` has a place row (`format.columns`) for each record in `raw`."""
 
     raw: bytes
     table: Int64s
@@ -34,58 +34,59 @@ class Intact:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A place where something else stands than was written."""
+    """A place whose content differs from what was written."""
 
     file: Path
     offset: int
     what: str
     first_index: int
-    """Of the messages that it concerns, which may be none."""
+    """The first index of the messages concerned, which may be none."""
 
     next_index: int | None
-    """The index after them; None if it cannot be told."""
+    """The index after them; None if it is unknown."""
 
     record: tuple[bytes, Int64s] | None = None
-    """Buffer and place row of the record, where its columns are whole."""
+    """Buffer and place row of the record, if its columns are whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class TornEnd:
-    """What a crash has left half-written, and nobody was told is stored. Opening the log for writing cuts it off."""
+    """Data that a crash has left half-written, and that was never reported as stored. Opening the log for writing cuts
+    it off."""
 
     file: Path
     offset: int
     size_bytes: int
     records: int
-    """About so many."""
+    """The approximate number of records."""
 
 
 @dataclass(frozen=True, slots=True)
 class DurablePart:
-    """A segment file, as far as it was synced."""
+    """The part of a segment file that was synced."""
 
     path: Path
     identity: LogIdentity
     base_index: int
     end: int
-    """Up to here records stand in the file."""
+    """The place in the file up to which there are records."""
     next_index: int
     """The index after them."""
 
 
 Read = Callable[[int, int, int], bytes]
-"""`os.pread`, or like it: file, size, offset."""
+"""`os.pread` or a function like it: file, size, offset."""
 
 Found = Intact | Damage | TornEnd
 
 
 def inspect(folder: Path, identity: LogIdentity, replay: JournalReplay | None = None) -> Iterator[Found]:
-    """What a log's files hold, in order, with what the journal has for them. A torn end comes last.
+    """Yield the content of a log's files, in order, with what the journal has for them. A torn end comes last.
 
     `replay` is the journal of its folder, if it was read before.
 
-    Raises NEWER_FORMAT, OLDER_FORMAT for a record of another version; LOG_DAMAGED if the log's part of the journal is;
-    OSError, but not for what the disk cannot give: that is damage.
+    Raises NEWER_FORMAT, OLDER_FORMAT for a record of another version; LOG_DAMAGED if the log's part of the journal is
+    damaged; OSError. Data that the disk cannot return raises nothing: it is damage.
     """
     bases = base_indexes(folder) if folder.exists() else []
     if not bases:
@@ -109,9 +110,9 @@ def inspect(folder: Path, identity: LogIdentity, replay: JournalReplay | None = 
 
 
 def inspect_part(part: DurablePart, read: Read) -> Generator[Found, None, None]:
-    """What one segment file holds as far as it was synced: nothing of that may be torn.
+    """Yield the content of one segment file, as far as it was synced: nothing in that part may be torn.
 
-    Raises NEWER_FORMAT, OSError, FileNotFoundError among them, and what `read` raises.
+    Raises NEWER_FORMAT; OSError, including FileNotFoundError; and the errors of `read`.
     """
     inspection = _Inspection(part.identity, part.base_index, read, is_open=True)
     with part.path.open("rb") as file:
@@ -121,7 +122,7 @@ def inspect_part(part: DurablePart, read: Read) -> Generator[Found, None, None]:
 
 
 def _with_parts(read: Read, parts: list[Part]) -> Read:
-    """Reads as if these had been written there."""
+    """Return a function that reads as if these parts were written in the file."""
 
     def patched(file: int, size: int, offset: int) -> bytes:
         raw = bytearray(read(file, size, offset))
@@ -136,22 +137,23 @@ def _with_parts(read: Read, parts: list[Part]) -> Read:
 
 
 class _Inspection:
-    """What one file of a log says of the next one."""
+    """The state that one file of a log passes on to the next one."""
 
     def __init__(self, identity: LogIdentity, next_index: int, read: Read, *, is_open: bool) -> None:
         self.is_open = is_open
-        """Whether it was opened: then it is of this version, and what looks like an earlier one is damage."""
+        """Whether the log is open. Then it is of this version, and a record that looks like an earlier one is
+        damage."""
         self.identity = identity
         self.next_index = next_index
         self.read = read
         self.ownership = 0
         self.unfinished: tuple[Path, int, str] | None = None
-        """Damage of which the next file will tell where it ends: file, offset, what."""
+        """Damage whose end only the next file shows: file, offset, what."""
         self.end: tuple[Path, int] | None = None
-        """Where the records of the file before end."""
+        """The place where the records of the previous file end."""
 
     def begin(self, path: Path, base: int) -> Iterator[Damage]:
-        """Between two files: what comes next has this index."""
+        """Begin a file: its first record has this index."""
         before, self.next_index = self.next_index, max(base, self.next_index)
         if self.unfinished is not None:
             yield Damage(*self.unfinished, before, self.next_index)
@@ -175,7 +177,7 @@ class _File:
         self._is_last = is_last
         self._size = size
         self._named_synced = 0
-        """The highest synced offset that a whole record names."""
+        """The highest synced offset in a whole record."""
         self._synced: int | None = None
 
     def run(self) -> Iterator[Found]:
@@ -187,7 +189,7 @@ class _File:
                 at = step.end
                 is_at_end = step.why == records.END
                 if is_at_end:
-                    # Payloads and all else are looked at while the next records are read.
+                    # Payloads and the rest are checked while the next records are read.
                     following = thread.submit(self._step, at, step.next_index, step.ownership)
                 for raw, table in step.parts:
                     for found in self._with_payloads(raw, table):
@@ -207,7 +209,7 @@ class _File:
         return read_step(self._file, identity, at, self._size, next_index, ownership, STEP_BYTES, self._log.read)
 
     def _with_payloads(self, raw: bytes, table: Int64s) -> Iterator[Found]:
-        """Records whose columns are whole, those apart whose payloads are not."""
+        """Yield records whose columns are whole. Records with damaged payloads come separately."""
         self._named_synced = max(self._named_synced, int(table[:, SYNCED_OFFSET].max()))
         view = np.frombuffer(raw, np.uint8)
         while len(table):
@@ -229,7 +231,8 @@ class _File:
             yield Damage(self._path, offset, what, first, self._log.next_index, (raw, places))
 
     def _past(self, at: int, why: int) -> tuple[int, Damage | TornEnd | None]:
-        """Where to go on after what stopped the scan there, and what it is; None where the next file will tell."""
+        """Return where to continue after the reason that stopped the scan there, and the finding; None if the next file
+        decides."""
         log = self._log
         first = log.next_index
         what = WHAT_STANDS_THERE[why]
@@ -251,7 +254,8 @@ class _File:
         return headers_from(self._file, self._log.identity, at, self._size, self._base_index, self._log.read)
 
     def _may_be_torn(self, offset: int) -> bool:
-        """Whether a crash may have left this: only after what any header of the last file names as synced."""
+        """Return whether a crash may have left this. That is possible only after the highest synced offset in any
+        header of the last file."""
         if not self._is_last:
             return False
         if self._synced is None:

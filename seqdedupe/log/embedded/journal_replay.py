@@ -1,7 +1,8 @@
-"""What the journal of an earlier process holds, and how each log takes its part of it back.
+"""The journal of an earlier process, and how each log takes back its part.
 
-The segments were not synced when it was confirmed, so a power cut may have taken it from them. It is written at its
-place again in any case: after a failed sync the system shows what the disk does not have.
+The segments were not synced when the journal confirmed the records, so a power cut may have removed them from the
+segments. They are always written at their places again: after a failed sync the system shows data that the disk does
+not have.
 """
 
 import logging
@@ -34,16 +35,16 @@ from seqdedupe.log.embedded.tail import base_indexes
 logger = logging.getLogger("seqdedupe.log")
 
 FOLDER = "journal"
-"""In the folder of the logs."""
+"""The folder of the journal, in the folder of the logs."""
 SUFFIX = ".journal"
 KEPT_SUFFIX = ".kept"
 SECRET_FILE = "secret"
 FORGOTTEN_FILE = "forgotten"
 BEGUN_FILE = "journal-begun"
-"""In the folder of the logs: the number of the first confirmed round in the journal's newest file, which has to be
-there. Later rounds tell of any other file that is lost."""
+"""In the folder of the logs: the number of the first confirmed round in the journal's newest file. That file must
+exist. The loss of any other file shows in later rounds."""
 DAMAGED_READS = 2
-"""So many in a row are believed."""
+"""Damage is believed after this number of consecutive reads."""
 _NUMBER_BYTES, _CRC_BYTES = 8, 4
 _HINT = (
     "Nothing was changed. Stop the sidecar and put logs and store back from one backup, the folder journal included; "
@@ -52,15 +53,15 @@ _HINT = (
 
 
 def journal_path(folder: Path, number: int) -> Path:
-    """The file whose first round has this number."""
+    """Return the file whose first round has this number."""
     return folder / f"{number:020d}{SUFFIX}"
 
 
 class JournalReplay:
-    """What is left of earlier processes in the journal of a folder of logs. For any thread.
+    """The rounds that earlier processes left in the journal of a folder of logs. For any thread.
 
-    Read when it is first asked for. While something of it is missing or damaged nothing of it is forgotten, unless
-    that is given up: then all counts that is intact. `is_expected`: there must be one.
+    The journal is read at the first use. While a part is missing or damaged, nothing is forgotten, unless the caller
+    gives the damaged parts up: then everything intact counts. `is_expected`: there must be a journal.
     """
 
     def __init__(self, logs_folder: Path, *, is_expected: bool = False, gives_up: bool = False) -> None:
@@ -68,62 +69,64 @@ class JournalReplay:
         self._is_expected = is_expected
         self._gives_up = gives_up
         self.given_up: list[str] = []
-        """What was missing or damaged, and does not count."""
+        """The missing or damaged parts that were given up."""
         self.folder = logs_folder / FOLDER
         self.key: Int64s = NO_KEY
         self.highest = 0
-        """No round so far had a higher number."""
+        """The highest number of any round so far."""
         self._lock = threading.Lock()
         self._begun = 0
-        """What stands in BEGUN_FILE; 0 if no file needs to be there."""
+        """The number in BEGUN_FILE; 0 if no file has to exist."""
         self._begun_lock = threading.Lock()
         self._is_read = False
         self._damaged_reads = 0
-        """In a row."""
+        """The number of consecutive reads that found damage."""
         self._parts: defaultdict[int, list[Part]] = defaultdict(list)
-        """By incarnation, in the order in which they were written."""
+        """By incarnation, in the order in which the parts were written."""
         self._done: set[int] = set()
-        """Logs that have taken their part back, or are deleted."""
+        """Logs that have taken back their part, or are deleted."""
         self._why: dict[int, SeqdedupeError] = {}
         """Logs whose part is damaged."""
         self._files: list[Path] = []
 
     @property
     def has_something(self) -> bool:
-        """Whether there is anything to be forgotten, as far as it was read."""
+        """Whether there are files to forget, as far as the journal was read."""
         return bool(self._files)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it was read, and no log needs anything of it any more."""
+        """Whether the journal was read, and no log needs any of it any more."""
         return self._is_read and not (self._files or self._parts or self._why)
 
     def look(self) -> list[str]:
-        """Reads it; what is given up. Raises OSError."""
+        """Read the journal. Return the parts that are given up. Raises OSError."""
         with self._lock:
             self._read()
             return self.given_up
 
     def left(self) -> set[int]:
-        """Logs that have something to take back. Raises OSError."""
+        """Return the logs that have something to take back. Raises OSError."""
         with self._lock:
             self._read()
             return set(self._parts)
 
     def parts_of(self, incarnation: int) -> list[Part]:
-        """What a log would take back, in order; changes nothing. Raises LOG_DAMAGED, NEWER_FORMAT; OSError."""
+        """Return the parts that a log would take back, in order. Change nothing. Raises LOG_DAMAGED, NEWER_FORMAT;
+        OSError."""
         with self._lock:
             self._read()
             if why := self._why.get(incarnation):
-                # Read again when it is asked for again: one bad read is no damage. But not once more for each log.
+                # The next call reads again: one bad read is no damage. But each further log does not cause one more
+                # read.
                 self._is_read = isinstance(why, DamagedError) and self._damaged_reads >= DAMAGED_READS
                 raise why
             return list(self._parts.get(incarnation, ()))
 
     def take_back(self, folder: Path, identity: LogIdentity) -> None:
-        """Writes a log's part of the journal to its segments, durable on return.
+        """Write a log's part of the journal to its segments, durable on return.
 
-        Raises LOG_DAMAGED, NEWER_FORMAT; OSError, and then it can be tried again: the journal keeps it.
+        Raises LOG_DAMAGED, NEWER_FORMAT; OSError, after which it can be repeated: the journal keeps the part.
         """
         parts = self.parts_of(identity.incarnation)
         if not parts:
@@ -133,16 +136,16 @@ class JournalReplay:
                 self._forget_log(identity.incarnation)
 
     def drop(self, incarnation: int) -> None:
-        """The log is deleted. Raises OSError."""
+        """Forget a log that is deleted. Raises OSError."""
         with self._lock:
             self._read()
             self._forget_log(incarnation)
 
     def empty(self) -> bool:
-        """Forgets all that was taken back; what a log has not taken back yet is kept in a file of its own.
+        """Forget everything that was taken back. A part that its log has not taken back yet is kept in a separate file.
 
-        Durable on return. Afterwards the folder is there. Whether a new round may be written: not while something is
-        damaged. Raises OSError: then neither.
+        Durable on return. Afterwards the folder exists. Return whether a new round may be written: False while
+        something is damaged. Raises OSError: then no new round may be written either.
         """
         with self._lock:
             self._read()
@@ -153,9 +156,9 @@ class JournalReplay:
                 if (self._logs_folder / str(incarnation)).exists():
                     self._keep(incarnation, parts)
                 else:
-                    # There is no such log any more.
+                    # This log no longer exists.
                     self._forget_log(incarnation)
-            # What is kept has its name before anything is forgotten.
+            # The kept files have their names before anything is forgotten.
             sync_folder(self.folder)
             # A round that a power cut has torn, or that was refused, has a number too.
             self.highest += 1
@@ -164,13 +167,13 @@ class JournalReplay:
             return True
 
     def begun(self, number: int) -> None:
-        """The newest file has its first confirmed round, which is missed from now on if it is lost. Durable on return.
-        Raises OSError."""
+        """Record that the newest file has its first confirmed round. From now on its loss is noticed. Durable on
+        return. Raises OSError."""
         with self._begun_lock:
             self._tell_begun(number)
 
     def forget(self, number: int, files: list[Path]) -> None:
-        """Rounds up to this number count no more, durable before the files go. Raises OSError."""
+        """Forget the rounds up to this number. That is durable before the files are removed. Raises OSError."""
         _write_in_place(self.folder / FORGOTTEN_FILE, _sealed(number))
         with self._begun_lock:
             if 0 < self._begun <= number:
@@ -193,7 +196,7 @@ class JournalReplay:
         _kept_path(self.folder, incarnation).unlink(missing_ok=True)
 
     def _make(self) -> None:
-        """Makes the folder with its secret. What is there already may be of a process that was killed before its
+        """Make the folder with its secret. An existing folder may be from a process that was killed before its
         syncs."""
         path = self.folder / SECRET_FILE
         secret = path.read_bytes() if len(self.key) else os.urandom(SECRET_BYTES)
@@ -248,7 +251,7 @@ class JournalReplay:
         forgotten = max([self._forgotten(), *(found.forgotten for found in rounds)])
         numbers = {found.number for found in rounds}
         self.highest = max(forgotten, self._begun, *numbers)
-        # An earlier version forgets rounds and does not say that their file need not be there.
+        # An earlier version forgets rounds without recording that their file may be gone.
         if self._begun > forgotten and self._begun not in numbers:
             why = f"the newest file is missing or damaged, which began with round {self._begun}"
             self._damage_all(self.folder, why)
@@ -256,7 +259,7 @@ class JournalReplay:
             try:
                 found = journal.round_at(path.read_bytes(), 0, self.key)
             except OSError as e:
-                # Other logs have nothing in it.
+                # The file holds nothing of other logs.
                 self._why[int(path.stem)] = unreadable(path, e)
                 continue
             if found is None or found.damaged:
@@ -267,7 +270,7 @@ class JournalReplay:
         is_more_missing = bool(chain) and may_miss_later(file_of_last, rounds[-1], self._begun)
         if None in chain or is_more_missing:
             self._damage_all(self.folder, "a round of the journal is missing or damaged")
-            # What was refused among them says what its segments were given all the same.
+            # Refused rounds among them also name data that their segments received.
             intact = sorted(rounds, key=lambda found: found.number) if self._gives_up else []
             chain = [found for found in intact if found.number > forgotten]
         for found in filter(None, chain):
@@ -290,7 +293,7 @@ class JournalReplay:
             self._why[incarnation] = _why(path, "the log's part of the journal is damaged")
 
     def _damage_all(self, path: Path, what: str, reason: str = "LOG_DAMAGED") -> None:
-        """Each log that there is may have something in it."""
+        """Record damage for every existing log: each may have something in the journal."""
         if self._gives_up and reason == "LOG_DAMAGED":
             self.given_up.append(f"{path}: {what}")
             return
@@ -309,16 +312,17 @@ class JournalReplay:
         path = self.folder / FORGOTTEN_FILE
         if (number := _number_in(path)) is not None:
             return number
-        # Then more is written back than is needed, at the place where it stands already.
+        # More is then written back than necessary, to the places where it is already.
         logger.warning("%s is missing or damaged: the whole journal is taken back", path)
         return 0
 
 
 def confirmed(rounds: list[JournalRound], forgotten: int, begun: int) -> Iterator[JournalRound | None]:
-    """The rounds that were confirmed, in order; None where one is missing or damaged beyond telling whose it was.
+    """Yield the confirmed rounds, in order; None for a round that is missing, or too damaged to tell which logs it
+    concerns.
 
-    The last one may be torn, and then it does not count; if it is not, it may have been confirmed. Every other one was
-    if the one after it says so: what was refused, and stands there all the same, is passed over.
+    The last round may be torn, and then it does not count. If it is not torn, it may have been confirmed. Every other
+    round was confirmed if the next one says so. A refused round that is in the file all the same is skipped.
     """
     by_number = {found.number: found for found in rounds if found.number > forgotten}
     number = max(by_number, default=0)
@@ -327,32 +331,35 @@ def confirmed(rounds: list[JournalRound], forgotten: int, begun: int) -> Iterato
         found = by_number.get(number)
         chain.append(found)
         if found is None:
-            # What stands before it cannot be told from what was refused: all logs are concerned anyway.
+            # The rounds before it cannot be distinguished from refused ones. All logs are concerned anyway.
             break
         number = found.previous
     return reversed(chain[1:] if chain and chain[0] and is_unconfirmed(chain[0], begun) else chain)
 
 
 def is_unconfirmed(last: JournalRound, begun: int) -> bool:
-    """Whether the last round was perhaps never confirmed. The one with which the newest file was `begun` was."""
+    """Return whether the last round was perhaps never confirmed. The round with which the newest file was `begun` was
+    confirmed."""
     return last.is_torn and last.number > begun
 
 
 def may_miss_later(raw: bytes, last: JournalRound, begun: int) -> bool:
-    """Whether rounds may be missing after the last one that can be read, and a power cut does not explain that.
+    """Return whether rounds may be missing after the last readable one, without a power cut as the reason.
 
     `raw` is the file of that round.
     """
     if last.damaged and not is_unconfirmed(last, begun):
-        # What has damaged it may have damaged more.
+        # The cause of its damage may have damaged more.
         return last.end != len(raw)
     return journal.has_damaged_head(raw, last.end)
 
 
 def put_back(folder: Path, identity: LogIdentity, parts: list[Part]) -> bool:
-    """Writes a log's parts to its segments, durable on return; False if it has none. Raises LOG_DAMAGED; OSError."""
+    """Write a log's parts to its segments, durable on return. Return False if it has no segments. Raises LOG_DAMAGED;
+    OSError."""
     bases = base_indexes(folder) if folder.exists() else []
-    # Without any there is damage enough: `open_segments` says so. What retention has dropped is not made again.
+    # Missing segments are damage enough: `open_segments` reports it. Segments that retention has dropped are not made
+    # again.
     for base in sorted({part.base_index for part in parts if bases and part.base_index >= bases[0]}):
         _put_back(folder, identity, base, [part for part in parts if part.base_index == base])
     return bool(bases)
@@ -375,7 +382,7 @@ def _put_back(folder: Path, identity: LogIdentity, base_index: int, parts: list[
 
 
 def why_not(path: Path, file: int, identity: LogIdentity, parts: list[Part]) -> DamagedError | None:
-    """Why a segment cannot take these back; None if it can. Changes nothing."""
+    """Return why a segment cannot take these parts back; None if it can. Change nothing."""
     end = os.fstat(file).st_size
     try:
         for part in parts:
@@ -387,7 +394,7 @@ def why_not(path: Path, file: int, identity: LogIdentity, parts: list[Part]) -> 
 
 
 def _check_place(path: Path, file: int, identity: LogIdentity, part: Part, end: int) -> None:
-    """Raises LOG_DAMAGED if the segment holds other records there, or the part is none of this log."""
+    """Raise LOG_DAMAGED if the segment holds other records there, or the part does not belong to this log."""
     body, offset = part.body, part.offset
     table, size, _ = scan_bytes(body, identity, offset, -1, -1)
     if size != len(body):
@@ -403,7 +410,8 @@ def _check_place(path: Path, file: int, identity: LogIdentity, part: Part, end: 
 
 
 def _write_in_place(path: Path, data: bytes) -> None:
-    """Durable on return, but for the file's entry. So few bytes as a number has are never torn. Raises OSError."""
+    """Write a file in place. Durable on return, except the file's entry in the folder. The few bytes of a number are
+    never torn. Raises OSError."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         write_all(file, data, 0)
@@ -417,7 +425,8 @@ def _kept_path(folder: Path, incarnation: int) -> Path:
 
 
 def _number_in(path: Path) -> int | None:
-    """What `_sealed` has written there; None if nothing, or something else, stands there. Raises OSError."""
+    """Return the number that `_sealed` has written there; None if there is nothing or something else. Raises
+    OSError."""
     raw = path.read_bytes() if path.exists() else b""
     number = int.from_bytes(raw[:_NUMBER_BYTES], "little")
     return number if raw == _sealed(number) else None

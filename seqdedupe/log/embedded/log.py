@@ -1,7 +1,7 @@
-"""The embedded log: one folder of append-only segment files a topic. `docs/internals/formats.md` draws the files.
+"""The embedded log: one folder of append-only segment files per topic. `docs/internals/formats.md` draws the files.
 
-Made for one machine. An append is confirmed when the file has been synced, and it has no unknown outcome: a failed
-write is undone before it is answered as refused; where that cannot be done the process ends.
+It is made for one machine. An append is confirmed when the file has been synced, and its outcome is never unknown. A
+failed write is undone before it is reported as refused. Where that is impossible, the process ends.
 """
 
 import asyncio
@@ -30,36 +30,36 @@ from seqdedupe.log.embedded.writer import LateAppends, Writer, WriteTerm, Writte
 logger = logging.getLogger("seqdedupe.log")
 
 SEGMENTS_AN_AGE = 10
-"""By time a segment gets messages for about a tenth of the time for which retention keeps them."""
+"""With retention by time, a segment takes messages for about a tenth of the retention time."""
 LEAST_SEGMENT_MS = 60_000
-"""And at least for so long, whatever the retention."""
+"""A segment takes messages for at least this time, for any retention."""
 
 MAX_PLACES = 10_000
-"""So many places of damage are remembered of a log: a disk that fails everywhere does not fill the memory too."""
+"""The most places of damage kept in memory per log. A disk that fails everywhere must not fill the memory too."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedResources:
-    """What all logs of a sidecar have in common: settings, the commit thread, the threads that read."""
+    """The common resources of all logs of a sidecar: settings, the commit thread, the reading threads."""
 
     clock_ms: Callable[[], int]
-    """The publish time of what comes now."""
+    """The publish time of messages that arrive now."""
     earliest_ms: Callable[[], int]
-    """It is not earlier than that: the time by which retention drops what is too old. 0: nobody knows yet."""
+    """A time that the present is not earlier than. Retention goes by it. 0: not known yet."""
     segment_bytes: int
     committer: Callable[[], Committer]
     threads: ThreadPoolExecutor
     read_ahead: ReadAhead
     room: Room
     holds: set[object] = field(default_factory=set)
-    """While there is one, retention removes nothing."""
+    """While there is a hold, retention removes nothing."""
 
 
 class EmbeddedLog:
-    """One topic's log, which satisfies `seqdedupe.log.contract.Log`. Made by `EmbeddedLogs.open`.
+    """The log of one topic. It satisfies `seqdedupe.log.contract.Log`, and is made by `EmbeddedLogs.open`.
 
-    A message ID's ledger is the incarnation, its entry the index. `cut_bytes` and `cut_records` (about) are what
-    opening found torn.
+    In a message ID the ledger is the incarnation and the entry is the index. `cut_bytes` and `cut_records`
+    (approximate) say how much opening found torn.
     """
 
     replays_what_is_certain = False
@@ -77,7 +77,7 @@ class EmbeddedLog:
         self._opening: WriteTerm | None = None
         self._flush_due: asyncio.TimerHandle | None = None
         self._is_mended = False
-        """Whether what opening found at the end is known to be on the disk."""
+        """Whether the end of the log, as found by opening, is known to be on the disk."""
         if not tail.next_index:
             segments[-1].made_ms = steady_ms()
         self._ahead = Ahead(folder)
@@ -87,7 +87,7 @@ class EmbeddedLog:
         self._trimming: asyncio.Task[None] | None = None
         self.is_closed = False
         self._damage: dict[tuple[int, int], Damage] = {}
-        """What a scrub has found, by the segment's first index and the place in the file."""
+        """The damage found by the scrub, by the segment's first index and the place in the file."""
 
     @property
     def place(self) -> str:
@@ -109,16 +109,16 @@ class EmbeddedLog:
     def size_bytes(self) -> int:
         return sum(segment.end for segment in self._reader.segments)
 
-    # Looking for damage.
+    # Scrubbing for damage.
 
     @property
     def base_indexes(self) -> list[int]:
-        """Of the segments, in order."""
+        """The first index of each segment, in order."""
         return [segment.base_index for segment in self._reader.segments]
 
     @property
     def parts(self) -> list[DurablePart]:
-        """All of it that readers may see, as of this call."""
+        """Everything that readers may see, as of this call."""
         reader = self._reader
         return [
             DurablePart(segment.path, self.identity, segment.base_index, segment.end, reader.index_after(segment))
@@ -126,10 +126,11 @@ class EmbeddedLog:
         ]
 
     def durable_part(self, base_index: int) -> DurablePart | None:
-        """The segment that begins with this index; None if it is being removed, or gone, or the log is closed.
+        """Return the segment that begins with this index. None if it is being removed or gone, or the log is closed.
 
-        The last one only when the log has been opened for writing: after a failed sync the system may hold the only
-        good copy of its end in memory until it is written again, and whoever looks at the disk makes it forget that.
+        The last segment is returned only if the log has been opened for writing. After a failed sync, the only good
+        copy of its end may be in the system's memory until it is written again. Reading from the disk would drop that
+        copy.
         """
         reader = self._reader
         for segment in () if self.is_closed else reader.segments[: None if self._is_mended else -1]:
@@ -138,7 +139,7 @@ class EmbeddedLog:
         return None
 
     def add_damage(self, base_index: int, damage: Damage) -> bool:
-        """Remembers what was found in a segment, MAX_PLACES in all; whether it was not known, and is now."""
+        """Remember damage in a segment, at most MAX_PLACES in all. Return whether it was unknown and is known now."""
         place = base_index, damage.offset
         if place in self._damage or base_index < self.first_index or len(self._damage) >= MAX_PLACES:
             return False
@@ -161,7 +162,7 @@ class EmbeddedLog:
     # Writing.
 
     def check(self, batch: bytes) -> None:
-        """Everything is taken that a frame may hold."""
+        """Take any batch that fits into a frame."""
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
         self._opening = opening = WriteTerm(self._writer, self._shared.committer().queue.put, term, token, settle)
@@ -181,7 +182,7 @@ class EmbeddedLog:
     def flush_every(self, interval: FlushInterval) -> None:
         self._writer.flush_interval = interval
         if self._flush_due is not None:
-            # What waits was written when another one was in force.
+            # The waiting batches were written under another interval.
             self.flush()
 
     def flush(self) -> None:
@@ -189,7 +190,7 @@ class EmbeddedLog:
             self._opening.flush()
 
     def _on_late(self, late: LateAppends) -> None:
-        """Nobody reads it yet."""
+        """Settle appends as written. Readers do not see them yet."""
         opening = late.opening
         if opening is not self._opening or self.is_closed:
             return
@@ -203,10 +204,10 @@ class EmbeddedLog:
         self.flush()
 
     def _on_news(self, news: WrittenAppends) -> None:
-        """What is durable is readable from now on; then whoever waits for it hears."""
+        """Make durable messages readable, then notify the topic."""
         self._shared.read_ahead.written_at = time.monotonic()
         if self._flush_due is not None:
-            # What is still late comes with news of its own.
+            # Batches that still wait for their sync are reported again.
             self._flush_due.cancel()
             self._flush_due = None
         segments = self._reader.segments
@@ -223,7 +224,7 @@ class EmbeddedLog:
             return
         opening.opened = news.failure is None
         if opening.opened:
-            # What was found there was written again before the marker.
+            # Opening wrote the end of the log again before the marker.
             self._is_mended = True
             self._certain_index = news.next_index
         if opening.ready.cancelled():
@@ -239,14 +240,14 @@ class EmbeddedLog:
         return self._reader.replay(from_index)
 
     async def wait_for_more(self) -> None:
-        # The folder is this process's alone.
+        # No other process writes to the folder.
         await asyncio.get_running_loop().create_future()
 
     async def wait_until_free(self) -> None:
-        """At once: the folder is this process's alone."""
+        """Return at once: no other process uses the folder."""
 
     async def let_go(self) -> None:
-        """Nothing: nobody else can open it."""
+        """Do nothing: no other process can open the log."""
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int, most_bytes: int = ANY_BYTES) -> Records:
         return Records(await self._reader.read(from_index, stop_index, max_bytes, most_bytes))
@@ -272,7 +273,7 @@ class EmbeddedLog:
         return b""
 
     async def snapshot_is_durable(self, place: bytes) -> None:
-        """What is dropped is gone at once."""
+        """Do nothing: trimmed messages are gone at once."""
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         segments = list(self._reader.segments)
@@ -285,9 +286,9 @@ class EmbeddedLog:
         return segments[count].base_index
 
     async def _too_many(self, segments: list[Segment], size_bytes: int) -> int:
-        """How many of the oldest segments may go, so that the messages of the others take so many bytes.
+        """Return how many of the oldest segments may go while the messages of the others still take `size_bytes`.
 
-        Messages alone count: whoever may have control records written, by moving a cursor, must not have messages go.
+        Only messages count. A client can cause control records by moving a cursor; that must not remove messages.
         """
         if sum(segment.end for segment in segments[1:]) < size_bytes:
             return 0
@@ -302,10 +303,11 @@ class EmbeddedLog:
         return 0
 
     async def _too_old(self, segments: list[Segment], age_ms: int) -> int:
-        """How many of the oldest segments hold nothing that is younger than that.
+        """Return how many of the oldest segments hold no message younger than `age_ms`.
 
-        By a clock that can be believed: with one that is ahead, retention would drop messages that are minutes old. If
-        the last segment has been there for long, what comes next begins a new one: else old messages stay with it.
+        The clock must be trustworthy: if it were ahead, retention would drop messages that are minutes old. If the last
+        segment is old enough, the next message begins a new segment. Otherwise old messages would stay as long as the
+        new ones.
         """
         await self._look_behind(segments)
         if not (earliest_ms := self._shared.earliest_ms()):
@@ -321,7 +323,7 @@ class EmbeddedLog:
                     break
                 count += 1
             if (
-                # On a quiet topic much later messages may follow: then its own have to be looked at.
+                # On a quiet topic much later messages may follow: then the messages of the segment itself must be read.
                 count + 1 < len(segments)
                 and segments[count].base_index not in self._behind
                 and await self._reader.begins_before(segments[count], earliest_ms - age_ms - part_ms)
@@ -333,19 +335,20 @@ class EmbeddedLog:
         return count
 
     async def _is_older(self, segment: Segment, age_ms: int, earliest_ms: int) -> bool:
-        """Whether a segment's first message is older than that, and so are all before it."""
+        """Return whether a segment's first message, and so all messages before it, are older than `age_ms`."""
         if segment.base_index in self._behind:
             return self._behind.age_ms(segment.base_index) > age_ms
         is_older = self._ahead.age_ms(segment.base_index) > age_ms
         return is_older or await self._reader.begins_before(segment, earliest_ms - age_ms)
 
     async def _ends_before(self, segment: Segment, publish_time_ms: int) -> bool:
-        """Whether all messages of a segment that is not the last were published before that time."""
+        """Return whether all messages of a segment, which is not the last one, were published before that time."""
         end_index = self._reader.index_after(segment)
         return await self._reader.locate_time(publish_time_ms, end_index) == end_index
 
     async def _look_ahead(self, segments: list[Segment], too_late_ms: int) -> None:
-        """Sees which segments begin too late to be believed: these are the last ones, for publish times never fall."""
+        """Find the segments that begin too late to be plausible. They are the last ones, since publish times never
+        fall."""
         first, end = 0, len(segments)
         while first < end:
             middle = (first + end) // 2
@@ -362,7 +365,7 @@ class EmbeddedLog:
         await self._see(self._ahead, bases, why)
 
     async def _look_behind(self, segments: list[Segment]) -> None:
-        """Sees which segments begin earlier than they can, of those that this process has made: the first of these, for
+        """Find the segments made by this process that begin earlier than possible. They are the first ones, since
         publish times never fall."""
         apart_ms = (self._shared.earliest_ms() or self._shared.clock_ms()) - steady_ms() - AHEAD_MS
         bases: list[int] = []
@@ -383,7 +386,7 @@ class EmbeddedLog:
         await self._see(self._behind, bases, why)
 
     async def _see(self, seen: Ahead, bases: list[int], why: str) -> None:
-        """Has these count from the first look that saw them, which is said once."""
+        """Count the age of these segments from the first look that found them. That is logged once."""
         async with self._looking:
             run, threads = asyncio.get_running_loop().run_in_executor, self._shared.threads
             new = await run(threads, seen.look, bases, frozenset(self.base_indexes))
@@ -396,32 +399,32 @@ class EmbeddedLog:
         await asyncio.shield(self.go_on_trimming())
 
     def go_on_trimming(self) -> "asyncio.Task[None]":
-        """Removes what was to be, and a hold has kept."""
+        """Remove what a hold has kept from removal."""
         if self._trimming is None or self._trimming.done():
             self._trimming = asyncio.get_running_loop().create_task(self._trim())
         return self._trimming
 
     async def trimming_rests(self) -> None:
-        """Returns when nothing is being removed."""
+        """Wait until nothing is being removed."""
         if self._trimming is not None:
             await asyncio.wait([self._trimming])
 
     @property
     def has_to_trim(self) -> bool:
-        """Whether a hold has kept something."""
+        """Whether a hold has kept segments from removal."""
         segments = self._reader.segments
         return len(segments) > 1 and segments[1].base_index <= self._trim_below
 
     async def _trim(self) -> None:
-        """Removes segments one after the other, each removal durable before the next.
+        """Remove segments one after the other. Each removal is durable before the next one.
 
-        So never an earlier file is left when a later one is gone; and what cannot be removed stays, to be read.
+        So an earlier file never outlasts a later one. A segment that cannot be removed stays readable.
         """
         run, threads = asyncio.get_running_loop().run_in_executor, self._shared.threads
         segments = self._reader.segments
         try:
             while self.has_to_trim and not self._shared.holds:
-                # What an earlier call removed, and could not make durable.
+                # An earlier call may have removed files without making that durable.
                 await run(threads, sync_folder, self._folder)
                 self._reader.leaving = segments[0]
                 await run(threads, segments[0].path.unlink, True)

@@ -1,8 +1,9 @@
-"""The small files in a log's folder, beside its segments, which every opening obeys.
+"""The small files in a log's folder, next to its segments. Every opening obeys them.
 
-`secret` makes its records its own, and `topic` says whose log it is. Others say that another sidecar has the log, or
-may have by now: `leaving` is there before the other one is told that it may serve. Then only that one can say who has
-the topic: the file becomes `moved` if it has, and goes if it has not and never will.
+`secret` binds its records to the log, and `topic` names the topic. Other files say that another sidecar has the log, or
+may have it by now. `leaving` is written before the other sidecar learns that it may serve. From then on only the other
+sidecar can say who has the topic. If it has the topic, the file becomes `moved`. If it does not and never will, the
+file is removed.
 """
 
 import os
@@ -18,34 +19,35 @@ from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.log.embedded.segment import begins_with_an_older_record, older, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 
-# -- A log's secret, which makes its records its own: in a file of its folder, and in the store's record of the topic.
+# -- A log's secret, which binds its records to it. It is in a file of the log's folder and in the store's record of the
+# topic.
 
 SECRET_FILE = "secret"
-"""Never served."""
+"""The file with the log's secret. It is never served."""
 TOPIC_FILE = "topic"
-"""Beside it: the full name of the log's topic, for the case that the store is lost. Where it is a partition, a line
-says of how many."""
+"""The file with the full name of the log's topic, in case the store is lost. For a partition, a second line gives the
+number of partitions."""
 
 
 class Secret(NamedTuple):
-    """What is known of a log's secret."""
+    """The knowledge about a log's secret."""
 
     secret: bytes
-    """Empty if nobody knows it."""
+    """The secret; empty if it is not known."""
     missing: Path | None
-    """The file, if it has to be written again."""
+    """The file, if it must be written again."""
     why: SeqdedupeError | None
-    """Why the log cannot be opened: LOG_DAMAGED, OLDER_FORMAT."""
+    """The reason why the log cannot be opened: LOG_DAMAGED, OLDER_FORMAT."""
 
 
 def secret_of(folder: Path, known: bytes) -> Secret:
-    """The secret of the log in a folder; `known` is what the store says, empty if nothing.
+    """Return the secret of the log in a folder. `known` is the store's copy; empty if it has none.
 
     Changes nothing. Raises OSError.
     """
     bases = base_indexes(folder) if folder.exists() else []
     if not bases:
-        # Which is damage enough: `open_segments` says so.
+        # The missing segments are damage enough: `open_segments` reports it.
         return Secret(bytes(SECRET_BYTES), None, None)
     path = folder / SECRET_FILE
     there = path.read_bytes() if path.exists() else b""
@@ -72,19 +74,19 @@ def secret_of(folder: Path, known: bytes) -> Secret:
 LEAVING_FILE = "leaving"
 MOVED_FILE = "moved"
 ARRIVED_FILE = "arrived"
-"""In the folder of one that has come, while it is not certain that the sidecar that it came from knows so."""
+"""The file in the folder of a log that has arrived, until the sidecar that sent it certainly knows that."""
 
 
 class To(NamedTuple):
-    """Who was given a log."""
+    """The receiver of a log."""
 
     address: str
     receiver: str
-    """Which data directory there, and which move, as it has said."""
+    """The receiving data directory and the move, as the receiver named them."""
 
 
 def check_stays(folder: Path) -> None:
-    """Raises NOT_OWNER with the address of who has the topic, or may have it; OSError."""
+    """Raise NOT_OWNER with the address of the sidecar that has the topic, or may have it. Raises OSError."""
     if (to := moved_to(folder)) is not None:
         raise not_here(to, "has it")
     if (to := leaving_to(folder)) is not None:
@@ -92,24 +94,24 @@ def check_stays(folder: Path) -> None:
 
 
 def not_here(to: To, what: str) -> SeqdedupeError:
-    """NOT_OWNER, of a topic whose log was given to that sidecar."""
+    """Return NOT_OWNER for a topic whose log was moved to that sidecar."""
     hint = f"Name both sidecars to clients, this one and that one, with a comma between them: …,{to.address}"
     return error("NOT_OWNER", f"it was moved: the sidecar at {to.address} {what}", hint=hint, owner_address=to.address)
 
 
 def leaving_to(folder: Path) -> To | None:
-    """Who is to be asked whether it has the topic; None: nobody. Raises OSError."""
+    """Return the sidecar that must be asked whether it has the topic; None if there is none. Raises OSError."""
     return _said(folder / LEAVING_FILE)
 
 
 def moved_to(folder: Path) -> To | None:
-    """Who has it; None: nobody else, for all that is known. Raises OSError."""
+    """Return the sidecar that has the topic; None if no other one is known to have it. Raises OSError."""
     return _said(folder / MOVED_FILE)
 
 
 def leave(folder: Path, to: To) -> None:
-    """From now on only the sidecar there can say who has the topic. Durable on return. Raises OSError: it is so, or
-    not."""
+    """Record that from now on only the other sidecar can say who has the topic. Durable on return. Raises OSError: then
+    it may be recorded or not."""
     new = folder / f"{LEAVING_FILE}.new"
     write_synced(new, "\n".join(to).encode())
     os.rename(new, folder / LEAVING_FILE)
@@ -117,35 +119,36 @@ def leave(folder: Path, to: To) -> None:
 
 
 def has_left(folder: Path) -> None:
-    """The other one has it, for good. Durable on return. Raises OSError; it may be done again."""
+    """Record that the other sidecar has the topic, for good. Durable on return. Raises OSError; it can be repeated."""
     if (folder / LEAVING_FILE).exists():
         os.rename(folder / LEAVING_FILE, folder / MOVED_FILE)
     sync_folder(folder)
 
 
 def stays(folder: Path) -> None:
-    """The other one has it not, and never will. Durable on return. Raises OSError; it may be done again."""
+    """Record that the other sidecar does not have the topic and never will. Durable on return. Raises OSError; it can
+    be repeated."""
     (folder / LEAVING_FILE).unlink(missing_ok=True)
     sync_folder(folder)
 
 
 def has_messages(folder: Path) -> bool:
-    """Whether there is still something of a log that was moved. Raises OSError."""
+    """Return whether messages of a moved log are still stored. Raises OSError."""
     return bool(base_indexes(folder))
 
 
 def remove_messages(folder: Path) -> None:
-    """Of a log that was moved nothing is left but where it is. Raises OSError; it may be done again."""
+    """Remove the messages of a moved log. The record of its new place stays. Raises OSError; it can be repeated."""
     for base_index in base_indexes(folder):
         segment_path(folder, base_index).unlink()
     sync_folder(folder)
 
 
 def is_known(folder: Path, receiver: str) -> None:
-    """Whoever had the log knows that it has come here by the move of which this was said. Durable on return. Raises
-    OSError; it may be done again."""
+    """Record that the sender knows that the log has arrived by the move named in `receiver`. Durable on return. Raises
+    OSError; it can be repeated."""
     arrived = folder / ARRIVED_FILE
-    # One that gave it here long ago may say so once more: that is not who gave it last.
+    # A sidecar that sent the log long ago may confirm again: it is not the last sender.
     if arrived.exists() and arrived.read_text() == receiver:
         arrived.unlink()
     sync_folder(folder)
@@ -161,23 +164,24 @@ def _said(path: Path) -> To | None:
     return To(address, receiver)
 
 
-# -- A log that comes from another sidecar: beside the logs, where no start looks, until all of it is there.
+# -- A log that arrives from another sidecar. It stays apart from the logs, where no start looks, until it is complete.
 
 ARRIVING = "arriving"
-"""In the folder of all logs: those that come, and are not this sidecar's yet."""
+"""In the folder of all logs: the folder of logs that are arriving, and are not this sidecar's yet."""
 RECEIVER_FILE = "receiver"
-"""In the folder of all logs: which data directory this is, to those that give it topics."""
+"""In the folder of all logs: the file that identifies this data directory to sidecars that send topics."""
 RECEIVER_BYTES = 16
 MOVE_BYTES = 16
-"""Which move to it, made at random, after that."""
+"""The random ID of a move has this size, and follows the ID of the data directory."""
 SYNC_BYTES = 8 * 1024 * 1024
-"""What is written is synced in so large parts, so that little is left to be at the end, when nobody has the topic."""
+"""The log is synced after each part of this size. So little remains to be synced at the end, when no sidecar serves the
+topic."""
 
 _making_receiver = threading.Lock()
 
 
 def receiver(logs: Path) -> str:
-    """Which data directory this is. Durable on return. Raises OSError."""
+    """Return the ID of this data directory. Durable on return. Raises OSError."""
     path = logs / RECEIVER_FILE
     with _making_receiver:
         said = path.read_text() if path.exists() else ""
@@ -186,7 +190,8 @@ def receiver(logs: Path) -> str:
             logs.mkdir(exist_ok=True)
             write_synced(path, said.encode())
         else:
-            # The process that made it may have been killed before its syncs. Others remember what they are answered.
+            # The process that made the file may have been killed before its syncs. Other sidecars remember the ID that
+            # they receive.
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             sync_folder(logs)
@@ -194,25 +199,25 @@ def receiver(logs: Path) -> str:
 
 
 def remove_all(logs: Path) -> None:
-    """What was coming when the process ended does not come on. What cannot be removed now is by a later start."""
+    """Remove the logs that were arriving when the process ended. A later start removes what cannot be removed now."""
     shutil.rmtree(logs / ARRIVING, ignore_errors=True)
 
 
 class Arrival:
-    """One that comes. Everything blocks, is done by one thread at a time, and raises OSError."""
+    """A log that arrives. Every method blocks, is called by one thread at a time, and raises OSError."""
 
     def __init__(self, logs: Path, incarnation: int) -> None:
         self._folder = logs / ARRIVING / str(incarnation)
         self._log_folder = logs / str(incarnation)
         self._base_index, self._end = -1, 0
-        """The segment that comes, and how much of it has."""
+        """The segment that is arriving, and the number of its bytes that have arrived."""
         self._unsynced = 0
         self.has_begun = False
-        """Whether there is something of it, which is no log yet."""
+        """Whether there are files of it, and it is not a log yet."""
 
     def begin(self, topic: str, secret: bytes) -> None:
-        """Durable on return: its folder says that the store may have something of it. Raises FileExistsError while an
-        earlier one is being removed."""
+        """Begin the arrival. Durable on return: its folder says that the store may hold something of it. Raises
+        FileExistsError while an earlier arrival is being removed."""
         self._folder.parent.mkdir(parents=True, exist_ok=True)
         self._folder.mkdir()
         self.has_begun = True
@@ -222,7 +227,7 @@ class Arrival:
             sync_folder(made)
 
     def write(self, base_index: int, offset: int, data: bytes) -> None:
-        """The next part of a segment. Raises MOVE_FAILED if it is not the next."""
+        """Write the next part of a segment. Raises MOVE_FAILED if it is not the next part."""
         if (base_index, offset) != (self._base_index, self._end) and (base_index <= self._base_index or offset):
             raise error("MOVE_FAILED", f"a part of the log came that is not the next: {base_index}, {offset}")
         file = os.open(segment_path(self._folder, base_index), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -237,7 +242,7 @@ class Arrival:
         self._base_index, self._end = base_index, offset + len(data)
 
     def finish(self, receiver: str) -> None:
-        """What has come is a log, durable on return. `receiver` is what whoever gave it was answered."""
+        """Turn the arrival into a log, durable on return. `receiver` is the answer that the sender received."""
         write_synced(self._folder / ARRIVED_FILE, receiver.encode())
         for path in self._folder.iterdir():
             with path.open("rb") as file:
@@ -248,12 +253,12 @@ class Arrival:
         sync_folder(self._log_folder.parent)
 
     def remove_messages(self) -> None:
-        """What takes room goes, unless it is a log by now. The folder stays."""
+        """Remove the files that take room, unless it is a log by now. The folder stays."""
         if self.has_begun:
             remove_messages(self._folder)
 
     def remove(self) -> None:
-        """Nothing of it is left, unless it is a log by now. What another one has begun meanwhile stays."""
+        """Remove everything, unless it is a log by now. Another arrival that has begun meanwhile stays."""
         if self.has_begun:
             shutil.rmtree(self._folder)
             self.has_begun = False

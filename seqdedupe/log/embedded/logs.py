@@ -1,5 +1,5 @@
-"""All embedded logs of a sidecar: one folder, in which each log has a folder of its own; and the scrub, which reads
-them again in the background."""
+"""All embedded logs of a sidecar: one folder, in which each log has a separate folder. Also the scrub, which reads the
+logs again in the background."""
 
 import asyncio
 import logging
@@ -30,24 +30,25 @@ from seqdedupe.log.embedded.segment import LogIdentity, Segment, segment_path, u
 from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments, read_what_can_be
 from seqdedupe.names import topic_name
 
-# -- Reading all logs again in the background, slowly, so that damage is found before somebody needs what it has hit.
+# -- Reading all logs again in the background, slowly, to find damage before a reader needs the damaged data.
 
 PASS_SECONDS = 24 * 3600.0
-"""A pass over all logs is begun so long after the one before, at the earliest: small logs are not read all the time."""
+"""The least time between the beginnings of two passes over all logs: small logs are not read all the time."""
 
 FILE_BYTES = 64 * 1024
-"""What opening a file counts as: thousands of logs that are nearly empty are not gone through at once."""
+"""Opening a file counts as reading this number of bytes, so that thousands of nearly empty logs are not all read at
+once."""
 
 _NEXT_START = "But the next start reads this file, the log's last one, and may find the topic DAMAGED. "
 
 
 class Scrub:
-    """Reads all segments of the logs that are open, passes without end. Belongs to the event loop.
+    """Reads all segments of the open logs, in passes without end. Belongs to the event loop.
 
-    At most `bytes_per_second`, above 0, on the long run; what is read is a megabyte or two at a time. The segments of
-    a pass come in random order, so that restarts do not always begin with the same ones. What is damaged is read again
-    in whole before it is said, once for each place, in the log at level ERROR and in `EmbeddedLog.damage_found`.
-    `name_of` gives the topic of a log's folder.
+    In the long run it reads at most `bytes_per_second`, above 0; one read takes one or two megabytes. The segments of a
+    pass are in random order, so that restarts do not always begin with the same ones. Damaged data is read a second
+    time in whole before it is reported. Each place is reported once, in the log at level ERROR and in
+    `EmbeddedLog.damage_found`. `name_of` returns the topic of a log's folder.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class Scrub:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Goes on until `close`."""
+        """Scrub until `close`."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Ends with what is being read: a moment."""
+        """End after the present read, which takes a moment."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -86,7 +87,7 @@ class Scrub:
             await self._sleep(max(PASS_SECONDS - seconds, 0))
 
     async def run_once(self) -> None:
-        """One pass over what there is now."""
+        """Make one pass over the segments that exist now."""
         segments = [(incarnation, base) for incarnation, log in self._logs.items() for base in log.base_indexes]
         random.shuffle(segments)
         for incarnation, base_index in segments:
@@ -101,7 +102,7 @@ class Scrub:
                 logger.error("%s: the scrub has failed in the segment of index %d", log.place, base_index, exc_info=e)
 
     async def _look_at(self, log: EmbeddedLog, base_index: int) -> None:
-        """A segment, twice if it seems to be damaged. Raises OSError."""
+        """Read a segment, twice if it seems to be damaged. Raises OSError."""
         if not (seen := await self._damage_of(log, base_index)):
             return
         again = {damage.offset for damage in await self._damage_of(log, base_index)}
@@ -119,7 +120,7 @@ class Scrub:
         try:
             while (item := await run(self._thread, next, parts, None)) is not None:
                 if isinstance(item, Damage) and len(found) < MAX_PLACES:
-                    # Its record would keep all that was read with it in memory.
+                    # Its record would keep in memory everything that was read with it.
                     found.append(replace(item, record=None))
                 await self._pay()
             await self._pay()
@@ -127,11 +128,12 @@ class Scrub:
             found.append(_whole_file(part, e))
         finally:
             self._thread.submit(parts.close)
-        # Retention may have dropped it meanwhile, or the topic was deleted: what is missing then is no damage.
+        # Retention may have dropped the segment meanwhile, or the topic was deleted. Missing data is then no damage.
         return found if log.durable_part(base_index) is not None else []
 
     def _read_from_disk(self, file: int, size: int, offset: int) -> bytes:
-        """What the disk has, not what the system remembers of it; nor does it remember what only this has read."""
+        """Read from the disk itself, not from the system's page cache. The cache does not keep what only the scrub has
+        read."""
         os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
         raw = read_what_can_be(file, size, offset)
         os.posix_fadvise(file, offset, len(raw), os.POSIX_FADV_DONTNEED)
@@ -139,7 +141,7 @@ class Scrub:
         return raw
 
     async def _pay(self) -> None:
-        """Waits for as long as the rate wants it for what was read."""
+        """Wait as long as the rate requires for the bytes read."""
         size = self._bytes_read - self._bytes_paid
         self._bytes_paid += size
         await self._sleep(size / self._bytes_per_second)
@@ -189,13 +191,15 @@ T = TypeVar("T")
 class EmbeddedLogs:
     """The logs of one folder, which no other process may use. Satisfies `seqdedupe.log.contract.Logs`.
 
-    `clock_ms` gives publish times; omitted: the process's clock. `earliest_ms` is the time that retention goes by, 0
-    while that is not known; omitted: the same clock. `fatal` is called, in a thread, with a reason when what is on the
-    disk is not known any more: it must end the process. A new segment is begun when the last one exceeds
-    `segment_bytes`; retention drops whole ones. `tell_journal` is given, in a thread, what the next process has to be
-    given as `has_journal`: with it a journal that is missing is damage. `gives_up_journal`: damage in the journal is
-    passed over. `known_names` are the topics, with their numbers of partitions, of logs that somebody else knows too:
-    in a thread.
+    - `clock_ms` returns publish times; omitted: the process's clock.
+    - `earliest_ms` returns the time that retention goes by, 0 while it is not known; omitted: the same clock.
+    - `fatal` is called, in a thread, with a reason when the content of the disk is no longer known. It must end the
+      process.
+    - `segment_bytes`: a new segment begins when the last one exceeds this size. Retention drops whole segments.
+    - `tell_journal` receives, in a thread, the value that the next process must pass as `has_journal`. If that is true,
+      a missing journal is damage.
+    - `gives_up_journal`: damage in the journal is passed over.
+    - `known_names` returns, in a thread, the topics and partition counts of logs that are also known elsewhere.
     """
 
     def __init__(
@@ -218,7 +222,7 @@ class EmbeddedLogs:
         self._open: dict[int, EmbeddedLog] = {}
         self._look_for_closed_at = 2
         self._made: set[int] = set()
-        """Logs that are durable, and were not opened since."""
+        """Logs that are durable and have not been opened since they were made."""
         self._scrub: Scrub | None = None
         self._tell_journal = tell_journal
         self._replay = JournalReplay(folder, is_expected=has_journal, gives_up=gives_up_journal)
@@ -235,18 +239,19 @@ class EmbeddedLogs:
 
     @property
     def committer(self) -> Committer:
-        """The commit thread, started when it is first asked for, on the event loop."""
+        """The commit thread. The first access starts it, on the event loop."""
         if self._committer is None:
             self._committer = Committer(self._shared.clock_ms, self._fatal, Journal(self._replay, self._tell_journal))
         return self._committer
 
     @property
     def running_committer(self) -> Committer | None:
-        """The commit thread, if it runs by now."""
+        """The commit thread, if it is running."""
         return self._committer
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
-        """See `Logs.list`. A log that does not say its topic any more says it again if somebody else knows it."""
+        """See `Logs.list`. If a log's folder has lost its topic, and it is known elsewhere, the file is written
+        again."""
         try:
             return await self._in_thread(_names, self._folder, self._replay, self._known_names())
         except OSError as e:
@@ -263,20 +268,20 @@ class EmbeddedLogs:
         self._made.add(incarnation)
 
     def folder_of(self, incarnation: int) -> Path:
-        """Where the log is."""
+        """Return the folder of a log."""
         return self._folder / str(incarnation)
 
     def arrival(self, incarnation: int) -> log_folder.Arrival:
-        """One that comes from another sidecar."""
+        """Return the arrival of a log from another sidecar."""
         return log_folder.Arrival(self._folder, incarnation)
 
     def receiver(self) -> str:
-        """See `arrival.receiver`. Blocks. Raises OSError."""
+        """See `log_folder.receiver`. Blocks. Raises OSError."""
         return log_folder.receiver(self._folder)
 
     def empty_arrivals(self) -> set[int]:
-        """Of those that were coming when the process ended what takes room goes; their incarnations. Blocks. Raises
-        OSError."""
+        """Remove the large files of logs that were arriving when the process ended. Return their incarnations. Blocks.
+        Raises OSError."""
         folder = self._folder / log_folder.ARRIVING
         coming = incarnations(folder) if folder.is_dir() else []
         for incarnation in coming:
@@ -284,32 +289,33 @@ class EmbeddedLogs:
         return set(coming)
 
     def remove_arrivals(self) -> None:
-        """See `arrival.remove_all`. Blocks."""
+        """See `log_folder.remove_all`. Blocks."""
         log_folder.remove_all(self._folder)
 
     def has_moved(self, incarnation: int) -> bool:
-        """Whether another sidecar has it. Raises OSError."""
+        """Return whether another sidecar has the log. Raises OSError."""
         return log_folder.moved_to(self.folder_of(incarnation)) is not None
 
     def has_arrived(self, incarnation: int) -> bool:
-        """Whether it has come from another sidecar that need not know so yet. Raises OSError."""
+        """Return whether the log has arrived from another sidecar that may not know that yet. Raises OSError."""
         return (self.folder_of(incarnation) / log_folder.ARRIVED_FILE).exists()
 
     def secret_of(self, incarnation: int, known: bytes) -> bytes:
-        """Its secret; `known` is what the store says. Blocks. Raises LOG_DAMAGED, OLDER_FORMAT; OSError."""
+        """Return the secret of a log; `known` is the store's copy. Blocks. Raises LOG_DAMAGED, OLDER_FORMAT;
+        OSError."""
         found = secret_of(self.folder_of(incarnation), known)
         if found.why is not None:
             raise found.why
         return found.secret
 
     def remove_moved(self, incarnation: int) -> None:
-        """Of a log that another sidecar has nothing is left here but where it is. Blocks. Raises OSError; it may be
-        done again."""
+        """Remove the messages of a log that another sidecar has. The record of its new place stays. Blocks. Raises
+        OSError; it can be repeated."""
         self._replay.drop(incarnation)
         log_folder.remove_messages(self.folder_of(incarnation))
 
     async def announce(self, whole: str) -> None:
-        """See `Logs.announce`. Nobody shares them."""
+        """See `Logs.announce`. No other sidecar shares these logs."""
 
     async def delete(self, *incarnations: int) -> None:
         """See `Logs.delete`."""
@@ -329,11 +335,11 @@ class EmbeddedLogs:
     async def open(
         self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b""
     ) -> EmbeddedLog:
-        """See `Logs.open`. Raises NOT_OWNER if another sidecar has it, or may have it.
+        """See `Logs.open`. Raises NOT_OWNER if another sidecar has the log, or may have it.
 
-        A torn tail, which a crash leaves, is left out and counted in the log's `cut_bytes` and `cut_records`; it
-        is cut, the end of the log made durable again, and a secret that its folder lacks written there, by the first
-        `open_for_writing`. So a full disk can be opened and read.
+        A crash may leave a torn tail. It is skipped, and counted in the log's `cut_bytes` and `cut_records`. The first
+        `open_for_writing` cuts it, makes the end of the log durable again, and writes a secret that the folder lacks.
+        So a log on a full disk can be opened and read.
         """
         folder = self.folder_of(incarnation)
 
@@ -353,7 +359,7 @@ class EmbeddedLogs:
             try:
                 opened = await self._in_thread(look)
             except DamagedError:
-                # Looked at twice: nobody is told of damage because of one bad read.
+                # Damage is read a second time before it is reported: the first read may have failed by chance.
                 opened = await self._in_thread(look)
         except OSError as e:
             raise unreadable(folder, e) from e
@@ -363,14 +369,16 @@ class EmbeddedLogs:
         if len(self._open) >= self._look_for_closed_at:
             for closed in [key for key, log in self._open.items() if log.is_closed]:
                 del self._open[closed]
-            # As many openings later: to look through all at each one would take longer than to open it.
+            # The next search comes after as many openings as there are logs: a search at each opening would take longer
+            # than the opening.
             self._look_for_closed_at = 2 * len(self._open) + 1
         self._open[incarnation] = log = EmbeddedLog(self._shared, folder, *opened)
         return log
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """While the block runs retention removes nothing; afterwards it goes on. Topics may still be deleted."""
+        """Keep retention from removing anything while the block runs; afterwards it goes on. Topics may still be
+        deleted."""
         hold = object()
         self._shared.holds.add(hold)
         try:
@@ -384,11 +392,11 @@ class EmbeddedLogs:
                     log.go_on_trimming()
 
     def parts(self) -> "dict[int, Sequence[DurablePart]]":
-        """What readers may see of every log that is open, by incarnation, as of this call."""
+        """Return what readers may see of every open log, by incarnation, as of this call."""
         return {incarnation: log.parts for incarnation, log in self._open.items() if not log.is_closed}
 
     def scrub(self, bytes_per_second: int) -> None:
-        """Begins to read what is open again and again, until `close`, to find damage. At most so fast, above 0."""
+        """Begin to scrub the open logs for damage, until `close`, at most this fast; the rate is above 0."""
         self._scrub = Scrub(self._open, bytes_per_second, topic_of)
         self._scrub.begin()
 
@@ -405,14 +413,14 @@ class EmbeddedLogs:
 
 
 def create_log(folder: Path, topic: str, secret: bytes, partitions: int = 0) -> None:
-    """Makes an empty log in its folder, or the rest of one, durable on return. Raises OSError."""
+    """Make an empty log in its folder, or complete an unfinished one; durable on return. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     folders = (folder, folder.parent, folder.parent.parent)
-    # A disk that takes long for a sync takes as long for several that do not wait for each other.
+    # On a disk with slow syncs, several concurrent syncs take as long as one.
     with ThreadPoolExecutor(len(folders), "seqdedupe-create") as threads:
         if not base_indexes(folder):
             write_all_synced(folder, {SECRET_FILE: secret, TOPIC_FILE: _saying(topic, partitions)}, threads)
-            # Last: a log with a segment has all that it needs.
+            # Last: a log with a segment has everything that it needs.
             os.close(os.open(segment_path(folder, 0), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
         list(threads.map(sync_folder, folders))
 
@@ -421,13 +429,13 @@ def _names(folder: Path, replay: JournalReplay, known: Mapping[int, tuple[str, i
     if not folder.exists():
         return []
     unfinished = set[int]()
-    with suppress(OSError):  # whoever is opened meets it too, and is tried again
+    with suppress(OSError):  # opening a log fails in the same way, and is retried
         unfinished = replay.left()
     return [_name(folder, incarnation, incarnation in unfinished, known) for incarnation in incarnations(folder)]
 
 
 def _name(folder: Path, incarnation: int, is_unfinished: bool, known: Mapping[int, tuple[str, int]]) -> LogName:
-    """One log of which nothing can be read keeps no other from being used."""
+    """Return the name of one log. A log that cannot be read does not block the others."""
     path = folder / str(incarnation) / TOPIC_FILE
     topic: str | None = None
     partitions = 0
@@ -437,7 +445,7 @@ def _name(folder: Path, incarnation: int, is_unfinished: bool, known: Mapping[in
     except DamagedError as e:
         why = e
     except OSError as e:
-        # Written again it might be two files: the disk may only fail for a moment.
+        # The file is not written again: the disk may only fail for a moment, and there might be two files then.
         return LogName(incarnation, None, is_unfinished=is_unfinished, why=_without_name(path, unreadable(path, e)))
     if topic is None and incarnation in known:
         topic, partitions = known[incarnation]
@@ -451,7 +459,7 @@ def _name(folder: Path, incarnation: int, is_unfinished: bool, known: Mapping[in
 
 
 def _without_name(path: Path, why: SeqdedupeError) -> SeqdedupeError:
-    """For the case that the store does not know the name either."""
+    """Return the error for a name that the store does not know either."""
     log, logs = path.parent, path.parent.parent
     hint = (
         "The sidecar does not start, and nothing was changed. Put the file back from a backup; or set this log aside, "
@@ -461,22 +469,22 @@ def _without_name(path: Path, why: SeqdedupeError) -> SeqdedupeError:
 
 
 def _saying(topic: str, partitions: int) -> bytes:
-    """The bytes of TOPIC_FILE."""
+    """Return the bytes of TOPIC_FILE."""
     return (f"{topic}\n{partitions} partitions\n" if partitions else topic).encode()
 
 
 def incarnations(folder: Path) -> list[int]:
-    """Those of the logs in a folder, in order. Raises OSError."""
+    """Return the incarnations of the logs in a folder, in order. Raises OSError."""
     return sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdecimal())
 
 
 def topic_of(folder: Path) -> str | None:
-    """The name that a log's folder says; None if it does not say one yet. Raises LOG_DAMAGED; OSError."""
+    """Return the topic's name from a log's folder; None if it has no name yet. Raises LOG_DAMAGED; OSError."""
     return said_by(folder)[0]
 
 
 def said_by(folder: Path) -> tuple[str | None, int]:
-    """`topic_of`, and how many partitions the topic has of which this is one, or 0."""
+    """Return `topic_of`, and the number of partitions if the topic is a partition, else 0."""
     path = folder / TOPIC_FILE
     try:
         raw = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Reading one topic's log: what is durable in its segment files."""
+"""Reading one topic's log: the durable data in its segment files."""
 
 import asyncio
 import errno
@@ -43,64 +43,64 @@ from seqdedupe.log.embedded.tail import look_past
 from seqdedupe.message_id import MessageId
 from seqdedupe.tasks import retrieve
 
-# -- Segments that were written while the clock was ahead: how long they have been there, by no clock that can be
-# wrong.
+# -- Segments that were written while the clock was ahead: their age, without any clock that can be wrong.
 #
-# The publish times in such a segment lie in the future, and so do those of all that comes later, for they never fall.
-# So the segment counts from the first look that saw it. The time since then is the time that processes have run, by
-# the steady clock, which never jumps; the time between two processes does not count. So a segment may be taken for
-# younger than it is, never for older. The time of the segment's file is not believed: of a file written by a clock
-# that was behind it is too early, and messages would go that are new.
+# The publish times in such a segment lie in the future. So do those of all later messages, since publish times never
+# fall. So the age of the segment counts from the first look that found it. It is the time that processes have run since
+# then, by the steady clock, which never jumps. The time between two processes does not count. So a segment may be taken
+# for younger than it is, never for older. The modification time of the file is not used: if the clock was behind, it is
+# too early, and new messages would be removed.
 #
-# A segment that was written while the clock was behind would go as soon as the clock is right. It is found while the
-# process runs that made it, which knows for how long it has been there, and counts in the same way.
+# A segment that was written while the clock was behind would be removed as soon as the clock is right. The process that
+# made the segment knows its age, and finds it while it runs. Such a segment counts in the same way.
 
 logger = logging.getLogger("seqdedupe.log")
 
 AHEAD_FILE = "ahead"
 BEHIND_FILE = "behind"
 AHEAD_MS = 60 * 60 * 1000
-"""A segment whose first publish time lies further ahead of the believed time was written by a wrong clock."""
+"""A segment was written by a wrong clock if its first publish time is further ahead of the trusted time than this."""
 
 _VERSION = 1
 _SAVE_MS = 60_000
-"""At most so much of what a process has counted is lost with it, and what it had not looked at yet."""
+"""The most counted time that is lost when a process ends, in addition to the time since its last look."""
 
 
 class Ahead:
-    """How long such segments of one log have been seen. `look` blocks, and is called by one thread at a time."""
+    """The time for which such segments of one log have been seen. `look` blocks, and is called by one thread at a
+    time."""
 
     def __init__(self, folder: Path, name: str = AHEAD_FILE) -> None:
         self._path = folder / name
         self._ran_ms = self._saved_ms = 0
-        """For how long processes have run since the first of them was seen; and what of that the file says."""
+        """How long processes have run since the first segment was seen, and the part of it that the file records."""
         self._seen_ms: dict[int, int] = {}
-        """When each was seen first, in that time, by the segment's first index."""
+        """When each segment was first seen, in that time, by the segment's first index."""
         self._looked_ms: int | None = None
-        """When this process looked last, by the steady clock."""
+        """When this process last looked, by the steady clock."""
 
     def age_ms(self, base_index: int) -> int:
-        """For how long a segment has been there, at least."""
+        """Return the minimum age of a segment."""
         seen_ms = self._seen_ms.get(base_index)
         return 0 if seen_ms is None else self._ran_ms - seen_ms
 
     @property
     def is_empty(self) -> bool:
-        """Whether none is known, of those that this process has looked for."""
+        """Whether no such segment is known from the looks of this process."""
         return not self._seen_ms
 
     @property
     def has_looked(self) -> bool:
-        """Whether what an earlier process has seen is known."""
+        """Whether the findings of earlier processes have been loaded."""
         return self._looked_ms is not None
 
     def __contains__(self, base_index: int) -> bool:
         return base_index in self._seen_ms
 
     def look(self, ahead: Sequence[int], there: Set[int]) -> list[int]:
-        """Sees which segments lie ahead, of those that are there. Returns those that were not known yet.
+        """Record which of the existing segments lie ahead. Return those that were not known yet.
 
-        Without the file, or with a damaged one, all count anew.
+        Without the file, or with a damaged one, all segments count from now again.
         """
         now_ms = steady_ms()
         if self._looked_ms is None:
@@ -137,7 +137,7 @@ class Ahead:
             os.rename(new, self._path)
             self._saved_ms = self._ran_ms
         except OSError as e:
-            # It is tried again; until then a start counts them anew.
+            # The write is retried. Until it succeeds, a new process counts the segments from the beginning.
             logger.warning("%s cannot be written: %s", self._path, e)
             self._saved_ms = -_SAVE_MS
 
@@ -146,30 +146,32 @@ def steady_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
-# -- Reading ahead: what one hop to a thread has read and checked is handed out in several slices; when the last one
-# has been, the next hop is under way.
+# -- Reading ahead: the records that a thread has read and checked in one step are returned in several slices. With the
+# last slice the next step has begun.
 
 WINDOW_BYTES = 1024 * 1024
-"""What is read at once for a reader that goes on where it was."""
+"""The size of one read for a reader that continues where it was."""
 
 INLINE_BESIDE_PUBLISHERS_BYTES = 256 * 1024
-"""And what the event loop itself reads while it is needed for publishing: more is left to a thread, which reads ahead.
+"""The most that the event loop itself reads while it is busy with publishing. A thread reads more than that, and reads
+ahead.
 
-A lone reader is given more a second if the loop reads: what it sends is still in the processor's cache then.
+A lone reader gets more per second if the loop reads: the data is then still in the processor's cache when it is sent.
 """
 
 PUBLISHING_SECONDS = 0.1
-"""So long after a commit, publishers are about to need the event loop again."""
+"""For this time after a commit, publishers are expected to need the event loop again."""
 
 MAX_WINDOWS = 16
 MAX_WINDOWS_BYTES = 16 * 1024 * 1024
-"""Kept for all readers of a sidecar; the one not used for longest goes first."""
+"""The most windows and bytes kept for all readers of a sidecar. The least recently used window goes first."""
 
 
 class Window:
-    """Checked records of one segment, from the piece's record `first` on, and how far they have been handed out.
+    """Checked records of one segment, from the piece's record `first` on, and how far they have been returned.
 
-    `goes_on`: it is for a reader that has had the one before. Where there are more readers than windows there is none.
+    `goes_on`: the window is for a reader that has had the window before it. With more readers than windows there is
+    none.
     """
 
     def __init__(self, segment: Segment, piece: SegmentPiece, first: int, *, goes_on: bool) -> None:
@@ -177,12 +179,12 @@ class Window:
         self.segment = segment
         self.goes_on = goes_on
         self.end = piece.end
-        """Where reading goes on in the file."""
+        """The place in the file where reading continues."""
         self._end_index = piece.next_index(segment.base_index)
         table = table[table[:, COUNT] > 0]
         self._raw = piece.raw
         self._starts, self._ends, self._bases = table[:, START].copy(), table[:, END].copy(), table[:, BASE].copy()
-        # Markers were left out: a slice ends where one stood.
+        # Markers are not in the table: a slice ends where one stands.
         self._gaps = np.append(np.flatnonzero(self._starts[1:] != self._ends[:-1]) + 1, len(table))
         self._next = 0
         self._following: asyncio.Future[SegmentPiece] | None = None
@@ -203,11 +205,12 @@ class Window:
 
     @property
     def size(self) -> int:
-        """The number of bytes that it holds."""
+        """The number of bytes in the window."""
         return len(self._raw)
 
     def cut(self, stop_index: int, max_bytes: int) -> memoryview:
-        """The next slice: whole records, at least one, below `stop_index`, not more than `max_bytes` of several."""
+        """Return the next slice: whole records below `stop_index`, at least one, and at most `max_bytes` if there are
+        several."""
         i = self._next
         start = int(self._starts[i])
         j = min(
@@ -218,17 +221,18 @@ class Window:
         self._next = max(j, i + 1)
         found = memoryview(self._raw)[start : int(self._ends[self._next - 1])]
         if self.is_empty:
-            # Whoever was handed the last slice holds it, and the next window needs room.
+            # The caller of the last slice holds the bytes, and the next window needs the room.
             self._raw = b""
         return found
 
     def read_ahead(self, following: asyncio.Future[SegmentPiece]) -> None:
-        """The piece after this window is being read."""
+        """Set the running read of the piece after this window."""
         following.add_done_callback(retrieve)
         self._following = following
 
     async def take_ahead(self) -> SegmentPiece | None:
-        """What was read ahead; None if nothing was, or it failed: whoever reads it then hears why."""
+        """Return the piece that was read ahead. None if there is none or the read failed: the next read then raises the
+        reason."""
         following, self._following = self._following, None
         try:
             return None if following is None else await following
@@ -236,17 +240,17 @@ class Window:
             return None
 
     def give_up(self) -> None:
-        """Nobody wants what is being read ahead."""
+        """Cancel the read ahead."""
         if self._following is not None:
             self._following.cancel()
 
 
 class ReadAhead:
-    """The windows of all readers, found by the log, as it was opened, and the index at which the reader goes on."""
+    """The windows of all readers. The key is the log, as it was opened, and the index at which the reader continues."""
 
     def __init__(self) -> None:
         self.written_at = 0.0
-        """When something was last committed, by the monotonic clock."""
+        """The time of the last commit, by the monotonic clock."""
         self._windows: OrderedDict[tuple[object, int], Window] = OrderedDict()
 
     @property
@@ -268,22 +272,23 @@ class ReadAhead:
             oldest.give_up()
 
     def forget(self, log: object) -> None:
-        """The log is closed."""
+        """Drop the windows of a log that is closed."""
         for key in [key for key in self._windows if key[0] is log]:
             self._windows.pop(key).give_up()
 
 
 LOOK_BYTES = 2 * POINT_INTERVAL_BYTES
-"""What is read first for one record: where it is known about where it stands, that is in it, unless it is large."""
+"""The size of the first read for one record. If the record's approximate place is known, the record is in it, unless it
+is large."""
 
 ANYWHERE = 2**63 - 1
-"""Damage is passed over wherever it ends."""
+"""The value of `past` for passing over damage no matter where it ends."""
 
 T = TypeVar("T")
 
 
 class SegmentReader:
-    """The segments of one log, the last of which grows. Belongs to the event loop; long reads are done in `threads`."""
+    """The segments of one log. The last one grows. Belongs to the event loop; long reads are done in `threads`."""
 
     def __init__(
         self,
@@ -295,7 +300,7 @@ class SegmentReader:
     ) -> None:
         self.segments = segments
         self.next_index = next_index
-        """The index after what can be read."""
+        """The index after the last readable message."""
         self.leaving: Segment | None = None
         """The first segment while its file is being removed."""
         self._incarnation = identity.incarnation
@@ -308,14 +313,14 @@ class SegmentReader:
         return self.segments[0].base_index
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Close the reader: no read follows."""
         self._ahead.forget(self)
 
     async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
-        """See `Log.replay`. The next read is under way, in a thread, while its caller works on what it was given."""
+        """See `Log.replay`. The next read runs in a thread while the caller works on the last result."""
         self.check_is_there(from_index)
         at_end = from_index == self.next_index
-        # Markers after the last message may stand at the end of its segment and in the one that follows.
+        # Markers after the last message may be at the end of its segment and in the next one.
         first = self._place_of(from_index - 1 if at_end else from_index)
         steps = self._steps([(segment, segment.end) for segment in self.segments[first:]], from_index)
 
@@ -327,7 +332,7 @@ class SegmentReader:
         try:
             while (step := await following) is not None:
                 following = asyncio.ensure_future(read())
-                # So that it is begun before this one is worked on.
+                # This lets the next read begin before the caller works on this step.
                 await asyncio.sleep(0)
                 for raw, table in step.parts:
                     entries = table
@@ -373,27 +378,27 @@ class SegmentReader:
         return found
 
     def _read_ahead(self, window: Window, size: int) -> None:
-        """Has a thread read what comes after a window, while its last slice is being sent, unless it is little."""
+        """Have a thread read the piece after a window while the last slice is being sent, unless the rest is small."""
         segment, index = window.segment, window.next_index
         if segment.end - window.end > INLINE_BESIDE_PUBLISHERS_BYTES:
             run = asyncio.get_running_loop().run_in_executor
-            # What is larger is read when there is room for it.
+            # A larger record is read when there is room for it.
             ahead = run(self._threads, segment.read, window.end, segment.end, index, size, index, size)
             window.read_ahead(ahead)
 
     async def _window(self, from_index: int, max_bytes: int, most_bytes: int, before: Window | None) -> Window:
-        """Checked records from the one that holds the index on; many for a reader that has finished a window."""
+        """Return checked records from the record that holds the index; many for a reader that has finished a window."""
         if before is not None and (ahead := await before.take_ahead()) is not None:
             before.segment.learn(ahead)
             hits = np.flatnonzero(_holds(from_index)(ahead))
             if len(hits):
                 return Window(before.segment, ahead, int(hits[0]), goes_on=True)
-        # Retention may have been faster.
+        # Retention may have removed the message meanwhile.
         self.check_is_there(from_index)
         segment = self.segments[self._place_of(from_index)]
         size = max_bytes + POINT_INTERVAL_BYTES if before is None else max(max_bytes, WINDOW_BYTES)
         if max_bytes < most_bytes < ANY_BYTES:
-            # The record before was so large.
+            # An earlier read found a record of this size.
             size = max(size, most_bytes)
         offset, index = segment.before_index(from_index)
         if before is not None and before.segment is segment:
@@ -444,7 +449,7 @@ class SegmentReader:
         if not low:
             return min(segments[0].base_index, stop_index)
         segment = segments[low - 1]
-        # What is damaged counts as published when what stands after it was: nobody is led past it.
+        # A damaged place counts as published at the same time as the next record: no reader skips it.
         offset, older = segment.before_time(publish_time_ms)
         size = LOOK_BYTES
         while (piece := await self._piece(segment, offset, older, size, past=ANYWHERE)) is not None:
@@ -452,7 +457,7 @@ class SegmentReader:
             if len(hits):
                 return min(int(piece.table[hits[0], BASE]) if hits[0] else older, stop_index)
             offset, older, size = piece.end, piece.next_index(older), SCAN_BYTES
-            del piece  # until there is another one
+            del piece  # free it before the next read
         return min(older, stop_index)
 
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
@@ -461,7 +466,7 @@ class SegmentReader:
         segments = self.segments[self._place_of(from_index) :]
         offset, index = segments[0].before_index(from_index)
         found = await self._find(segments[0], offset, index, _holds(from_index), past=ANYWHERE)
-        # What is damaged there has no bytes.
+        # Damaged records there count as no bytes.
         start = segments[0].end if found is None else found[0].offset + int(found[0].table[found[1], START])
         goal = start + size_bytes
         for segment in segments:
@@ -480,16 +485,16 @@ class SegmentReader:
         return min(max(int(piece.table[i, BASE] + piece.table[i, COUNT]), from_index + 1), stop_index)
 
     async def begins_before(self, segment: Segment, publish_time_ms: int) -> bool:
-        """Whether the first record that can be read from a segment on was published before that time.
+        """Return whether the first readable record, from the beginning of a segment on, was published before that time.
 
-        Not if there is none.
+        Return False if there is none.
         """
         began_ms = await self.began_ms(segment)
         return began_ms is not None and began_ms < publish_time_ms
 
     async def began_ms(self, segment: Segment) -> int | None:
-        """When the first record that can be read from a segment on was published; None if there is none. A segment in
-        which nothing can be read is read once."""
+        """Return the publish time of the first readable record from the beginning of a segment on; None if there is
+        none. A segment without readable records is read once."""
         for one in self.segments[self._place_of(segment.base_index) :]:
             if not one.points and one.indexed_end < one.end:
                 await self._piece(one, 0, one.base_index, POINT_INTERVAL_BYTES, past=ANYWHERE)
@@ -498,8 +503,8 @@ class SegmentReader:
         return None
 
     async def message_bytes(self, segment: Segment) -> int:
-        """What a segment holds but for control records and markers. One that was not read since the log was opened is
-        read, once."""
+        """Return the bytes of a segment without its control records and markers. A segment not yet read since the log
+        was opened is read once."""
         offset, index = segment.before_offset(segment.indexed_end)
         while segment.indexed_end < segment.end:
             if (piece := await self._piece(segment, offset, index, SCAN_BYTES, past=ANYWHERE)) is None:
@@ -519,7 +524,8 @@ class SegmentReader:
         payloads_from: int | None = None,
         most_bytes: int = ANY_BYTES,
     ) -> tuple[SegmentPiece, int] | None:
-        """The first wanted record of a segment from an offset on: its place in the piece that was read with it.
+        """Return the first wanted record of a segment from an offset on: the piece that was read, and the record's
+        place in it.
 
         Damage is passed over if it ends at or before the index `past`.
         """
@@ -531,7 +537,7 @@ class SegmentReader:
             if len(hits):
                 return piece, int(hits[0])
             offset, index, size = piece.end, piece.next_index(index), SCAN_BYTES
-            del piece  # until there is another one
+            del piece  # free it before the next read
 
     async def _piece(
         self,
@@ -544,7 +550,7 @@ class SegmentReader:
         *,
         past: int,
     ) -> SegmentPiece | None:
-        """The next piece of a segment from an offset on, None at its end."""
+        """Return the next piece of a segment from an offset on; None at its end."""
         while offset < segment.end:
             end = segment.end
             try:
@@ -572,7 +578,7 @@ class SegmentReader:
         payloads_from: int | None = None,
         most_bytes: int = ANY_BYTES,
     ) -> SegmentPiece:
-        """A piece of a segment, checked. Raises what is damaged or has been trimmed."""
+        """Return a checked piece of a segment. Raises if it is damaged or has been trimmed."""
         self.check_is_there(segment.base_index)
         piece = None
         if not self._ahead.is_beside_publishers or min(size, end - offset) <= INLINE_BESIDE_PUBLISHERS_BYTES:
@@ -583,7 +589,7 @@ class SegmentReader:
         return piece
 
     async def _in_thread(self, segment: Segment, read: Callable[..., T], *arguments: Any) -> T:
-        """Calls a read of a segment in a thread. Damage is looked at twice, the second time on the disk itself."""
+        """Call a read of a segment in a thread. If it finds damage, read once more, from the disk itself."""
         run = asyncio.get_running_loop().run_in_executor
         self.check_is_there(segment.base_index)
         try:
@@ -599,16 +605,16 @@ class SegmentReader:
             raise damaged(segment.path, arguments[0], "the file is missing") from e
 
     def _place_of(self, index: int) -> int:
-        """Which segment holds an index, or would."""
+        """Return the position of the segment that holds an index, or would hold it."""
         return max(0, bisect_right(self.segments, index, key=lambda segment: segment.base_index) - 1)
 
     def index_after(self, segment: Segment) -> int:
-        """The index after the messages of a segment."""
+        """Return the index after the messages of a segment."""
         i = bisect_right(self.segments, segment.base_index, key=lambda segment: segment.base_index)
         return self.segments[i].base_index if i < len(self.segments) else self.next_index
 
     def check_is_there(self, index: int) -> None:
-        """Raises POSITION_TRIMMED or POSITION_AFTER_END unless reading can begin at this index."""
+        """Raise POSITION_TRIMMED or POSITION_AFTER_END unless reading can begin at this index."""
         if index < self.first_index:
             raise _trimmed(index, self.first_index)
         if index > self.next_index:
@@ -621,7 +627,7 @@ class SegmentReader:
 
 
 class IndexRuns(Sequence[Runs]):
-    """The message IDs of entries of the embedded log, which follow from their indexes: made when they are asked for."""
+    """The message IDs of entries of the embedded log. They follow from the indexes, and are made on access."""
 
     def __init__(self, incarnation: int, table: Int64s) -> None:
         self._incarnation = incarnation
@@ -653,25 +659,25 @@ def _trimmed(index: int, first_index: int) -> SeqdedupeError:
 
 
 def _may_be_damage(e: SeqdedupeError) -> bool:
-    """Whether it may be that a record is damaged, or stands where the disk cannot be read."""
+    """Return whether the error may mean that a record is damaged, or is in an unreadable part of the disk."""
     if e.reason == "LOG_UNREADABLE":
         return isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EIO
     return e.reason == "LOG_DAMAGED"
 
 
 def _holds(index: int) -> Callable[[SegmentPiece], np.ndarray]:
-    """Wants the record that holds a message."""
+    """Return a condition for the record that holds a message."""
     return lambda piece: piece.table[:, BASE] + piece.table[:, COUNT] > index
 
 
 def _read_from_memory(
     segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None, most_bytes: int
 ) -> SegmentPiece | None:
-    """A small piece, or None if it is not in memory. A hop to a thread would cost more than this does."""
+    """Return a small piece, or None if it is not in memory. A hop to a thread would cost more than this."""
     if size >= CHUNK_BYTES:
         return None
     try:
         return segment.read(offset, end, index, min(size, INLINE_BYTES), payloads_from, most_bytes, read_from_memory)
     except (NotInMemoryError, FileNotFoundError, SeqdedupeError):
-        # What is wrong is looked at again in a thread.
+        # A thread repeats the read, and finds what is wrong.
         return None

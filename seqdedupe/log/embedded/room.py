@@ -1,7 +1,8 @@
-"""When a log may be opened for writing: its disk has room, and after a write that was refused a trial has succeeded.
+"""The rule when a log may be opened for writing: its disk has room, and after a refused write a trial has succeeded.
 
-What opening writes is small, and fits where no batch does. Without a trial, a topic on a full disk would serve, refuse,
-and serve again, with a new marker each time. A full quota and a file system that has become read-only are the same.
+Opening writes little, and fits where no batch does. Without a trial, a topic on a full disk would serve, refuse, and
+serve again, with a new marker each time. A full quota and a file system that has become read-only count like a full
+disk.
 """
 
 import os
@@ -26,28 +27,28 @@ _BLOCK_BYTES = _MIB
 
 
 class Room:
-    """What the file system of a folder of logs has room for. Belongs to the commit thread: no log is written meanwhile.
+    """The free space of the file system of a folder of logs. Belongs to the commit thread: no log is written meanwhile.
 
-    All logs of the folder have one trial together. What is free after it is shared out: SHARE_BYTES for each log that
-    is opened. The others wait for the next trial, which finds what is left then.
+    All logs of the folder share one trial. The space that is free after it is shared out: SHARE_BYTES for each log that
+    is opened. The others wait for the next trial, which looks at the free space again.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._shares = 0
-        """So many logs may still be opened after the last trial."""
+        """The number of logs that may still be opened after the last trial."""
         self._why = ""
         """Why the last trial failed; empty if it succeeded."""
         self._next_trial = time.monotonic()
 
     def refused(self) -> None:
-        """A write was refused: what the last trial found does not hold any more."""
+        """Record that a write was refused: the result of the last trial is no longer valid."""
         self._shares = 0
 
     def why_not(self, *, was_refused: bool) -> str:
-        """Why a log may not be opened for writing now; empty if it may.
+        """Return why a log may not be opened for writing now; empty if it may.
 
-        A log whose last write `was_refused` takes a share of the room. Any other one needs free space alone.
+        A log whose last write `was_refused` takes a share of the room. Any other log only needs free space.
         """
         if (why := self._why_no_share()) or not was_refused:
             return why
@@ -71,8 +72,9 @@ class Room:
         return f"the disk of {self._folder} has {there:.1f} MiB free: a topic needs {needed:.1f} MiB to be written"
 
     def _why_trial_fails(self) -> str:
-        """Writes the largest batch to a file without a name, which leaves nothing, and sees what is free."""
-        # No file system makes it smaller.
+        """Write the largest batch to an unnamed file, which leaves nothing, and measure the free space. Return why that
+        failed."""
+        # Random bytes: no file system can compress them.
         block = os.urandom(_BLOCK_BYTES)
         try:
             with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:

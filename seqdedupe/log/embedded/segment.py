@@ -1,4 +1,4 @@
-"""One segment file: reading and checking its records, and a sparse index of where they stand."""
+"""One segment file: reading and checking its records, and a sparse index of their places."""
 
 import os
 import threading
@@ -31,16 +31,17 @@ SUFFIX = ".log"
 MAX_RECORD_BYTES = HEADER_BYTES + MAX_BATCH_BYTES
 
 CHUNK_BYTES = MAX_RECORD_BYTES
-"""What is read at once where it must hold a whole record, however large."""
+"""The size of one read that must hold a whole record of any size."""
 
 SCAN_BYTES = 2 * 1024 * 1024
-"""What a scan of whole segments reads at once, where a record fits: little enough to stay in the processor's cache."""
+"""The size of one read in a scan of whole segments, if a record fits: small enough to stay in the processor's cache."""
 
 POINT_INTERVAL_BYTES = 64 * 1024
-"""How far apart the points of the sparse index are, at least."""
+"""The least distance between two points of the sparse index."""
 
 INLINE_BYTES = 1024 * 1024
-"""What the event loop itself reads and checks at once, if the system has it in memory: a quarter of a millisecond."""
+"""The most that the event loop itself reads and checks at once, if the system has it in memory: a quarter of a
+millisecond."""
 
 _TABLE_RECORDS = 2048
 _COLUMNS = [RECORD_START, RECORD_END, BASE_INDEX, ROWS, PUBLISH_TIME_MS, SYNCED_OFFSET, OWNERSHIP]
@@ -50,19 +51,19 @@ START, END, BASE, COUNT, TIME_MS, SYNCED, OWNER = range(len(_COLUMNS))
 _scratch = threading.local()
 
 Read = Callable[[int, int, int], "bytes | memoryview"]
-"""`os.pread`, or like it: file, size, offset."""
+"""`os.pread` or a function like it: file, size, offset."""
 
 
 class LogIdentity(NamedTuple):
-    """Whose records are believed."""
+    """The log whose records are accepted."""
 
     incarnation: int
     key: Int64s
-    """Of the tags of its headers."""
+    """The key of the tags of its headers."""
 
 
 class SegmentPoint(NamedTuple):
-    """Where a record begins."""
+    """The place where a record begins."""
 
     base_index: int
     offset: int
@@ -71,28 +72,28 @@ class SegmentPoint(NamedTuple):
 
 @dataclass(slots=True)
 class SegmentPiece:
-    """Whole intact records that stand one after the other in a file, and why there are no more of them."""
+    """Whole intact records, one after the other in a file, and the reason why there are no more."""
 
     offset: int
-    """Where `raw` begins in the file."""
+    """The place in the file where `raw` begins."""
 
     raw: bytes | memoryview
     table: np.ndarray
     """A row for each record: START and END within `raw`, BASE (index), COUNT (rows), TIME_MS, SYNCED, OWNER."""
 
     size: int
-    """How many bytes of `raw` the records take."""
+    """The number of bytes of `raw` that the records take."""
 
     why: int
-    """`records.END` where the file or what was read ends, else what stopped the scan."""
+    """`records.END` if the file or the read ends there, else the reason that stopped the scan."""
 
     @property
     def end(self) -> int:
-        """Where the records end in the file."""
+        """The place in the file where the records end."""
         return self.offset + self.size
 
     def next_index(self, before: int) -> int:
-        """The index after the records, if the one before them is `before`."""
+        """Return the index after the records, if the index before them is `before`."""
         return int(self.table[-1, BASE] + self.table[-1, COUNT]) if len(self.table) else before
 
 
@@ -104,9 +105,9 @@ def scan_bytes(
     payloads_from: int | None,
     ownership: int = 0,
 ) -> tuple[np.ndarray, int, int]:
-    """The records of a buffer as a piece's table, how many bytes they take, and why there are no more."""
+    """Return the records of a buffer as a piece's table, the number of bytes they take, and why there are no more."""
     if not hasattr(_scratch, "table"):
-        # Kept for each thread: fresh memory of this size costs more than the scan.
+        # One per thread: fresh memory of this size costs more than the scan.
         _scratch.table = records.new_table(_TABLE_RECORDS)
     places, result = _scratch.table, records.new_result(ownership)
     whole = np.frombuffer(raw, np.uint8)
@@ -144,11 +145,11 @@ def read_piece(
     most_bytes: int = ANY_BYTES,
     read: Read = os.pread,
 ) -> SegmentPiece:
-    """The records from an offset of an open file on: about `size` bytes of them, at least one, none beyond `end`.
+    """Return the records from an offset of an open file on: about `size` bytes, at least one record, none beyond `end`.
 
-    `next_index` is the index that the first one must have, -1 to believe it; `ownership` that of the record before it,
-    0 to believe that it is the same. Payloads are checked where they are
-    those of this index and later ones. Raises `LargerRecordError` if the first record has more than `most_bytes`.
+    `next_index` is the index that the first record must have; -1 accepts any. `ownership` is the ownership of the
+    record before it; 0 accepts any. Payloads are checked from the index `payloads_from` on. Raises `LargerRecordError`
+    if the first record has more than `most_bytes`.
     """
     raw = read(file, min(size, end - offset), offset)
     table, taken, why = scan_bytes(raw, identity, offset, next_index, payloads_from, ownership)
@@ -170,26 +171,26 @@ def read_piece(
 
 
 class NotInMemoryError(OSError):
-    """What was asked for has to come from the disk."""
+    """The requested data must come from the disk."""
 
 
 class SegmentStep(NamedTuple):
     """Entries for a replay, found with one read."""
 
     parts: list[tuple[bytes, Int64s]]
-    """Buffers, each with the place rows of whole records in it: REPLAY_STEP_ENTRIES at most."""
+    """Buffers, each with the place rows of whole records in it: at most REPLAY_STEP_ENTRIES."""
 
     end: int
-    """Where the records end in the file."""
+    """The place in the file where the records end."""
 
     next_index: int
     """The index after them."""
 
     ownership: int
-    """That of the last one."""
+    """The ownership of the last one."""
 
     why: int
-    """`records.END` where the file or what was read ends, else what stopped the scan."""
+    """`records.END` if the file or the read ends there, else the reason that stopped the scan."""
 
 
 def read_step(
@@ -202,7 +203,8 @@ def read_step(
     size: int = SCAN_BYTES,
     read: Callable[[int, int, int], bytes] | None = None,
 ) -> SegmentStep:
-    """The entries from an offset of an open file on: about `size` bytes of them, at least one, none beyond `end`."""
+    """Return the entries from an offset of an open file on: about `size` bytes, at least one entry, none beyond
+    `end`."""
     raw = (read or os.pread)(file, min(size, end - offset), offset)
     if not hasattr(_scratch, "entries"):
         _scratch.entries = records.new_table(REPLAY_STEP_ENTRIES)
@@ -226,7 +228,7 @@ def read_step(
 
 
 def read_from_memory(file: int, size: int, offset: int) -> memoryview:
-    """Like `os.pread`, but only what the system holds in memory, so that it never waits for the disk.
+    """Read like `os.pread`, but only data that the system holds in memory, so that it never waits for the disk.
 
     Raises NotInMemoryError, also for more than INLINE_BYTES, and where the system or the file system cannot tell.
     """
@@ -242,12 +244,12 @@ def read_from_memory(file: int, size: int, offset: int) -> memoryview:
 
 
 def unreadable(path: Path, e: OSError) -> SeqdedupeError:
-    """The error for a file that cannot be read now."""
+    """Return the error for a file that cannot be read now."""
     return error("LOG_UNREADABLE", f"{path} cannot be read: {e}", file=path)
 
 
 def damaged(path: Path, offset: int, what: str, why: int = records.DAMAGED) -> SeqdedupeError:
-    """The error for a file in which something else stands than should."""
+    """Return the error for a file whose content is wrong at an offset."""
     if why == records.NEWER:
         return error(
             "NEWER_FORMAT", f"{path} is of a newer format version from byte {offset} on", file=path, offset=offset
@@ -258,14 +260,14 @@ def damaged(path: Path, offset: int, what: str, why: int = records.DAMAGED) -> S
 
 
 def older(path: Path, offset: int) -> SeqdedupeError:
-    """The error for a file of an earlier format version."""
+    """Return the error for a file of an earlier format version."""
     return error(
         "OLDER_FORMAT", f"{path} is of an earlier format version from byte {offset} on", file=path, offset=offset
     )
 
 
 def begins_with_an_older_record(path: Path) -> bool:
-    """Whether a segment file is of format version 1, as far as its first bytes say. Raises OSError."""
+    """Return whether a segment file is of format version 1, judging by its first bytes. Raises OSError."""
     with path.open("rb") as file:
         start = file.read(VERSION_AT + 4)
     return start[:1] == bytes((RECORDS_TAG,)) and start[VERSION_AT - 1 :] == bytes((VERSION_TAG, 1, 0, 0, 0))
@@ -282,12 +284,12 @@ WHAT_STANDS_THERE = {
 
 
 def segment_path(folder: Path, base_index: int) -> Path:
-    """The file of the segment that begins with the message of this index."""
+    """Return the file of the segment that begins with the message of this index."""
     return folder / f"{base_index:020d}{SUFFIX}"
 
 
 class Segment:
-    """A segment file as readers see it: up to `end`, which is what is durable.
+    """A segment file as readers see it: up to `end`, the end of the durable data.
 
     Belongs to the event loop: only `read` and `read_step` are called in other threads.
     """
@@ -299,11 +301,11 @@ class Segment:
         self.end = end
         self.points: list[SegmentPoint] = []
         self.indexed_end = 0
-        """Up to here the file was scanned and `points` are complete."""
+        """The file was scanned, and `points` are complete, up to this place."""
         self.control_bytes = 0
-        """So much of that is control records and markers."""
+        """The bytes of control records and markers in that part."""
         self.made_ms: int | None = None
-        """When this process made it, or opened it without a message, by the steady clock."""
+        """When this process made the file, or opened it without a message, by the steady clock."""
 
     def read(
         self,
@@ -315,10 +317,10 @@ class Segment:
         most_bytes: int = ANY_BYTES,
         read: Read = os.pread,
     ) -> SegmentPiece:
-        """`read_piece` of this file, for use in any thread. It ends before damage.
+        """Call `read_piece` for this file, in any thread. The piece ends before damage.
 
-        Raises LOG_DAMAGED or NEWER_FORMAT if the first record is not intact, LOG_UNREADABLE, FileNotFoundError if
-        retention was faster, NotInMemoryError if `read` does; and as `read_piece`.
+        Raises LOG_DAMAGED or NEWER_FORMAT if the first record is not intact; LOG_UNREADABLE; FileNotFoundError if
+        retention has removed the file; NotInMemoryError if `read` raises it; and the errors of `read_piece`.
         """
         with self.opened() as file:
             piece = read_piece(
@@ -330,7 +332,7 @@ class Segment:
         return piece
 
     def read_step(self, offset: int, end: int, next_index: int, ownership: int) -> SegmentStep:
-        """`read_step` of this file. It ends before damage. Raises as `read`."""
+        """Call `read_step` for this file. The step ends before damage. Raises as `read`."""
         with self.opened() as file:
             step = read_step(file, self.identity, offset, end, next_index, ownership)
         if not step.parts:
@@ -338,17 +340,17 @@ class Segment:
         return step
 
     def _damaged(self, offset: int, why: int) -> SeqdedupeError:
-        # A log that was opened is of this version: what looks like an earlier one is a byte that has changed.
+        # An open log is of this version: a record that looks like an earlier one has a changed byte.
         return damaged(self.path, offset, WHAT_STANDS_THERE[why], records.DAMAGED if why == records.OLDER else why)
 
     def forget_pages(self) -> None:
-        """Has the system read the file from the disk the next time, where it can."""
+        """Have the system read the file from the disk the next time, if it can."""
         with self.opened() as file:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """The file, for reading. Raises FileNotFoundError, NotInMemoryError from within; LOG_UNREADABLE."""
+        """Open the file for reading. Raises LOG_UNREADABLE. FileNotFoundError and NotInMemoryError pass through."""
         try:
             file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -361,7 +363,7 @@ class Segment:
             raise unreadable(self.path, e) from e
 
     def learn(self, piece: SegmentPiece) -> None:
-        """Adds what a piece shows to the sparse index, if it goes on where that ends."""
+        """Add the records of a piece to the sparse index, if they continue where the index ends."""
         if not len(piece.table) or not piece.offset <= self.indexed_end < piece.end:
             return
         starts = piece.table[:, START] + piece.offset
@@ -377,26 +379,28 @@ class Segment:
         self.indexed_end = piece.end
 
     def pass_over(self, offset: int, end: int) -> None:
-        """Between these offsets stands damage: the sparse index goes on after it."""
+        """Continue the sparse index after the damage between these offsets."""
         if offset <= self.indexed_end < end:
             self.indexed_end = end
 
     def grow(self, end: int, points: list[SegmentPoint], control_bytes: int) -> None:
-        """What was appended is durable up to `end`; so much of it is no messages."""
+        """Extend the segment to `end`: the data appended is durable up to there, `control_bytes` of it are no
+        messages."""
         self.points += points
         self.control_bytes += control_bytes
         self.end = self.indexed_end = end
 
     def before_index(self, index: int) -> tuple[int, int]:
-        """An offset, and the index there, before the record that holds the index and the markers before it."""
+        """Return an offset, and the index there, before the record that holds the index and before the markers
+        preceding it."""
         return self._before(bisect_left(self.points, index, key=lambda point: point.base_index))
 
     def before_time(self, publish_time_ms: int) -> tuple[int, int]:
-        """An offset, and the index there, at or before the first record published at or after that time."""
+        """Return an offset, and the index there, at or before the first record published at or after that time."""
         return self._before(bisect_left(self.points, publish_time_ms, key=lambda point: point.publish_time_ms))
 
     def before_offset(self, offset: int) -> tuple[int, int]:
-        """An offset, and the index there, at or before the record that holds this offset."""
+        """Return an offset, and the index there, at or before the record that holds this offset."""
         return self._before(bisect_left(self.points, offset, key=lambda point: point.offset))
 
     def _before(self, i: int) -> tuple[int, int]:

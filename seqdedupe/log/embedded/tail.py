@@ -1,9 +1,9 @@
 """Opening the last segment of a log: telling a torn tail, which a crash leaves, from damage.
 
-A record says up to where its file was synced when it was written. Below the highest such offset that any
-header names, also one after the damage, everything had been stored and perhaps confirmed: what is wrong there
-is damage. At and above it a crash may have left anything. A header counts only if its tag is right: what a payload
-says is no record.
+A record states up to where its file was synced when the record was written. The highest such offset counts, over all
+headers, also those after the damage. Below it, everything was stored and perhaps confirmed: an error there is damage.
+At and above it, a crash may have left anything. A header counts only if its tag is right, so bytes in a payload are
+never taken for a record.
 """
 
 import errno
@@ -37,14 +37,15 @@ from seqdedupe.log.embedded.segment import (
     read_piece,
 )
 
-# -- Where the records of a segment file go on after damage: with the next header that this log wrote where it stands.
+# -- The place where the records of a segment file continue after damage: the next header that this log wrote at that
+# place.
 
 SECTOR_BYTES = 512
-"""What is read at once where the disk does not give a larger piece."""
+"""The size of one read where the disk returns no larger piece."""
 
 
 class Onward(NamedTuple):
-    """Where to read on, and which index comes there."""
+    """The place where reading continues, and the index there."""
 
     offset: int
     next_index: int
@@ -53,10 +54,10 @@ class Onward(NamedTuple):
 def past_damage(
     file: int, identity: LogIdentity, at: int, end: int, index: int, base_index: int, read: Read
 ) -> Onward | None:
-    """Where to read on after a record at `at` that should have that index, and cannot be read.
+    """Return where to continue after an unreadable record at `at` that should have this index.
 
-    None if no header of this log follows before `end`. Where the record's own header is whole, it says how long the
-    record is and how many messages are in it.
+    Return None if no header of this log follows before `end`. If the record's own header is whole, it states the
+    record's size and number of messages.
     """
     least = max(index, base_index)
     own = next(headers_from(file, identity, at, min(at + HEADER_BYTES, end), least, read), None)
@@ -70,9 +71,10 @@ def past_damage(
 def look_past(
     segment: Segment, offset: int, end: int, index: int, payloads_from: int | None, following_index: int
 ) -> Onward | None:
-    """`past_damage` of a segment that readers have open, for use in any thread; None if the record can be read by now.
+    """Return `past_damage` for an open segment, in any thread. Return None if the record has become readable.
 
-    `following_index` is that after the segment. What the disk cannot give is damage too. Raises LOG_UNREADABLE.
+    `following_index` is the index after the segment. Data that the disk cannot return is damage too. Raises
+    LOG_UNREADABLE.
     """
     try:
         with segment.opened() as file:
@@ -90,9 +92,9 @@ def look_past(
 def headers_from(
     file: int, identity: LogIdentity, at: int, end: int, base_index: int, read: Read = os.pread
 ) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of the headers that this log wrote where they stand, between two offsets of a segment file.
+    """Yield offset and bytes of the headers between two offsets that this log wrote at their places.
 
-    Those that name an index below `base_index`, that of the segment or a higher one, are passed over.
+    Headers with an index below `base_index` are skipped. It is the index of the segment or a higher one.
     """
     while at + HEADER_BYTES <= end:
         raw = read(file, min(CHUNK_BYTES, end - at), at)
@@ -108,7 +110,7 @@ def headers_from(
 
 
 def read_what_can_be(file: int, size: int, offset: int) -> bytes:
-    """`os.pread` of all there is, with zeros in place of what the disk cannot give."""
+    """Read like `os.pread`, up to the whole size, with zeros in place of data that the disk cannot return."""
     parts, at_once = [], size
     while size:
         try:
@@ -132,37 +134,37 @@ _log = logging.getLogger("seqdedupe.log")
 
 @dataclass(slots=True)
 class Tail:
-    """What opening a segment found out."""
+    """The result of opening a segment."""
 
     segment: Segment
     next_index: int
     publish_time_ms: int
-    """The last record's; 0 if there is none."""
+    """The publish time of the last record; 0 if there is none."""
 
     synced_offset: int
-    """The highest that an intact record names."""
+    """The highest synced offset in an intact record."""
 
     certain_index: int
-    """Messages below this index were synced, as far as that tells."""
+    """Messages below this index were synced, as far as the synced offset tells."""
 
     why: int
-    """What stands after the last record kept: `records.END` for nothing."""
+    """The reason why no record follows the last one kept; `records.END`: the data ends there."""
 
     ownership: int = 0
-    """The last record's; 0 if there is none."""
+    """The ownership of the last record; 0 if there is none."""
 
     cut_bytes: int = 0
     cut_records: int = 0
 
     missing: tuple[Path, bytes] | None = None
-    """A file that the log's folder lacks, and what is in it."""
+    """A file that the log's folder lacks, and its content."""
 
     is_new: bool = False
-    """This process has made the log, durably, and nothing has been done to it since."""
+    """Whether this process has made the log, durably, and has not changed it since."""
 
 
 def base_indexes(folder: Path) -> list[int]:
-    """Those of the segment files in a folder, in order. Raises OSError."""
+    """Return the first indexes of the segment files in a folder, in order. Raises OSError."""
     return sorted(
         int(entry.name.removesuffix(SUFFIX))
         for entry in os.scandir(folder)
@@ -171,9 +173,9 @@ def base_indexes(folder: Path) -> list[int]:
 
 
 def open_segments(folder: Path, identity: LogIdentity, covered_index: int) -> tuple[list[Segment], Tail]:
-    """A log's segments, and what its end is. Writes nothing.
+    """Return a log's segments and the state of its end. Write nothing.
 
-    Before the last file is written to it must be mended. Raises LOG_DAMAGED, NEWER_FORMAT; OSError.
+    The last file must be mended before it is written to. Raises LOG_DAMAGED, NEWER_FORMAT; OSError.
     """
     bases = base_indexes(folder) if folder.exists() else []
     if not bases:
@@ -193,7 +195,7 @@ def open_segments(folder: Path, identity: LogIdentity, covered_index: int) -> tu
         tail = recover(folder, identity, bases[-1], file.fileno())
     segments[-1] = tail.segment
     if len(segments) > 1 and not tail.segment.end:
-        # Nothing is in the last segment: the log's end is in the one before, which was synced whole.
+        # The last segment is empty: the log's end is in the segment before, which was synced as a whole.
         before = _survey_sealed(segments[-2], folder, bases[-1])
         segments[-2], tail.publish_time_ms = before.segment, before.publish_time_ms
     if tail.next_index < covered_index:
@@ -219,7 +221,7 @@ def _survey_sealed(segment: Segment, folder: Path, next_base: int) -> Tail:
 
 
 def survey(folder: Path, identity: LogIdentity, base_index: int, file: int, end: int) -> Tail:
-    """The intact records from the beginning of a segment on, up to an offset. Payloads are not looked at."""
+    """Return the intact records from the beginning of a segment up to an offset. Payloads are not checked."""
     segment = Segment(folder, identity, base_index, 0)
     tail = Tail(segment, base_index, 0, 0, base_index, records.END)
     while segment.end < end and tail.why == records.END:
@@ -240,9 +242,9 @@ def _add(tail: Tail, piece: SegmentPiece) -> None:
 
 
 def recover(folder: Path, identity: LogIdentity, base_index: int, file: int) -> Tail:
-    """The last segment up to its last intact record. Changes nothing: see `mend`.
+    """Return the last segment up to its last intact record. Change nothing: see `mend`.
 
-    Raises LOG_DAMAGED if something is wrong below the synced offset, NEWER_FORMAT.
+    Raises LOG_DAMAGED if there is an error below the synced offset; NEWER_FORMAT.
     """
     size = os.fstat(file).st_size
     tail = survey(folder, identity, base_index, file, size)
@@ -266,11 +268,11 @@ def recover(folder: Path, identity: LogIdentity, base_index: int, file: int) -> 
 
 
 def mend(tail: Tail, file: int) -> None:
-    """Cuts the torn tail off, writes again what is kept above the synced offset, and syncs.
+    """Cut off the torn tail, write the kept data above the synced offset again, and sync.
 
-    After a failed sync the kernel takes pages for written that the disk does not have: writing them again is what
-    brings them there. The entries of the folders are synced too, for a copied or restored log, and a file that is
-    missing is written. Of a log that is new all that is done already. Raises OSError, and can be tried again.
+    After a failed sync the kernel may treat pages as written that the disk does not have. Writing them again brings
+    them to the disk. For a copied or restored log, the folders' entries are synced too, and a missing file is written.
+    For a new log all this is done already. Raises OSError; it can be repeated.
     """
     if tail.is_new:
         return
@@ -297,7 +299,7 @@ def mend(tail: Tail, file: int) -> None:
 
 
 def _synced_after(tail: Tail, file: int, size: int) -> int:
-    """The highest synced offset that a header after the first damage names; 0 if there is none."""
+    """Return the highest synced offset in a header after the first damage; 0 if there is none."""
     highest = 0
     for _, header in _headers(tail, file, tail.segment.end + 1, size):
         if records.is_newer(header):
@@ -307,7 +309,7 @@ def _synced_after(tail: Tail, file: int, size: int) -> int:
 
 
 def _intact_end(tail: Tail, file: int, at: int) -> int:
-    """Up to where the records from an offset on have intact payloads."""
+    """Return the place up to which the records from an offset on have intact payloads."""
     while at < tail.segment.end:
         piece = read_piece(file, tail.segment.identity, at, tail.segment.end, -1, payloads_from=-1)
         at = piece.end

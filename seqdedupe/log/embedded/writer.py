@@ -1,6 +1,6 @@
-"""The end of one topic's log: packs records, writes them, goes on in a new segment, undoes what failed.
+"""The end of one topic's log. Packs records, writes them, continues in a new segment, and undoes failed writes.
 
-Begin with `Writer`. A segment file that is full, or that the journal covers, is left to the thread of `Syncer`.
+Begin with `Writer`. The thread of `Syncer` syncs a segment file that is full, or that the journal covers.
 """
 
 import asyncio
@@ -23,24 +23,24 @@ from seqdedupe.log.embedded.room import LARGEST_BYTES, Room
 from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, SegmentPoint, segment_path
 from seqdedupe.log.embedded.tail import Tail, mend
 
-# -- Segment files are synced in the background; then the journal may forget what they hold.
+# -- Segment files are synced in the background; then the journal may forget their records.
 
 AT_ONCE = 8
-"""So many files are synced together: most file systems make that one write, and each costs a sixth."""
+"""The number of files synced together: most file systems combine the syncs into one write, and each costs a sixth."""
 
 
 class LeftFile(NamedTuple):
-    """An open segment file that has to be synced before it is closed."""
+    """An open segment file that must be synced before it is closed."""
 
     file: int
     path: Path
 
 
 class Syncer:
-    """A thread that does one thing after the other, but for files that are handed over in a row.
+    """A thread that does one item after the other, except that it syncs consecutive files together.
 
-    `fatal` is called, in the thread, if a sync fails. Nothing is forgotten any more then: the journal has what the
-    disk has not. At most `max_files` should wait to be synced.
+    If a sync fails, the thread calls `fatal`. From then on nothing is forgotten, since the journal has data that the
+    disk lacks. At most `max_files` should wait for a sync.
     """
 
     def __init__(self, fatal: Callable[[str], None], max_files: int) -> None:
@@ -49,34 +49,34 @@ class Syncer:
         self._queue: SimpleQueue[LeftFile | Callable[[], None] | threading.Event | None] = SimpleQueue()
         self._has_failed = False
         self._left = 0
-        """So many files are not closed yet."""
+        """The number of files that are not closed yet."""
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="seqdedupe-sync", daemon=True)
         self._thread.start()
 
     @property
     def is_full(self) -> bool:
-        """Whether no more files should be left to it now."""
+        """Whether no more files should be handed over now."""
         return self._left >= self._max_files
 
     def sync(self, left: LeftFile) -> None:
-        """Syncs the file, and closes it."""
+        """Have the thread sync the file and close it."""
         with self._lock:
             self._left += 1
         self._queue.put(left)
 
     def then(self, forget: Callable[[], None]) -> None:
-        """Calls this when all files are synced that were handed over before. It must not raise."""
+        """Call `forget` when all files handed over before are synced. It must not raise."""
         self._queue.put(forget)
 
     def wait(self) -> None:
-        """Returns when all is done that was handed over."""
+        """Wait until everything handed over is done."""
         done = threading.Event()
         self._queue.put(done)
         done.wait()
 
     def close(self) -> None:
-        """The same, and ends the thread."""
+        """Wait in the same way, and end the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -120,32 +120,33 @@ class Syncer:
 # -- The end of a log.
 
 GROUP_APPENDS = 256
-"""So many appends of a topic are in one group at most: what the event loop is told of at once, it settles at once.
+"""The most appends of a topic in one group. The event loop settles all appends of one notification in one step.
 
-Twice as many buffers (each has a header) fit into one `writev` of Linux, which takes 1,024.
+Each append has two buffers, as it has a header. They fit into one `writev` of Linux, which takes 1,024.
 """
 GATHER_BYTES = 512 * 1024
-"""A group as large as this takes longer to write than waiting for more would save."""
+"""The size above which writing a group takes longer than waiting for more appends would save."""
 
 WRITE_BYTES = 1024 * 1024
-"""What one call writes. For a larger write the system takes memory in larger pieces, of those that it has not used for
-long, which in a virtual machine may have to come from the host: 16 MB in one call took up to five times as long."""
+"""The size of one write. For a larger write the system takes memory in larger pieces, which it has not used for a long
+time. In a virtual machine the host may have to provide them: 16 MB in one call took up to five times as long."""
 
 MAX_LATE_APPENDS = 1024
-"""So many appends of a topic wait for a sync at most, whatever its flush policy: the event loop settles all at once."""
+"""The most appends of a topic that wait for a sync, for any flush policy. The event loop settles all of them in one
+step."""
 
 
 Append = tuple[bytes, int, int]
-"""What is handed over: an encoded batch, its rows and column bytes; without rows, an encoded control record.
+"""One append: an encoded batch, its rows and column bytes; without rows, an encoded control record.
 
-A plain tuple, as there is one for every batch.
+It is a plain tuple, since there is one for every batch.
 """
 
 
 class WriteTerm:
-    """One opening for writing. Made on the event loop, and handed over; `marked` and `failed` belong to the thread.
+    """One opening for writing. The event loop makes it and hands it over; `marked` and `failed` belong to the thread.
 
-    `hand_over` gives it to the commit thread, which takes what there is.
+    `hand_over` passes it to the commit thread, which takes the waiting appends.
     """
 
     def __init__(
@@ -167,36 +168,38 @@ class WriteTerm:
         self.marked = False
         self.failed = False
         self.follows_refusal = False
-        """Whether one before was refused: then a group has no more bytes than the trial of `Room` has written."""
+        """Whether an earlier opening was refused. Then a group has at most as many bytes as the trial of `Room` has
+        written."""
         self._appends: deque[Append] = deque()
         self._hand_over = hand_over
         self._queued = False
         self._flushes = self._flushed = 0
-        """So often it was asked for a sync; so often all was taken that had been appended by then."""
+        """The number of syncs requested, and the number for which all appends made before the request have been
+        taken."""
         self._wake()
 
     def _wake(self) -> None:
-        """Wakes the thread if it does not know yet that there is something."""
+        """Wake the thread, if it does not know yet that there is work."""
         if not self._queued:
             self._queued = True
             self._hand_over(self)
 
     def append(self, append: Append) -> None:
-        """Hands an append to the thread."""
+        """Hand an append to the thread."""
         self._appends.append(append)
         if not self._queued:
             self._wake()
 
     def flush(self) -> None:
-        """Asks the thread to sync what has been appended."""
+        """Ask the thread to sync all appends so far."""
         self._flushes += 1
         self._wake()
 
     def take(self) -> tuple[list[Append], bool]:
-        """What has been appended, up to a group, and whether it was asked for a sync of it. The rest, and what is
-        appended from now on, wakes the thread again."""
+        """Return the appends, at most one group, and whether a sync of them was requested. The remaining and later
+        appends wake the thread again."""
         self._queued = False
-        # In this order: what was appended before it was asked is taken now, or left over.
+        # The order matters: appends made before the request are taken now, or stay in the queue.
         flushes = self._flushes
         taken = [self._appends.popleft() for _ in range(self._largest_group())]
         is_due = flushes > self._flushed
@@ -207,7 +210,7 @@ class WriteTerm:
         return taken, is_due
 
     def _largest_group(self) -> int:
-        """How many of the appends are taken at once."""
+        """Return the number of appends to take at once."""
         most = min(len(self._appends), GROUP_APPENDS)
         if not self.follows_refusal:
             return most
@@ -216,52 +219,52 @@ class WriteTerm:
 
 
 class WrittenAppends(NamedTuple):
-    """What became of an opening's marker or of some of its appends, for the event loop."""
+    """The outcome of an opening's marker or of some of its appends, for the event loop."""
 
     opening: WriteTerm
     runs: list[Runs]
-    """Of the appends, message IDs; none for the marker."""
+    """The message IDs of the appends; empty for the marker."""
 
     base_index: int
-    """Of the segment written to, which may be new."""
+    """The first index of the segment written to, which may be new."""
 
     start: int
-    """From here on that segment has what was written."""
+    """The place in the segment where the written data begins."""
 
     end: int
-    """Up to here it is durable."""
+    """The place in the segment up to which it is durable."""
 
     next_index: int
     points: list[SegmentPoint]
-    """What the sparse index gets."""
+    """New points of the sparse index."""
 
     control_bytes: int = 0
-    """How much of it is a marker or control records."""
+    """The bytes of a marker or of control records in it."""
 
     buffers: Sequence[bytes | memoryview] = ()
-    """What was written."""
+    """The written data."""
 
     failure: Failure | None = None
     why: str = ""
 
 
 class LateAppends(NamedTuple):
-    """For the event loop: these appends are written, and not durable yet; what became of them comes later."""
+    """Appends that are written but not durable yet, for the event loop. Their outcome follows later."""
 
     opening: WriteTerm
     runs: list[Runs]
 
 
 class FatalError(Exception):
-    """What is on the disk is not known any more, or could not be undone: the process must end."""
+    """The content of the disk is unknown, or a write could not be undone: the process must end."""
 
 
 class Writer:
     """The end of one topic's log. Belongs to the commit thread.
 
-    What opening the log found is mended before anything is written. `on_news` is called on the event loop with what
-    is durable, `on_late` with what is only written, as `flush_interval` has it, which the event loop may change. The
-    file is opened when it is needed, and stays open until `let_go`.
+    The damage that opening found at the end is mended before the first write. On the event loop, `on_news` is called
+    for durable data, and `on_late` for data that is only written, as `flush_interval` allows. The event loop may change
+    that interval. The file is opened when it is needed, and stays open until `let_go`.
     """
 
     def __init__(
@@ -277,17 +280,17 @@ class Writer:
         self.on_late = on_late
         self.flush_interval = FlushInterval()
         self.roll_through = -1
-        """A segment that begins at or below this index is long enough, whatever its size. The event loop may say so."""
+        """A segment that begins at or below this index ends, no matter how small it is. The event loop may set this."""
         self.is_due = False
-        """Whether what was written has to be made durable now."""
+        """Whether the written data must be made durable now."""
         self.has_more_coming = False
-        """Whether the last group makes it likely that waiting for more is worth it."""
+        """Whether, judging by the last group, it is worth waiting for more."""
         segment = tail.segment
         self._folder = folder
         self.incarnation, self._key = segment.identity
         self._base_index = segment.base_index
         self._end = self._synced = self._file_synced = segment.end
-        # What was made durable, by the journal or the file's own sync; and what by the file's own.
+        # `_synced` is durable through the journal or a sync of the file; `_file_synced` through a sync of the file.
         self._next_index = tail.next_index
         self._publish_time_ms = tail.publish_time_ms
         self._last_point = segment.points[-1].offset if segment.points else -POINT_INTERVAL_BYTES
@@ -296,22 +299,22 @@ class Writer:
         self._to_mend: Tail | None = tail
         self._room = room
         self._needs_share = False
-        """Whether something was refused, and nothing was opened since."""
+        """Whether a write was refused, and there was no opening since."""
         self._was_refused = False
         self._durable_index = tail.next_index
         self._unsynced_appends = 0
         self._unsynced: list[WrittenAppends] = []
-        self._durable: list[WrittenAppends] = []  # that nobody was told of yet
+        self._durable: list[WrittenAppends] = []  # not reported yet
         self._file: int | None = None
         self._broken = False
         self._closed = False
 
     def write(self, opening: WriteTerm, now_ms: int) -> WrittenAppends | None:
-        """Writes what an opening has handed over, its marker first, and does not sync yet.
+        """Write the marker or the appends of an opening. They are not synced yet.
 
-        None if there is nothing to write: an older opening's appends, those after a failure, and what is left when the
-        log has been closed are dropped. A failed write is undone before it is returned as refused. Raises FatalError
-        if that fails.
+        Return None if there is nothing to write. Appends of an older opening, after a failure, or after the log was
+        closed are dropped. A failed write is undone before it is returned as refused. Raises FatalError if the undo
+        fails.
         """
         appends, is_asked = opening.take()
         if self._broken or self._closed:
@@ -324,7 +327,7 @@ class Writer:
             opening.follows_refusal = self._was_refused
             if why := self._room.why_not(was_refused=self._needs_share):
                 return self._refused(opening, why)
-            # Who has found a higher term opens it once more, and has a share already.
+            # An opening that found a higher term opens the log once more, and has a share already.
             self._needs_share = False
         elif self._opening is not opening or opening.failed or not appends:
             return None
@@ -354,7 +357,7 @@ class Writer:
         return news
 
     def _must_not_wait(self, appends: list[Append]) -> bool:
-        """Whether what was written is to be durable before anybody hears of it."""
+        """Return whether the written data must be durable before it is reported."""
         interval = self.flush_interval
         return (
             interval.ms <= 0
@@ -366,37 +369,37 @@ class Writer:
 
     @property
     def has_unsynced(self) -> bool:
-        """Whether something is written that neither its file's sync nor the journal has made durable."""
+        """Whether there is written data that neither a sync of the file nor the journal has made durable."""
         return bool(self._unsynced)
 
     @property
     def may_use_journal(self) -> bool:
-        """Whether a round of the journal would have all that has to be durable now."""
+        """Whether one round of the journal would cover everything that must be durable now."""
         return self.is_due and len(self._unsynced) == 1
 
     @property
     def is_in_journal(self) -> bool:
-        """Whether its file may lack what the journal has."""
+        """Whether the file may lack data that the journal has."""
         return self._file_synced < self._end
 
     def in_journal(self) -> None:
-        """The journal has made durable what was written."""
+        """Record that the journal has made the written data durable."""
         self._synced = self._end
         self._confirm()
 
     def sync(self) -> None:
-        """Makes durable what was written. Raises FatalError."""
+        """Make the written data durable. Raises FatalError."""
         if self._broken or self._synced < self._end:
             self.sync_file()
         self.is_due = False
 
     def take_durable(self) -> list[WrittenAppends]:
-        """What has become durable since it was asked last."""
+        """Return what has become durable since the last call."""
         durable, self._durable = self._durable, []
         return durable
 
     def forget_written(self) -> None:
-        """Nobody waits to hear of what was written."""
+        """Drop the outcomes of written data: nothing waits for them."""
         self._unsynced, self._durable = [], []
 
     def _confirm(self) -> None:
@@ -406,9 +409,9 @@ class Writer:
         self.is_due = False
 
     def sync_file(self) -> None:
-        """Makes it durable in the file itself. Raises FatalError."""
+        """Make the written data durable in the file itself. Raises FatalError."""
         if self._broken:
-            # A sync that succeeds after one that failed proves nothing.
+            # A sync that succeeds after a failed one proves nothing.
             raise FatalError(f"{self._path()} could not be synced before")
         if self._file_synced < self._end:
             try:
@@ -420,8 +423,9 @@ class Writer:
             self._confirm()
 
     def let_go(self) -> LeftFile | None:
-        """Gives the file up for now. Where the journal has what the file may lack, somebody has to sync it, and only
-        then to close it: whoever opens it anew may not hear of a page that could not be written."""
+        """Release the file for now. If the journal has data that the file may lack, return the file: the caller must
+        sync it before closing it. A process that opens the file again might not learn of a page that could not be
+        written."""
         left, self._file = self._file, None
         if left is None:
             return None
@@ -431,10 +435,10 @@ class Writer:
         return None
 
     def close(self) -> None:
-        """Lets go of the file for good. Raises FatalError."""
+        """Release the file for good. Raises FatalError."""
         self._closed = True
         try:
-            # What was let go of before is synced by whoever was given it: there need be no descriptor left for it.
+            # A file that was released before is synced by its receiver: a descriptor for it may not even be available.
             if self._file is not None and not self._broken:
                 self.sync_file()
         finally:
@@ -457,7 +461,7 @@ class Writer:
         return segment_path(self._folder, self._base_index)
 
     def _roll(self, file: int) -> int:
-        """Goes on in a new segment if this one is long enough. Raises OSError if there can be none now."""
+        """Continue in a new segment if this one is long enough. Raises OSError if that is impossible now."""
         is_long_enough = self._end >= self._segment_bytes or self._base_index <= self.roll_through
         if not is_long_enough or self._next_index == self._base_index:
             return file
@@ -476,10 +480,10 @@ class Writer:
         return new
 
     def _undo(self, file: int) -> None:
-        """Cuts off what a failed write has left. What was written before it is synced too."""
+        """Cut off what a failed write has left. The data written before it is synced too."""
         try:
             if self._synced == self._end == os.fstat(file).st_size:
-                # It has left nothing. A file system that has become read-only takes no cut.
+                # The write has left nothing. A read-only file system cannot be cut.
                 return
             os.ftruncate(file, self._end)
             os.fsync(file)
@@ -495,7 +499,7 @@ class Writer:
         points: list[SegmentPoint] = []
         end, next_index, last_point = self._end, self._next_index, self._last_point
         control_bytes = 0
-        # One tag is made with its header, several with one call.
+        # A single tag is made with its header. For several, one call makes all.
         key = self._key if len(appends) == 1 else NO_KEY
         for body, rows, column_bytes in appends:
             if end >= last_point + POINT_INTERVAL_BYTES:
@@ -547,7 +551,7 @@ class Writer:
 
 
 def _write(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
-    """Writes the buffers one after the other. Raises OSError; then any part of them may have been written."""
+    """Write the buffers one after the other. Raises OSError; then any part of them may have been written."""
     for some in _in_pieces(buffers):
         size = sum(map(len, some))
         written = os.pwritev(file, some, offset)
@@ -557,7 +561,7 @@ def _write(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> Non
 
 
 def _in_pieces(buffers: Sequence[bytes | memoryview]) -> Iterator[Sequence[bytes | memoryview]]:
-    """The buffers, so many at once that they have WRITE_BYTES at most."""
+    """Yield the buffers in groups of at most WRITE_BYTES."""
     if sum(map(len, buffers)) <= WRITE_BYTES:
         yield buffers
         return

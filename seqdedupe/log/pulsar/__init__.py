@@ -1,6 +1,7 @@
-"""A topic of a Pulsar cluster as the log. `docs/internals/formats-pulsar.md` says what stands in it.
+"""A topic of a Pulsar cluster as the log. `docs/internals/formats-pulsar.md` describes its content.
 
-Begin with `terms`, the rule of which entries count, and `log`, one topic's; `logs` has all of them. `writer` is the
-producer, `content` with `reader` what is read, `places` and `finder` find where; `entries` are the bytes. `topic_owner`
-says who has a topic, `policies` and `entry_limit` what it must be, `wholes` what a partitioned one says of itself.
+Begin with `terms`, the rule which entries count, and `log`, the log of one topic; `logs` has all of them. `writer` is
+the producer. `content` with `reader` reads, `places` and `finder` find places, and `entries` are the bytes.
+`topic_owner` says who has a topic, `policies` and `entry_limit` what a topic must be. `wholes` holds the properties of
+partitioned topics.
 """

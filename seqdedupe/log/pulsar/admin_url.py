@@ -1,4 +1,4 @@
-"""What the sidecar asks of a Pulsar cluster beside messages: topics, who writes to them, and their policies."""
+"""The sidecar's requests to a Pulsar cluster, in addition to messages: topics, their writers, and their policies."""
 
 import asyncio
 import json
@@ -15,11 +15,11 @@ from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import whole_of
 
-# -- Calls of Pulsar's admin URL: JSON in, JSON out, each within its time and each failure with its reason.
+# -- Calls of Pulsar's admin URL: JSON in, JSON out. Each call has a time limit, and each failure a reason.
 
 TIMEOUT_SECONDS = 30.0
 MAX_REDIRECTS = 5
-"""A cluster sends a call on to the broker that has the topic: once, or twice while topics move."""
+"""A cluster redirects a call to the broker that has the topic: once, or twice while topics move."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """More than the names of half a million topics."""
 
@@ -29,7 +29,7 @@ _CHUNK_BYTES = 64 * 1024
 _CHARACTERS_SHOWN = 300
 _REDIRECTS = (301, 302, 307, 308)
 _PASSING = (408, 409, 429)
-"""Beside 500 and above: what may be answered otherwise the next time."""
+"""Statuses, in addition to 500 and above, whose answer may differ the next time."""
 _TITLE = re.compile(r"<title>([^<]+)")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
@@ -38,23 +38,23 @@ class AdminAnswer(NamedTuple):
     status: int
     raw: bytes
     headers: Mapping[str, str] = {}
-    """By their names in lower case."""
+    """The headers by their names in lower case."""
 
     @property
     def why(self) -> str:
-        """What Pulsar says of a failure, for a person."""
+        """Pulsar's explanation of a failure, for a person."""
         try:
             said = json.loads(self.raw)["reason"]
         except (ValueError, KeyError, TypeError):
             text = self.raw.decode(errors="replace")
-            # Some of it is a page for a browser.
+            # Some answers are a page for a browser.
             title = _TITLE.search(text)
             said = title[1] if title else text
         return " ".join(str(said).split())[:_CHARACTERS_SHOWN] or "without a word"
 
 
 class AdminUrl:
-    """Calls paths below an admin URL, as `http://pulsar:8080`, each in a thread and on a connection of its own."""
+    """Calls paths below an admin URL, such as `http://pulsar:8080`, each in a thread and on a separate connection."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class AdminUrl:
         timeout_seconds: float = TIMEOUT_SECONDS,
         pause_seconds: float = 0.0,
     ) -> None:
-        """`token` is asked for every call, so that it may change; nothing of it is ever in an error. Between the
-        beginnings of two calls there is at least the pause.
+        """Make the caller. `token` is called for every request, so that it may change; no part of it is ever in an
+        error. The beginnings of two calls are at least `pause_seconds` apart.
 
         Raises INVALID_CONFIGURATION if this is no URL of HTTP.
         """
@@ -82,7 +82,8 @@ class AdminUrl:
             )
 
     async def get(self, path: str) -> Any:
-        """What the path answers, None if that is nothing. Raises as `call`, LOG_UNREADABLE for what may pass."""
+        """Return the answer of the path; None if it is empty. Raises as `call`, with LOG_UNREADABLE for failures that
+        may pass."""
         answer = await self.call("GET", path)
         if not answer.raw.strip():
             return None
@@ -94,11 +95,12 @@ class AdminUrl:
     async def call(
         self, method: str, path: str, body: object = None, conflict: str = "LOG_REFUSED", media_type: str = JSON
     ) -> AdminAnswer:
-        """The answer of a call that succeeded, wherever in the cluster it was sent on to. `media_type` is the body's.
+        """Return the answer of a successful call, after all redirects in the cluster. `media_type` is the type of the
+        body.
 
-        Raises TOPIC_NOT_FOUND (404), `conflict` (409), TOPIC_IN_USE (412), PULSAR_FORBIDS (401, 403),
-        PULSAR_REFUSES (other answers that do not pass by themselves), LOG_REFUSED (500 and above, no answer, none in
-        time; for GET it is LOG_UNREADABLE). A call without an answer may have been carried out.
+        Raises TOPIC_NOT_FOUND (404), `conflict` (409), TOPIC_IN_USE (412), PULSAR_FORBIDS (401, 403), PULSAR_REFUSES
+        (other answers that do not pass without a change), LOG_REFUSED (500 and above, no answer, no answer in time; for
+        GET it is LOG_UNREADABLE). A call without an answer may have been carried out.
         """
         if self._pause_seconds:
             now = time.monotonic()
@@ -125,7 +127,7 @@ class AdminUrl:
                 return answer
             onward = urljoin(url, location)
             if urlsplit(onward).scheme != urlsplit(url).scheme:
-                # A token never goes over a line that is not encrypted because somebody says so.
+                # A redirect never makes the client send a token over an unencrypted connection.
                 raise HTTPException("sent on from https to http, or the other way")
             url = onward
         raise HTTPException(f"sent on more than {MAX_REDIRECTS} times")
@@ -135,13 +137,13 @@ class AdminUrl:
             return {}
         token = self._token().strip()
         if not _TOKEN.fullmatch(token):
-            # What complains of it otherwise would show it.
+            # The error of another check would show the token.
             raise error("INVALID_CONFIGURATION", "the token for Pulsar is empty, or has characters that no token has")
         return {"Authorization": f"Bearer {token}"}
 
 
 class HttpConnection:
-    """For one call, which ends at a limit of `time.monotonic()`. Raises OSError, HTTPException, ValueError."""
+    """A connection for one call, with a time limit by `time.monotonic()`. Raises OSError, HTTPException, ValueError."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None, limit: float) -> None:
         parts = urlsplit(url)
@@ -161,7 +163,7 @@ class HttpConnection:
         self._connection.close()
 
     def call(self, method: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[AdminAnswer, str | None]:
-        """The answer, and where it sends on to."""
+        """Return the answer, and the target of its redirect."""
         self._connection.request(method, self._target, body, dict(headers))
         with self._connection.getresponse() as response:
             headers = {name.lower(): value for name, value in response.getheaders()}
@@ -213,7 +215,7 @@ class ConnectedProducer(NamedTuple):
 
     name: str
     metadata: dict[str, str]
-    """What it was opened with as its properties."""
+    """The properties that it was opened with."""
 
 
 class Subscription(NamedTuple):
@@ -222,37 +224,37 @@ class Subscription(NamedTuple):
     name: str
     properties: dict[str, str]
     backlog_entries: int
-    """What it keeps."""
+    """The number of entries that it keeps."""
     backlog_bytes: int
     consumers: int
-    """That are connected."""
+    """The number of connected consumers."""
 
 
 class TopicStats(NamedTuple):
-    """What a topic's broker says of it just now."""
+    """The present statistics of a topic, from its broker."""
 
     publishers: tuple[ConnectedProducer, ...]
     waiting_publishers: int
-    """Those that wait to be the exclusive one."""
+    """Producers that wait to be the exclusive one."""
     deduplicates: bool
     """Whether Pulsar's own deduplication is in force."""
     subscriptions: tuple[Subscription, ...] = ()
 
 
 class Partitioned(NamedTuple):
-    """What Pulsar says of a partitioned topic."""
+    """Pulsar's information about a partitioned topic."""
 
     partitions: int
-    """How many it has now; 0 if it is not partitioned."""
+    """The present number of partitions; 0 if it is not partitioned."""
     properties: dict[str, str]
 
 
 class Storage(NamedTuple):
-    """What a topic has stored, and what it keeps for a subscription."""
+    """The stored entries of a topic, and the entries it keeps for a subscription."""
 
     ledgers: Ledgers
     first_ledger: int
-    """The oldest one that is left; it may have no entry."""
+    """The oldest ledger left; it may have no entry."""
     let_go: MessageId | None
     """The last entry that the subscription does not need any more, -1 before a ledger's first one; None if there is no
     such subscription."""
@@ -263,7 +265,7 @@ _PARTITIONED = "application/vnd.partitioned-topic-metadata+json"
 
 
 class PulsarAdmin:
-    """The admin calls that the log needs. All raise what `AdminUrl.call` does.
+    """The admin calls that the log needs. All raise the errors of `AdminUrl.call`.
 
     Topics are given by their full names; a partition is a topic, `…-partition-0`.
     """
@@ -272,19 +274,19 @@ class PulsarAdmin:
         self._url = url
 
     async def create_topic(self, topic: str, properties: Mapping[str, str]) -> None:
-        """Makes a topic that is not partitioned, with these properties. Raises TOPIC_EXISTS."""
+        """Make a topic that is not partitioned, with these properties. Raises TOPIC_EXISTS."""
         await self._url.call("PUT", _path(topic), dict(properties), conflict="TOPIC_EXISTS")
 
     async def create_partitioned(self, topic: str, partitions: int, properties: Mapping[str, str]) -> None:
-        """Makes a partitioned topic with these properties, in one step, and then its partitions, which have none.
+        """Make a partitioned topic with these properties, in one step, and then its partitions, which have none.
 
-        Raises TOPIC_EXISTS, also where there is a topic with the name of a partition.
+        Raises TOPIC_EXISTS, also if there is a topic with the name of a partition.
         """
         body = {"partitions": partitions, "properties": dict(properties)}
         await self._url.call("PUT", f"{_path(topic)}/partitions", body, "TOPIC_EXISTS", _PARTITIONED)
 
     async def partitioned(self, topic: str) -> Partitioned:
-        """What a partitioned topic is. Raises TOPIC_NOT_FOUND."""
+        """Return Pulsar's information about a partitioned topic. Raises TOPIC_NOT_FOUND."""
         path = f"{_path(topic)}/partitions"
         answer = await self._url.get(path)
         try:
@@ -293,18 +295,18 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def set_properties(self, topic: str, properties: Mapping[str, str]) -> None:
-        """Sets properties of a topic, partitioned or not; others that it has stay."""
+        """Set properties of a topic, partitioned or not; its other properties stay."""
         await self._url.call("PUT", f"{_path(topic)}/properties", dict(properties))
 
     async def delete_partitioned(self, topic: str) -> None:
-        """Deletes a partitioned topic with all its partitions, their messages and subscriptions.
+        """Delete a partitioned topic with all its partitions, their messages and subscriptions.
 
-        Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if somebody is connected to a partition: then others may be gone already.
+        Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if a client is connected to a partition: then others may be gone already.
         """
         await self._url.call("DELETE", f"{_path(topic)}/partitions")
 
     async def create_subscription(self, topic: str, name: str) -> None:
-        """Makes a durable subscription at the first message that is left; one of that name stays where it is."""
+        """Make a durable subscription at the first message left. An existing one with that name stays where it is."""
         path = f"{_path(topic)}/subscription/{quote(name, safe='')}"
         try:
             await self._url.call("PUT", path, {"ledgerId": -1, "entryId": -1}, conflict="TOPIC_EXISTS")
@@ -313,21 +315,22 @@ class PulsarAdmin:
                 raise
 
     async def set_subscription_properties(self, topic: str, name: str, properties: Mapping[str, str]) -> None:
-        """Sets what a subscription shows to others. Raises TOPIC_NOT_FOUND, also if there is none of this name."""
+        """Set the properties that a subscription shows to others. Raises TOPIC_NOT_FOUND, also if there is none with
+        this name."""
         await self._url.call("PUT", f"{_path(topic)}/subscription/{quote(name, safe='')}/properties", dict(properties))
 
     async def delete_subscription(self, topic: str, name: str) -> None:
-        """Deletes a subscription. Raises TOPIC_NOT_FOUND, also if there is none of this name; TOPIC_IN_USE if somebody
+        """Delete a subscription. Raises TOPIC_NOT_FOUND, also if there is none with this name; TOPIC_IN_USE if a client
         consumes by it."""
         await self._url.call("DELETE", f"{_path(topic)}/subscription/{quote(name, safe='')}")
 
     async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
-        """Moves a durable subscription: Pulsar keeps this entry for it, and all after it."""
+        """Move a durable subscription: Pulsar keeps this entry for it, and all later ones."""
         place = {"ledgerId": message_id.ledger_id, "entryId": message_id.entry_id, "partitionIndex": -1}
         await self._url.call("POST", f"{_path(topic)}/subscription/{quote(name, safe='')}/resetcursor", place)
 
     async def first_ledger(self, topic: str) -> int:
-        """The first ledger that a topic has left. It is loaded by its broker for that."""
+        """Return the first ledger that a topic has left. Its broker loads the topic for that."""
         path = f"{_path(topic)}/internalStats"
         answer = await self._url.get(path)
         try:
@@ -336,17 +339,17 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def delete_topic(self, topic: str) -> None:
-        """Deletes a topic with its messages and subscriptions. Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if somebody is
+        """Delete a topic with its messages and subscriptions. Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if a client is
         connected to it."""
         await self._url.call("DELETE", _path(topic))
 
     async def topics(self, namespace: str) -> list[str]:
-        """The full names of all topics of a namespace, `tenant/namespace`, each partition by itself. All or an error:
-        INVALID_NAMESPACE if there is none of that name."""
+        """Return the full names of all topics of a namespace, `tenant/namespace`, each partition separately. All or an
+        error: INVALID_NAMESPACE if there is no namespace with that name."""
         return await self._names(f"persistent/{namespace}", namespace)
 
     async def partitioned_topics(self, namespace: str) -> list[str]:
-        """The full names of all partitioned topics of a namespace. Raises as `topics`."""
+        """Return the full names of all partitioned topics of a namespace. Raises as `topics`."""
         return await self._names(f"persistent/{namespace}/partitioned", namespace)
 
     async def _names(self, path: str, namespace: str) -> list[str]:
@@ -363,12 +366,13 @@ class PulsarAdmin:
         return names
 
     async def properties(self, topic: str) -> dict[str, str]:
-        """The properties of a topic itself."""
+        """Return the properties of a topic itself."""
         path = f"{_path(topic)}/properties"
         return _texts(await self._url.get(path) or {}, path)
 
     async def stats(self, topic: str) -> TopicStats:
-        """Who writes to a topic, and what is kept for whom. It is loaded by its broker for that."""
+        """Return who writes to a topic, and what is kept for which subscription. Its broker loads the topic for
+        that."""
         path = f"{_path(topic)}/stats"
         answer = await self._url.get(path)
         try:
@@ -384,8 +388,8 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def upload_schema(self, topic: str, kind: str, definition: str, properties: Mapping[str, str]) -> None:
-        """Gives a topic a schema; the one that it has stays. Raises INVALID_REQUEST for one that Pulsar does not take,
-        or that is not compatible with the topic's."""
+        """Set a topic's schema; its existing schema stays. Raises INVALID_REQUEST for a schema that Pulsar refuses, or
+        that is not compatible with the topic's."""
         body = {"type": kind, "schema": definition, "properties": dict(properties)}
         try:
             await self._url.call("POST", _schema_path(topic), body, conflict="INVALID_REQUEST")
@@ -395,7 +399,7 @@ class PulsarAdmin:
             raise error("INVALID_REQUEST", f"schema: {e.message}") from e
 
     async def schema(self, topic: str) -> tuple[str, str]:
-        """The type and the definition of a topic's newest schema. Raises TOPIC_NOT_FOUND if there is none."""
+        """Return the type and the definition of a topic's newest schema. Raises TOPIC_NOT_FOUND if there is none."""
         path = _schema_path(topic)
         answer = await self._url.get(path)
         try:
@@ -404,17 +408,17 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def ledgers(self, topic: str) -> Ledgers:
-        """The ledgers of a topic, up to its last entry. It is loaded by its broker for that."""
+        """Return the ledgers of a topic, up to its last entry. Its broker loads the topic for that."""
         path = f"{_path(topic)}/internalStats"
         return _ledgers(await self._url.get(path), path)
 
     async def storage(self, topic: str, subscription: str) -> Storage:
-        """The same, and where a subscription is."""
+        """Return the ledgers, and the position of a subscription."""
         path = f"{_path(topic)}/internalStats"
         answer = await self._url.get(path)
         ledgers = _ledgers(answer, path)
         try:
-            # Pulsar writes the names of cursors as URLs have them.
+            # Pulsar writes the names of cursors in the encoding of URLs.
             cursors = {unquote_plus(name): cursor["markDeletePosition"] for name, cursor in answer["cursors"].items()}
             let_go = MessageId(*map(int, cursors[subscription].split(":"))) if subscription in cursors else None
             return Storage(ledgers, int(answer["ledgers"][0]["ledgerId"]), let_go)
@@ -422,7 +426,7 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def is_terminated(self, topic: str) -> bool:
-        """Whether a topic takes nothing more, for good. It is loaded by its broker for that."""
+        """Return whether a topic takes no more messages, for good. Its broker loads the topic for that."""
         path = f"{_path(topic)}/internalStats"
         answer = await self._url.get(path)
         try:
@@ -431,14 +435,15 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def entry(self, topic: str, entry: MessageId) -> AdminAnswer:
-        """Return an entry's payload, and as headers `x-pulsar-…` what a broker says of it, also if no reader gets it.
+        """Return an entry's payload, and as headers `x-pulsar-…` the broker's information about it, even if no reader
+        gets it.
 
         Raises TOPIC_NOT_FOUND also if the entry is not there.
         """
         return await self._url.call("GET", f"{_path(topic)}/ledger/{entry.ledger_id}/entry/{entry.entry_id}")
 
     async def first_since(self, topic: str, publish_time_ms: int) -> MessageId:
-        """The first entry published then or later; where the next one will stand if there is none."""
+        """Return the first entry published at that time or later; if there is none, the place of the next entry."""
         path = f"{_path(topic)}/messageid/{publish_time_ms}"
         answer = await self._url.get(path)
         try:
@@ -447,7 +452,7 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def has_had_entries(self, topic: str) -> bool:
-        """Whether something was stored in a topic and is trimmed, as far as its cursors remember."""
+        """Return whether a topic had entries that were stored and trimmed, as far as its cursors remember."""
         path = f"{_path(topic)}/internalStats"
         answer = await self._url.get(path)
         try:
@@ -457,23 +462,24 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def unload(self, topic: str) -> None:
-        """Lets a broker take the topic anew: all producers and readers have to connect again, frozen ones are out."""
+        """Have a broker take the topic again: all producers and readers must reconnect, and frozen ones lose it."""
         await self._url.call("PUT", f"{_path(topic)}/unload")
 
     async def policy(self, topic: str, name: str) -> Any:
-        """The policy of this name that is in force for a topic, wherever it was set."""
+        """Return the policy of this name in force for a topic, no matter where it was set."""
         return await self._url.get(f"{_path(topic)}/{name}?applied=true")
 
     async def namespace_policy(self, namespace: str, name: str) -> Any:
-        """The policy of this name that is set for a namespace."""
+        """Return the policy of this name that is set for a namespace."""
         return await self._url.get(f"namespaces/{namespace}/{name}")
 
     async def set_policy(self, topic: str, name: str, value: object) -> None:
-        """Sets a policy of the topic itself. It is in force soon after."""
+        """Set a policy of the topic itself. It is in force soon after."""
         await self._url.call("POST", f"{_path(topic)}/{name}", value)
 
     async def subscription_expiration_minutes(self, namespace: str) -> int | None:
-        """After what time Pulsar removes subscriptions of a namespace that nobody uses: 0 is never, None is not set."""
+        """Return the time after which Pulsar removes unused subscriptions of a namespace: 0 is never, None is not
+        set."""
         path = f"namespaces/{namespace}/subscriptionExpirationTime"
         minutes = await self._url.get(path)
         if minutes is not None and not isinstance(minutes, int):
@@ -481,13 +487,13 @@ class PulsarAdmin:
         return minutes
 
     async def broker_keys(self) -> dict[str, str]:
-        """The configuration of a broker. Needs the permissions of a superuser."""
+        """Return the configuration of a broker. Needs the permissions of a superuser."""
         path = "brokers/configuration/runtime"
         return _texts(await self._url.get(path), path)
 
 
 def _schema_path(topic: str) -> str:
-    """Partitions have the schema of their topic."""
+    """Return the path of a topic's schema. Partitions have the schema of their topic."""
     return f"schemas/{_path(whole_of(topic) or topic).partition('/')[2]}/schema"
 
 
@@ -506,7 +512,7 @@ def _subscription(name: str, answer: Any, path: str) -> Subscription:
 
 def _ledgers(answer: Any, path: str) -> Ledgers:
     try:
-        # What stands in the list of the ledger that is written is not kept up to date.
+        # The listed numbers of the ledger that is being written are not up to date.
         last_ledger, last_entry = map(int, answer["lastConfirmedEntry"].split(":"))
         written = int(answer["currentLedgerSize"])
         listed = [(int(one["ledgerId"]), int(one["entries"]), int(one["size"])) for one in answer["ledgers"]]

@@ -1,4 +1,4 @@
-"""What stands in a topic: read on at its end, and wherever somebody wants to read."""
+"""The entries of a topic: reading on at its end, and reading from any place."""
 
 import asyncio
 import logging
@@ -23,21 +23,21 @@ from seqdedupe.log.pulsar.reader import KEPT_TIMEOUT_SECONDS, LogScan, ReaderSte
 from seqdedupe.log.pulsar.terms import Counts, TermVerdict
 from seqdedupe.message_id import MessageId
 
-# -- What is kept of a topic for whoever reads on: cursors where somebody stopped, and the newest steps.
+# -- The state kept for readers that continue: cursors where a reader stopped, and the newest steps.
 
 KEPT_CURSORS = 4
-"""That nobody uses."""
+"""The most cursors kept that nobody uses."""
 IDLE_SECONDS = 30.0
-"""One that nobody has used for so long is closed."""
+"""A cursor that nobody has used for this time is closed."""
 MAX_READING = 8
-"""Cursors in use; who wants more waits for a step of another one."""
+"""The most cursors in use. A further reader waits for a step of another one."""
 KEPT_STEPS = 64
 KEPT_BYTES = 4 * 1024 * 1024
-"""Of steps, together; the newest is kept whatever its size."""
+"""The most bytes of all kept steps together. The newest step is kept at any size."""
 
 
 class KeptReaders:
-    """The readers of one topic. So many entries are fetched ahead by each."""
+    """The readers of one topic. Each fetches up to `queue_entries()` entries ahead."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class KeptReaders:
         self._is_closed = False
 
     def nearest(self, index: int, point: Point) -> Point:
-        """The last place from which one can read on that is not before this point, and has not the message with this
-        index before it; one whose step is kept, if there is one that holds it."""
+        """Return the last place to read on from that is not before this point and not after the message with this
+        index. If a kept step holds the message, return the beginning of that step."""
         for step in reversed(self._steps):
             if step.start.next_index <= index < step.end.next_index:
                 return step.start
@@ -67,7 +67,7 @@ class KeptReaders:
         return max((one for one in points if one.next_index <= index), key=lambda one: one.size_bytes, default=point)
 
     async def step(self, here: Point, limit: Point) -> ReaderStep:
-        """The step that begins here. Raises what `LogScan.step` does."""
+        """Return the step that begins here. Raises as `LogScan.step`."""
         for step in self._steps:
             if step.start.size_bytes == here.size_bytes:
                 return step
@@ -75,7 +75,7 @@ class KeptReaders:
             try:
                 return await self._read(here, limit)
             except UnavailableError:
-                # Its connection may be gone, and is not there again yet.
+                # Its connection may be lost, and not restored yet.
                 pass
         return await self._read(here, limit)
 
@@ -84,7 +84,7 @@ class KeptReaders:
             return self.keep(await cursor.step(limit))
 
     def keep(self, step: ReaderStep) -> ReaderStep:
-        """Keeps a step."""
+        """Keep a step, and return it."""
         if step.entries is not None:
             self._steps.append(step)
             size_bytes = sum(len(each.entries.raw) for each in self._steps if each.entries)
@@ -95,7 +95,7 @@ class KeptReaders:
 
     @asynccontextmanager
     async def cursor(self, here: Point, *, keeps: bool = True) -> AsyncIterator[LogScan]:
-        """A cursor that stands here: one that was kept, else a new one. With `keeps` it is kept, unless this raises."""
+        """Yield a cursor at this place: a kept one, else a new one. With `keeps` it is kept, unless this raises."""
         async with self._reading:
             cursor = await self._taken(here)
             try:
@@ -118,7 +118,7 @@ class KeptReaders:
         return LogScan(reader, self._topic, here, self._ledgers)
 
     async def wait_for_more(self, here: Point) -> None:
-        """Returns when an entry stands after this place. Whoever is cancelled leaves the reader to the next one.
+        """Wait until there is an entry after this place. If the wait is cancelled, the next caller gets the reader.
 
         Raises LOG_UNREADABLE.
         """
@@ -159,7 +159,7 @@ class KeptReaders:
         task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Lets go of all readers; one that is in use is closed when its step ends."""
+        """Close all readers. A reader in use is closed when its step ends."""
         self._is_closed = True
         self._steps.clear()
         if self._timer is not None:
@@ -174,7 +174,7 @@ class KeptReaders:
 logger = logging.getLogger("seqdedupe.log")
 
 QUEUE_BYTES = 4 * 1024 * 1024
-"""A reader fetches about so many ahead at most."""
+"""The approximate most bytes that a reader fetches ahead."""
 LEAST_QUEUED = 4
 
 
@@ -183,18 +183,18 @@ class FoundEntry(NamedTuple):
 
     after: Point
     runs: Runs
-    """Of its messages."""
+    """The message IDs of its messages."""
 
     @property
     def owner(self) -> EntryOwner:
-        """Whose it is."""
+        """The owner of the entry."""
         return self.after.standing.owner
 
 
 class Content:
-    """A topic for those who read. What can be read ends with `limit`, of which `places` knows.
+    """A topic as its readers see it. Reading ends at `limit`, a point that `places` knows.
 
-    The methods that `seqdedupe.log.contract.Log` has are as that says.
+    Methods that `seqdedupe.log.contract.Log` also has behave as described there.
     """
 
     def __init__(
@@ -207,20 +207,20 @@ class Content:
         first_ledger: Callable[[], Awaitable[int]],
         ledgers: Callable[[], Awaitable[Ledgers]],
     ) -> None:
-        """It begins at the first of the points, and is known up to the last one."""
+        """Make the content. The topic begins at the first of the points, and is known up to the last one."""
         self.places = Places(points)
         self.earlier: dict[str, int] = {}
-        """After the beginning was read: the highest sequence IDs of those who published before the first marker, by
-        producer."""
+        """After the beginning was read: the highest sequence ID of each producer that published before the first
+        marker."""
         self.counts = Counts()
-        """Of what was read at the end, and so not what an owner knows of by its receipts."""
+        """The entries read at the end. Entries that an owner knows by their receipts are not counted."""
         self.marked_address = ""
-        """Where the last owner can be reached, by its marker, if that was read."""
+        """The address of the last owner, from its marker, if that was read."""
         self._topic = topic
         self._limit = limit
         self._first_ledger = first_ledger
         self.needed = points[-1]
-        """What stands before this point is nothing but old messages."""
+        """Before this point there are only old messages."""
         self._most_queued = queue_entries
         self._kept = KeptReaders(client, topic, self._queue_entries, ledgers)
         self._reading_on = asyncio.Lock()
@@ -229,9 +229,9 @@ class Content:
     # At the end.
 
     async def begin(self, covered_index: int) -> None:
-        """Reads what a snapshot covers after the last point that it has, which is little, or finds nothing there.
+        """Read the few entries that a snapshot covers after its last point, or find none there.
 
-        Raises NO_STATE if the topic does not go on from there, LOG_DAMAGED if it ends before this index.
+        Raises NO_STATE if the topic does not continue from there, LOG_DAMAGED if it ends before this index.
         """
         self._covered_index = covered_index
         while (await self._read_on(None, [])).is_full and self.places.end.next_index < covered_index:
@@ -245,19 +245,19 @@ class Content:
             )
 
     async def read_on(self, up_to: MessageId, *, within_batches: bool = False) -> list[FoundEntry]:
-        """Judges what stands after the known end, up to this entry; to the topic's end where that is no place.
+        """Judge the entries after the known end up to this entry; up to the topic's end if this is no place.
 
-        Answers the valid entries. The known end is after them then, whatever is raised.
+        Return the valid entries. The known end is after them then, also if this raises.
         """
         found: list[FoundEntry] = []
         end = up_to if up_to.ledger_id >= 0 else None
-        # What begins or ends within a batch would not be read as others read it.
+        # A cursor that begins or ends within a batch would not read the same records as other readers.
         while (await self._read_on(end, found, keeps=not within_batches)).is_full:
             pass
         return found
 
     async def _read_on(self, up_to: MessageId | None, found: list[FoundEntry], *, keeps: bool = True) -> ReaderStep:
-        """A step from the known end on."""
+        """Read a step from the known end on."""
 
         def hear(entry: PulsarEntry, verdict: TermVerdict, after: Point) -> None:
             self.counts.add(verdict)
@@ -293,20 +293,20 @@ class Content:
             return self._kept.keep(step) if keeps else step
 
     async def wait_for_more(self) -> None:
-        """Returns when something stands after the known end."""
+        """Wait until there is an entry after the known end."""
         await self._kept.wait_for_more(self.places.end)
 
     # Anywhere.
 
     def _queue_entries(self) -> int:
-        """How many entries a reader fetches ahead: Pulsar's client bounds them by number only, here it is also by what
-        a message of this topic takes."""
+        """Return how many entries a reader fetches ahead. Pulsar's client only limits their number; here the size of
+        the topic's messages limits it too."""
         first, end = self.places.first, self.places.end
         message_bytes = (end.size_bytes - first.size_bytes) // max(1, end.next_index - first.next_index)
         return min(self._most_queued, max(LEAST_QUEUED, QUEUE_BYTES // max(1, message_bytes)))
 
     def check_is_there(self, index: int, *, at_end: bool) -> None:
-        """Raises POSITION_TRIMMED, POSITION_AFTER_END."""
+        """Raise POSITION_TRIMMED or POSITION_AFTER_END unless the index is there."""
         first_index, next_index = self.places.first.next_index, self._limit().next_index
         if index < first_index:
             raise self._trimmed(index)
@@ -319,11 +319,11 @@ class Content:
         return error("POSITION_TRIMMED", why, first_index=first_index)
 
     def _from(self, index: int) -> Point:
-        """A place to read from that has not the message with this index before it."""
+        """Return a place to read from that is not after the message with this index."""
         return self._kept.nearest(index, self.places.at(index))
 
     async def _steps(self, here: Point) -> AsyncGenerator[ReaderStep, None]:
-        """Up to the limit of now. Nobody has to close it."""
+        """Yield the steps up to the present limit. The caller need not close this."""
         limit = self._limit()
         while here.size_bytes < limit.size_bytes:
             try:
@@ -337,16 +337,17 @@ class Content:
             yield step
 
     async def _check_retention(self, here: Point) -> None:
-        """Raises POSITION_TRIMMED if what is missing from here on was Pulsar's to remove."""
+        """Raise POSITION_TRIMMED if Pulsar was allowed to remove the entries missing from here on."""
         left = self.places.left(await self._first_ledger())
         if here.size_bytes < left.size_bytes <= self.needed.size_bytes:
             self.places.trim(left)
             raise self._trimmed(here.next_index)
 
     async def replay(self, from_index: int, *, reads_on: bool) -> AsyncGenerator[Entries, None]:
-        """Up to the limit; with `reads_on` up to the topic's end, which is known then.
+        """Yield the entries up to the limit; with `reads_on` up to the topic's end, which is known then.
 
-        Raises NO_STATE too, where Pulsar has removed what stands after the known end, so that only others know of it.
+        Also raises NO_STATE if Pulsar has removed entries after the known end, so that only other sidecars know of
+        them.
         """
         try:
             async for entries in self._replay(from_index, reads_on=reads_on):
@@ -379,7 +380,7 @@ class Content:
                 yield entries
             if not reads_on_once_more:
                 return
-            # What is read here is kept, and comes as a step.
+            # The entries read here are kept, and come as a step.
             reads_on_once_more = (await self._read_on(None, [])).is_full
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int, most_bytes: int = ANY_BYTES) -> Records:
@@ -403,7 +404,7 @@ class Content:
         return Records(b"".join(raw), runs)
 
     def next_readable(self, from_index: int) -> int:
-        """That index itself: what is damaged in a topic is damaged for whoever reads on over it."""
+        """Return that index itself: damage in a topic stops every reader, and cannot be skipped."""
         self.check_is_there(from_index, at_end=True)
         return from_index
 
@@ -431,7 +432,7 @@ class Content:
         return stop_index
 
     async def _step_with(self, index: int) -> ReaderStep:
-        """The one that has this message, which is there."""
+        """Return the step that holds this message, which exists."""
         async for step in self._steps(self._from(index)):
             if index < step.end.next_index:
                 return step
@@ -453,12 +454,12 @@ class Content:
         return ledgers, entry_ids, batch_indexes.astype(np.int32)
 
     async def close(self) -> None:
-        """Lets go of all readers."""
+        """Close all readers."""
         await self._kept.close()
 
 
 def _batches(step: ReaderStep) -> list[tuple[bytes, Int64s, Runs]]:
-    """The records of batches in a step, with places and message IDs."""
+    """Return the records of batches in a step, with places and message IDs."""
     if step.entries is None:
         return []
     raw, table, several = step.entries.raw, step.entries.table, step.entries.runs

@@ -1,6 +1,6 @@
 """Markers, control records and packed batches as entries of a Pulsar topic; at the end, rows that are an entry each.
 
-No I/O, and nothing of Pulsar's client: `PulsarMessage` is what it is given, `PulsarEntry` what it gives.
+No I/O, and no use of Pulsar's client: the client is given a `PulsarMessage`, and returns a `PulsarEntry`.
 """
 
 import base64
@@ -45,29 +45,29 @@ from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId
 
 MAX_ENTRY_BYTES = 5 * 1024 * 1024
-"""The `maxMessageSize` of a broker, as it is delivered: of payload, key, properties and all that the client adds.
-What a broker and a topic really take, `limits` finds out."""
+"""The default `maxMessageSize` of a broker: the limit for payload, key, properties and the client's additions together.
+`entry_limit` finds the true limit of a broker and a topic."""
 _CLIENT_BYTES = 1024
-"""What the client adds to an entry at most: the name of its producer, IDs, times."""
+"""The most that the client adds to an entry: the name of its producer, IDs, times."""
 _PROPERTY_BYTES = 16
-"""What it adds to a property."""
+"""The bytes that the client adds to a property."""
 _SLACK_BYTES = 16 * 1024
-"""More than our own properties have, if the producer's name is left out."""
+"""More than our own properties have, not counting the producer's name."""
 
 NOWHERE = MessageId(-1, -1)
-"""Of no entry, and before them all: what a receipt says that proves nothing."""
+"""The ID of no entry, before all entries: the value of a receipt that proves nothing."""
 
 
 class PulsarMessage(NamedTuple):
-    """A Pulsar message: what it is handed over as, and what is read of it however often it was sent."""
+    """A Pulsar message as it is handed over and read. It is the same each time it is sent."""
 
     payload: bytes | None
-    """None is Pulsar's null value."""
+    """The payload. None is Pulsar's null value."""
     properties: dict[str, str]
     key: str = ""
-    """The partition key; empty is none."""
+    """The partition key; empty if there is none."""
     event_time_ms: int = 0
-    """0 is none."""
+    """The event time; 0 if there is none."""
 
 
 class PulsarEntry(NamedTuple):
@@ -76,42 +76,42 @@ class PulsarEntry(NamedTuple):
     message: PulsarMessage
     message_id: MessageId
     publish_time_ms: int
-    """By the clock of the client that sent it."""
+    """The time by the clock of the client that sent it."""
     producer_name: str = ""
-    """As Pulsar has it. Nobody asks for this and what follows where the entry is ours."""
+    """The name in Pulsar. This and the following fields are not used for our own entries."""
     sequence_id: int = -1
-    """As Pulsar has it; -1 where the client does not show it."""
+    """The sequence ID in Pulsar; -1 if the client does not show it."""
     of_batch: int = 0
-    """How many messages Pulsar's entry has, if it is a batch that its client made."""
+    """The number of messages in Pulsar's entry, if it is a batch that its client made."""
     ordering_key: bytes = b""
-    """Empty is none."""
+    """The ordering key; empty if there is none."""
     schema_version: int = -1
-    """That of the schema which the message was made by; -1 is none."""
+    """The version of the schema that the message was made by; -1 if there is none."""
     first_chunk: MessageId | None = None
-    """The entry in which a message of several entries begins; it ends in that of `message_id`."""
+    """The entry in which a message of several entries begins. It ends in the entry of `message_id`."""
 
 
 class EntryFormat(Enum):
-    """How messages stand in the topic. Chosen when it is created, for good."""
+    """The form of messages in the topic. It is chosen when the topic is created, for good."""
 
     PLAIN = "plain"
-    """Each is an entry, which every consumer can read."""
+    """Each message is an entry that every consumer can read."""
     PACKED = "packed"
     """A batch is an entry."""
 
 
 class EntrySettings(NamedTuple):
-    """What every marker says of its topic and its owner."""
+    """The information about topic and owner in every marker."""
 
     format: EntryFormat
     mode: str
     """The deduplication mode: SEQUENCE_ID."""
     partitions: int
-    """How many the topic was created with, of which this is one; 0 if it is not partitioned."""
+    """The number of partitions that the topic was created with, this one included; 0 if it is not partitioned."""
     address: str
-    """Where the owner can be reached."""
+    """The address of the owner."""
     version: int = VERSION
-    """Of the format."""
+    """The version of the format."""
 
 
 class Marker(NamedTuple):
@@ -133,8 +133,8 @@ class EncodedBatch(NamedTuple):
 def marker_message(
     incarnation: int, term: int, token: bytes, settings: EntrySettings, known_index: int = -1
 ) -> PulsarMessage:
-    """The entry with which an ownership begins. Its number is 0. Its index is that of the next message as far as its
-    writer knows the topic: the true one is not below it."""
+    """Return the entry with which an ownership begins. Its number is 0. Its index is the next message's index as far as
+    its writer knows the topic: the true one is not below it."""
     return PulsarMessage(
         b"" if settings.version < SCHEMA_VERSION else None,
         {
@@ -159,7 +159,7 @@ def control_message(
     limit_bytes: int = MAX_ENTRY_BYTES,
     version: int = VERSION,
 ) -> PulsarMessage:
-    """The entry of a control record, an encoded `Control`. Raises MESSAGE_TOO_LARGE."""
+    """Return the entry of a control record, an encoded `Control`. Raises MESSAGE_TOO_LARGE."""
     properties = {ENTRY: str(EntryPlace(owner, number, next_index, version)), KIND: CONTROL}
     if version < SCHEMA_VERSION:
         return checked(PulsarMessage(body, properties), limit_bytes)
@@ -168,7 +168,7 @@ def control_message(
 
 
 def control_body(message: PulsarMessage) -> bytes:
-    """The encoded `Control` of a control record, in whichever version. Raises LOG_DAMAGED."""
+    """Return the encoded `Control` of a control record, in any version. Raises LOG_DAMAGED."""
     encoded = message.properties.get(CONTROL_BASE64)
     if encoded is None and message.payload is not None:
         return message.payload
@@ -179,7 +179,7 @@ def control_body(message: PulsarMessage) -> bytes:
 
 
 def content_bytes(message: PulsarMessage) -> int:
-    """The size of a message's payload, or of what stands in a property in its place."""
+    """Return the size of a message's payload, or of the property in its place."""
     return len(message.payload or message.properties.get(CONTROL_BASE64, ""))
 
 
@@ -191,7 +191,7 @@ def packed_message(
     part: EncodedBatch,
     limit_bytes: int = MAX_ENTRY_BYTES,
 ) -> PulsarMessage:
-    """The entry of a batch: a stored record, whose first message has this index. Raises MESSAGE_TOO_LARGE."""
+    """Return the entry of a batch: a stored record, whose first message has this index. Raises MESSAGE_TOO_LARGE."""
     record = header(
         part.encoded,
         BATCH_TAG,
@@ -214,7 +214,7 @@ def packed_message(
 
 
 def split_part(part: EncodedBatch, limit_bytes: int = MAX_ENTRY_BYTES) -> list[EncodedBatch]:
-    """The same rows in batches that fit into an entry each, if they are not too large by themselves."""
+    """Return the same rows in batches that fit into an entry each, unless a single row is too large."""
     if HEADER_BYTES + len(part.encoded) + 2 * _CLIENT_BYTES <= limit_bytes or part.rows == 1:
         return [part]
     whole = batches.decode(part.encoded)
@@ -224,7 +224,7 @@ def split_part(part: EncodedBatch, limit_bytes: int = MAX_ENTRY_BYTES) -> list[E
 
 
 def encoded_part(batch: Batch) -> EncodedBatch:
-    """The batch as it is stored."""
+    """Return the batch as it is stored."""
     raw = batch.encode()
     places = np.zeros(PLACES, np.int64)
     layout_columns(np.frombuffer(raw, np.uint8), 0, len(raw), places)
@@ -232,12 +232,13 @@ def encoded_part(batch: Batch) -> EncodedBatch:
 
 
 def surely_taken_bytes(limit_bytes: int) -> int:
-    """A payload and a key, or all rows of a batch, of so many bytes are taken, whatever our own properties say."""
+    """Return a size that always fits into an entry: of a payload and a key, or of all rows of a batch, with any
+    properties of ours."""
     return max(0, limit_bytes // 5 - _SLACK_BYTES)
 
 
 def checked(message: PulsarMessage, limit_bytes: int = MAX_ENTRY_BYTES) -> PulsarMessage:
-    """The message, if a broker takes it. Raises MESSAGE_TOO_LARGE."""
+    """Return the message, if a broker accepts its size. Raises MESSAGE_TOO_LARGE."""
     size = len(message.payload or b"") + len(message.key.encode()) + _CLIENT_BYTES
     for name, value in message.properties.items():
         size += len(name.encode()) + len(value.encode()) + _PROPERTY_BYTES
@@ -251,7 +252,7 @@ def checked(message: PulsarMessage, limit_bytes: int = MAX_ENTRY_BYTES) -> Pulsa
 
 
 def read_marker(message: PulsarMessage, owner: EntryOwner) -> Marker:
-    """What a marker of this owner says. Raises LOG_DAMAGED, NEWER_FORMAT."""
+    """Return the content of a marker of this owner. Raises LOG_DAMAGED, NEWER_FORMAT."""
     properties = message.properties
     try:
         token = bytes.fromhex(properties[TOKEN])
@@ -266,7 +267,7 @@ def read_marker(message: PulsarMessage, owner: EntryOwner) -> Marker:
 
 
 def damaged(what: str) -> SeqdedupeError:
-    """The error of an entry that is not what was written."""
+    """Return the error for an entry that differs from what was written."""
     return error(
         "LOG_DAMAGED",
         f"the Pulsar topic is damaged: {what}",
@@ -275,9 +276,10 @@ def damaged(what: str) -> SeqdedupeError:
     )
 
 
-# -- Rows that are an entry each, which every consumer of Pulsar can read: to messages, and to batches again.
+# -- Rows that are an entry each, which every consumer of Pulsar can read: converted to messages, and back to batches.
 #
-# Payload, key and event time are Pulsar's own. What else a row has is in properties, beside those of its producer.
+# Payload, key and event time are Pulsar's own. The other values of a row are in properties, next to the producer's own
+# properties.
 
 
 def messages_of_part(
@@ -288,10 +290,10 @@ def messages_of_part(
     limit_bytes: int = MAX_ENTRY_BYTES,
     version: int = VERSION,
 ) -> Iterator[PulsarMessage]:
-    """The entries of a batch's rows; the first one gets this number and index, the others count on from there.
+    """Yield the entries of a batch's rows. The first has this number and index, and the others count up from there.
 
-    `encoded` was checked: its names and properties are UTF-8, and no row has two properties of one name. Raises
-    MESSAGE_TOO_LARGE where a broker would not take one.
+    `encoded` was checked: its names and properties are UTF-8, and no row has two properties with the same name. Raises
+    MESSAGE_TOO_LARGE if a broker would refuse an entry.
     """
     batch = batches.decode(encoded)
     rows = len(batch)
@@ -326,7 +328,7 @@ def messages_of_part(
 
 
 def _native_key(key: bytes, properties: dict[str, str]) -> str:
-    """The partition key for a key. One that Pulsar cannot have as it is, is in a property too."""
+    """Return the partition key for a key. A key that Pulsar cannot hold as it is goes into a property too."""
     try:
         text = key.decode()
     except UnicodeDecodeError:
@@ -357,7 +359,7 @@ def _properties(batch: Batch) -> list[list[tuple[str, str]]]:
 
 
 def begins_batch(message: PulsarMessage) -> bool:
-    """Whether a row is the first of its batch, as far as it says."""
+    """Return whether a row is the first of its batch, according to its properties."""
     return message.properties.get(MESSAGE, "").split(":", 5)[4:5] != ["0"]
 
 
@@ -380,7 +382,7 @@ class Rows:
         return len(self._sequence_ids)
 
     def add(self, message: PulsarMessage) -> bool:
-        """Takes a row; False, and it is not taken, if another batch begins with it. Raises LOG_DAMAGED."""
+        """Add a row. If it begins another batch, return False, and do not add it. Raises LOG_DAMAGED."""
         properties = message.properties
         try:
             *numbers, name = properties[MESSAGE].split(":", 5)
@@ -410,7 +412,7 @@ class Rows:
         return True
 
     def batch(self) -> Batch:
-        """The batch of all rows that were taken, of which there is at least one. Raises LOG_DAMAGED."""
+        """Return the batch of all rows that were added, at least one. Raises LOG_DAMAGED."""
         epochs, complete = zip(*self._said, strict=True)
         offsets, names, values = batches.properties(self._properties)
         payloads = Binary.of(self._payloads)
@@ -440,7 +442,7 @@ def _int64s(numbers: Sequence[int]) -> Int64s:
 
 
 def _own_key(message: PulsarMessage) -> bytes | None:
-    """The key as the producer gave it. Raises ValueError."""
+    """Return the key as the producer gave it. Raises ValueError."""
     exact = message.properties.get(KEY_BASE64)
     if exact is None:
         return message.key.encode() if message.key else None
@@ -454,7 +456,7 @@ _OURS = frozenset((ENTRY, MESSAGE, KEY_BASE64, EVENT_TIME_MS))
 
 
 def _of_user(properties: dict[str, str]) -> dict[str, str] | None:
-    """The properties that the producer gave."""
+    """Return the properties that the producer gave."""
     if len(properties) == 2:
         return None
     return {name.removeprefix(USER): value for name, value in properties.items() if name not in _OURS} or None

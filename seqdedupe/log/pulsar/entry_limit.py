@@ -1,6 +1,7 @@
-"""How large an entry may be: what a broker says when somebody connects, and the topic's own policy.
+"""The largest size of an entry: the broker's limit, sent on connection, and the topic's own policy.
 
-Pulsar's client is told the first, and does not tell. So one connection asks, and goes no further.
+Pulsar's client receives the broker's limit, and does not report it. So a separate connection asks for it, and does
+nothing else.
 """
 
 import asyncio
@@ -20,23 +21,24 @@ from seqdedupe.wire import varint
 
 TIMEOUT_SECONDS = 10.0
 FRESH_SECONDS = 30.0
-"""The topics of a sidecar ask each minute, and a broker says the same to all."""
+"""The time for which an answer is reused. The topics of a sidecar ask each minute, and a broker answers the same to
+all."""
 _PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}
 _MAX_ANSWER_BYTES = 64 * 1024
 _CONNECT, _CONNECTED, _ERROR = 2, 3, 14
-"""Types of commands. Each is in the field of that number."""
+"""Types of commands. The command is in the field with the same number."""
 _TYPE = 1
 _PROTOCOL_VERSION = 20
 _VARINT, _BYTES = 0, 2
 
 
 class Brokers:
-    """Those of a cluster: `service_url` has one host or several, `pulsar://one:6650,two:6650`."""
+    """The brokers of a cluster: `service_url` has one host or several, `pulsar://one:6650,two:6650`."""
 
     def __init__(
         self, service_url: str, token: Callable[[], str] | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        """`token` is as in `AdminUrl`."""
+        """Set the brokers. `token` is as in `AdminUrl`."""
         self._service_url = service_url
         self._token = token
         self._tls = tls
@@ -45,7 +47,7 @@ class Brokers:
         self._asked_at = -FRESH_SECONDS
 
     async def max_entry_bytes(self) -> int:
-        """What a broker says that it takes at most. Who asks again soon gets the same answer.
+        """Return the most that a broker accepts, by its own word. A caller that asks again soon gets the same answer.
 
         Raises LOG_UNREADABLE, PULSAR_FORBIDS.
         """
@@ -56,7 +58,7 @@ class Brokers:
             return self._answer
 
     async def _first_answer(self) -> int:
-        """Of the first host that gives one."""
+        """Return the answer of the first host that gives one."""
         parts = urlsplit(self._service_url)
         token = await asyncio.to_thread(self._token) if self._token is not None else ""
         failure: SeqdedupeError | None = None
@@ -98,9 +100,10 @@ class Brokers:
 
 
 async def max_entry_bytes(topic: str, admin: PulsarAdmin, brokers: Brokers | None) -> int:
-    """The most that an entry of the topic may have: of its brokers' limit and the one of its policies, the lower one.
+    """Return the most bytes that an entry of the topic may have: the lower of its brokers' limit and its policies'
+    limit.
 
-    Raises what asking for either does.
+    Raises the errors of both requests.
     """
     own = await admin.policy(whole_of(topic) or topic, "maxMessageSize")
     limits = [own] if isinstance(own, int) and own > 0 else []
@@ -112,7 +115,7 @@ def _unreadable(where: str, why: str) -> SeqdedupeError:
     return error("LOG_UNREADABLE", f"{where} does not say how large an entry may be: {why}")
 
 
-# Protobuf, as far as these commands have it.
+# Protobuf, as far as these commands use it.
 
 
 def _number(field: int, value: int) -> bytes:
@@ -124,7 +127,7 @@ def _text(field: int, value: bytes) -> bytes:
 
 
 def _fields(raw: bytes) -> dict[int, int | bytes]:
-    """As `fields_of`. Raises ValueError for what is no message of numbers and bytes."""
+    """Return the fields as `fields_of`. Raises ValueError if it is no message of numbers and bytes."""
     try:
         return fields_of(raw)
     except (IndexError, KeyError) as e:

@@ -1,16 +1,16 @@
-"""Finds places in a topic that nobody has read through: by looking at few entries, each of which says where it stands.
+"""Finds places in a topic that nobody has read through, by reading few entries. Each entry states its own place.
 
-The rule of terms judges entries in their order. What is valid can be told without reading all of it, though:
+The rule of terms judges entries in order. But validity can be known without reading all of them:
 
-- Who has written an entry after its marker has read the topic up to that marker, and found it standing. So the marker
-  took ownership.
-- An owner's entries are numbered without gaps. If as many entries stand between two of them as their numbers say, then
-  nothing else does, no other owner's marker either: all of them are valid.
+- An owner that has written an entry after its marker had read the topic up to that marker, and found it valid. So the
+  marker took ownership.
+- An owner's entries are numbered without gaps. If the number of entries between two of them matches their numbers,
+  there is no other entry between, and no other owner's marker: all of them are valid.
 
-After a hole its owner's numbers are ahead of the places, so those entries are read one by one. A hole does not show
-where exactly as many entries of others stand among those of its owner as are missing.
+After a hole, the owner's numbers are ahead of the places, so those entries are read one by one. A hole does not show if
+the number of other entries among the owner's equals the number of missing ones.
 
-An entry that is valid stays so, whatever comes after it.
+A valid entry stays valid, no matter what comes after it.
 """
 
 from collections.abc import Awaitable, Callable
@@ -25,26 +25,26 @@ from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import MessageId, Position
 
 STEP_ENTRIES = 64
-"""So many entries are rather read one after the other than looked for."""
+"""Up to this number of entries are read one after the other instead of searched."""
 
 Read = Callable[[MessageId, MessageId], Awaitable[list[PulsarEntry]]]
-"""The entries that are there from the first of these places to the last. Nobody needs their payloads."""
+"""Returns the entries that exist from the first of these places to the last. Payloads are not needed."""
 
 
 class Known(NamedTuple):
-    """How the topic stands after an entry."""
+    """The standing of the topic after an entry."""
 
     at: int
-    """Which entry it is of those that are left; -1 before the first."""
+    """The entry's number among those left; -1 before the first."""
     standing: TermStanding
     last: Position | None = None
-    """Of the last message up to there; None if it was not met."""
+    """The position of the last message up to there; None if it was not read."""
 
 
 class Finder:
-    """Looks into one topic, as its ledgers were at one moment.
+    """Searches one topic, with its ledgers as of one moment.
 
-    Raises DamagedError as `Terms` does: also where entries that it looks for were trimmed meanwhile.
+    Raises DamagedError as `Terms` does, also if entries that it searches for were trimmed meanwhile.
     """
 
     def __init__(self, topic: str, incarnation: int, ledgers: Ledgers, read: Read) -> None:
@@ -56,7 +56,7 @@ class Finder:
         self._beginning: Known | None = None
 
     async def end(self) -> Known:
-        """After the last entry. Its last message is known, if any is left."""
+        """Return the state after the last entry. Its last message is known, if any is left."""
         known = await self.known_at(len(self.ledgers) - 1)
         index = known.standing.next_index - 1
         if known.last is None and index >= (await self.beginning()).standing.next_index:
@@ -64,7 +64,7 @@ class Finder:
         return known
 
     async def beginning(self) -> Known:
-        """Before the first entry that is left."""
+        """Return the state before the first entry left."""
         if self._beginning is None:
             self._beginning = Known(-1, await self._first_standing())
         return self._beginning
@@ -81,15 +81,15 @@ class Finder:
                 if marker is None and place.number:
                     return TermStanding(*place[:3])
                 if place.number == 1:
-                    # Which index is the next a marker says only as far as its writer knew: what follows it knows.
+                    # A marker states the next index only as far as its writer knew it. The entry after it knows.
                     return nothing._replace(next_index=place.index)
-                # What stands after a hole is void, and knows nothing.
+                # The entries after a hole are void, and know nothing.
                 marker = marker if place.number else place
             first, count = first + count, min(2 * count, STEP_ENTRIES)
         return nothing._replace(next_index=max(marker.index, 0)) if marker else nothing
 
     async def known_at(self, at: int) -> Known:
-        """After this entry."""
+        """Return the state after this entry."""
         beginning, back = await self.beginning(), 0
         while at - back > 0:
             known = await self._by_its_marker(at - back) or await self._directly(beginning, at - back)
@@ -99,7 +99,8 @@ class Finder:
         return await self._after(beginning, at)
 
     async def around(self, index: int) -> tuple[Known, Known]:
-        """Before and after the entry that holds this message. Raises POSITION_TRIMMED, POSITION_AFTER_END."""
+        """Return the states before and after the entry that holds this message. Raises POSITION_TRIMMED,
+        POSITION_AFTER_END."""
         low, high = await self.beginning(), await self.known_at(len(self.ledgers) - 1)
         first, stop = low.standing.next_index, high.standing.next_index
         if index < first:
@@ -123,7 +124,7 @@ class Finder:
         raise error("LOG_GAP", f"message {index} is not where its topic says", index=index)
 
     async def position_of(self, index: int) -> Position:
-        """Of this message. Raises as `around`."""
+        """Return the position of this message. Raises as `around`."""
         before, after = await self.around(index)
         if after.last is None or after.last.message_id is None:
             raise error("INTERNAL", f"an entry of {self.topic} without messages holds {index}")
@@ -133,9 +134,9 @@ class Finder:
         return after.last._replace(message_id=message_id, index=index)
 
     async def first_at(self, publish_time_ms: int) -> int:
-        """The index of the first message published then or later, that of the next one if there is none.
+        """Return the index of the first message published at that time or later; the next index if there is none.
 
-        As far as publish times never fall: those of two owners are by two clocks.
+        This holds as far as publish times never fall: two owners use two clocks.
         """
         low, high = -1, len(self.ledgers)
         while high - low > 1:
@@ -153,7 +154,7 @@ class Finder:
         return (await self.known_at(len(self.ledgers) - 1)).standing.next_index
 
     async def _by_its_marker(self, at: int) -> Known | None:
-        """After this entry, if it and its marker say enough."""
+        """Return the state after this entry, if the entry and its marker prove it."""
         entry = await self._entry(at)
         place = entry and _place(entry)
         if entry is None or place is None or not 0 < place.number <= at:
@@ -168,7 +169,7 @@ class Finder:
         return place.owner.incarnation != self.incarnation
 
     async def _after(self, known: Known, at: int) -> Known:
-        """After this entry, from how it stands before."""
+        """Return the state after this entry, starting from a known state before it."""
         while known.at < at:
             found = await self._directly(known, at)
             if found is not None:
@@ -179,13 +180,13 @@ class Finder:
             place = entry and _place(entry)
             between = known.at + count // 2
             if place and place.owner.term > known.standing.owner.term and place.number < count - 1:
-                # Its marker, and what stands before.
+                # The owner's marker, and the entries before it.
                 between = max(at - place.number - 1, known.at + 1)
             known = await self._after(known, between)
         return known
 
     async def _directly(self, known: Known, at: int) -> Known | None:
-        """After this entry, if it and its owner's entries fill all that stands between."""
+        """Return the state after this entry, if its owner's entries fill the whole range between."""
         entry = await self._entry(at)
         place = entry and _place(entry)
         owner, number, index, has_hole = known.standing
@@ -198,8 +199,8 @@ class Finder:
         return found._replace(last=known.last) if is_last else found
 
     async def _judged(self, known: Known, last: int) -> list[Known]:
-        """After each of the entries up to this one that is valid, and after the last of all."""
-        # Where each entry stands among all that are left: over the end of a ledger too nothing is between two of them.
+        """Return the states after each valid entry up to this one, and after the last entry."""
+        # Each entry's number among all those left: then nothing is between two of them, even over the end of a ledger.
         terms, found = Terms(known.standing, MessageId(0, known.at)), list[Known]()
         for entry in await self._entries(known.at + 1, last):
             at = self._at(entry)
@@ -215,7 +216,7 @@ class Finder:
         return at
 
     async def _entry(self, at: int) -> PulsarEntry | None:
-        """One entry; None where Pulsar gives none, because it is not for readers."""
+        """Return one entry; None if Pulsar returns none, because it is not for readers."""
         if at not in self._looked_at:
             found = await self._entries(at, at)
             self._looked_at[at] = found[0] if found else None
@@ -227,7 +228,7 @@ class Finder:
 
 
 def trimmed(topic: str, index: int, first_index: int) -> SeqdedupeError:
-    """The error of a message that was there, in a topic whose first message left is another one."""
+    """Return the error for a message that was removed, in a topic that now begins with another one."""
     return error(
         "POSITION_TRIMMED", f"{topic} begins with index {first_index}: {index} is gone", first_index=first_index
     )
@@ -238,7 +239,7 @@ def _place(entry: PulsarEntry) -> EntryPlace | None:
 
 
 def _time_ms(entry: PulsarEntry) -> int:
-    """When it was published, as its record says."""
+    """Return the publish time, according to its record."""
     message = entry.message
     return (KIND in message.properties and message.event_time_ms) or entry.publish_time_ms
 
@@ -250,7 +251,7 @@ def _after_valid(entry: PulsarEntry, place: EntryPlace, at: int) -> Known:
 
 
 def last_of(entry: PulsarEntry, after: TermStanding) -> Position | None:
-    """The position of the last message of a valid entry, after which the topic stands so; None if it has none."""
+    """Return the position of the last message of a valid entry with this standing after it; None if it has none."""
     message, (ledger_id, entry_id, _) = entry.message, entry.message_id
     kind = message.properties.get(KIND)
     if kind not in (None, BATCH):

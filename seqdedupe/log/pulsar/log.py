@@ -1,10 +1,10 @@
-"""A Pulsar topic as a log: one writer at a time, entries judged by the rule of terms, whoever reads them.
+"""A Pulsar topic as a log: one writer at a time. Every reader judges the entries by the rule of terms.
 
-What the log knows of its topic are the points that a snapshot holds, else its beginning; from there on it reads the
-topic once, and then what it knows grows by what is confirmed. Older messages are found from one of these points on.
+The log knows its topic by the points in a snapshot, else by the topic's beginning. From there it reads the topic once.
+Then its knowledge grows with each confirmed entry. Older messages are found from one of these points on.
 
-The durable subscription of the sidecar keeps what its last durable snapshot needs. What stands before is Pulsar's to
-remove, by its own retention.
+The durable subscription of the sidecar keeps the entries that its last durable snapshot needs. Pulsar may remove the
+entries before that, by its own retention.
 """
 
 import asyncio
@@ -54,48 +54,48 @@ logger = logging.getLogger("seqdedupe.log")
 
 PLAIN_QUEUE_ENTRIES = 500
 PACKED_QUEUE_ENTRIES = 10
-"""Entries that a reader fetches ahead at most."""
+"""The most entries that a reader fetches ahead."""
 MOVE_SECONDS = 10.0
-"""Between two moves of the subscription: each takes calls of the admin URL."""
+"""The time between two moves of the subscription: each move takes calls of the admin URL."""
 
 
 @dataclass(slots=True)
 class PulsarResources:
-    """What all logs of a sidecar have in common."""
+    """The common resources of all logs of a sidecar."""
 
     client: pulsar.asyncio.Client
     instance_name: str
-    """No other sidecar has it."""
+    """The instance name. No other sidecar has the same."""
     address: str
-    """Where this sidecar can be reached: it stands in markers and in the topic's statistics. Known before anything is
-    opened for writing."""
+    """The address of this sidecar, in markers and in the topic's statistics. It is known before a log is opened for
+    writing."""
     clock_ms: Callable[[], int]
     claim_opening: Callable[[str, int], Awaitable[int]]
-    """Given a topic and an opening number that Pulsar knows of, answers one above it and above all that it ever
-    answered for the topic, durable."""
+    """Takes a topic and an opening number that Pulsar knows. Returns a number above it and above all that it ever
+    returned for the topic; it is durable."""
     admin: PulsarAdmin
     connect: Connect
     answers: Answers
     brokers: Brokers | None = None
-    """Who says how large an entry may be; without them it is what brokers take as they are delivered."""
+    """The source of brokers' limits on the size of an entry. Without it, the limit is the brokers' default."""
     unhurried: PulsarAdmin | None = None
-    """For looks that come again and again, at whatever pace; without it `admin`."""
+    """For repeated looks that may be slow; without it `admin`."""
     may_change_policies: bool = False
-    """Whether a topic's own policies are set where they are not safe."""
+    """Whether a topic's own policies are set if they are not safe."""
     looks: Looks = field(default_factory=Looks)
 
     @property
     def subscription(self) -> str:
-        """The durable one by which Pulsar keeps what this sidecar needs."""
+        """The durable subscription by which Pulsar keeps the entries that this sidecar needs."""
         return f"seqdedupe-{self.instance_name}"
 
 
 class PulsarLog:
-    """One topic's log, which satisfies `seqdedupe.log.contract.Log`. Made by `PulsarLogs.open`.
+    """The log of one topic. It satisfies `seqdedupe.log.contract.Log`, and is made by `PulsarLogs.open`.
 
-    An append that fails has an unknown outcome, always. Of a batch whose append failed the first rows may be stored,
-    as a batch of their own. Whoever finds another writer in the topic gets NOT_OWNER from `open_for_writing`, with the
-    number `owner_address` where it is known.
+    The outcome of a failed append is always unknown. If the append of a batch failed, its first rows may be stored, as
+    a separate batch. If the topic has another writer, `open_for_writing` raises NOT_OWNER, with `owner_address` if it
+    is known.
     """
 
     replays_what_is_certain = True
@@ -108,7 +108,7 @@ class PulsarLog:
         settings: EntrySettings,
         place: bytes = b"",
     ) -> None:
-        """`place` is that of a snapshot. Raises STORE_DAMAGED, NEWER_FORMAT for one that is none."""
+        """Make the log. `place` is the place in a snapshot. Raises STORE_DAMAGED, NEWER_FORMAT for an invalid place."""
         points = points_of_bytes(incarnation, place) if place else [Point.start(incarnation)]
         self.incarnation = incarnation
         self.is_closed = False
@@ -126,12 +126,12 @@ class PulsarLog:
             partial(shared.admin.ledgers, topic),
         )
         self._first_ledger_id = NOWHERE.ledger_id
-        """Before it all ledgers are gone, as far as was looked."""
+        """All ledgers before this one are gone, as of the last look."""
         self._moves_at = 0.0
-        """The subscription, at the earliest."""
+        """The earliest time of the next move of the subscription."""
         self._last_ms = 0
         self._max_entry_bytes = MAX_ENTRY_BYTES
-        """As it was last found out."""
+        """The entry limit, as it was last found."""
         self._name_number = 0
         self._writer: EntryWriter | None = None
         self._opening: PendingAppends | None = None
@@ -144,7 +144,7 @@ class PulsarLog:
 
     @property
     def _limit(self) -> Point:
-        """Up to which everything is certain."""
+        """The point up to which everything is certain."""
         return self._opening.settled if self._opening is not None else self._end
 
     @property
@@ -153,7 +153,7 @@ class PulsarLog:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was found in the topic, of whomever."""
+        """Whether nothing was found in the topic, from any producer."""
         return self._end.message_id == NOWHERE and not self._content.counts.earlier
 
     @property
@@ -210,15 +210,15 @@ class PulsarLog:
         return self._opening
 
     def _now_ms(self) -> int:
-        """The clock, which never goes back within a topic."""
+        """Return the time by the clock. It never goes back within a topic."""
         self._last_ms = max(self._last_ms, self._end.publish_time_ms, self._shared.clock_ms())
         return self._last_ms
 
     def flush_every(self, interval: FlushInterval) -> None:
-        """Nothing: what the broker has confirmed is as durable as it makes it."""
+        """Do nothing: an entry that the broker has confirmed is as durable as the broker makes it."""
 
     def flush(self) -> None:
-        """Nothing, as above."""
+        """Do nothing, for the same reason."""
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
         await self.let_go()
@@ -280,7 +280,7 @@ class PulsarLog:
                 await schema_of(self._topic, shared.admin) if self._has_schema else None,
             )
         except SeqdedupeError as e:
-            # A broker says that the last producer still holds it.
+            # The error may come from a broker that reports a terminated topic as still held by the last producer.
             if await is_terminated(self._topic, shared.admin):
                 why = f"{self._topic} was terminated in Pulsar: it takes nothing more, for good"
                 raise error("TOPIC_TERMINATED", why) from e
@@ -290,19 +290,19 @@ class PulsarLog:
             raise await not_owner(e, shared.admin, self._topic, shared.address, shared.instance_name, marked) from e
 
     async def _look_at_policies(self, admin: PulsarAdmin) -> str:
-        """Why nothing should be acknowledged, if the topic's policies are not safe now; else empty."""
+        """Return why nothing should be acknowledged, if the topic's policies are not safe now; else empty."""
         await self._learn_limits(admin)
         may_change = self._shared.may_change_policies
         return await self._shared.looks.why_unsafe(admin, self._topic, may_change=may_change)
 
     async def _learn_limits(self, admin: PulsarAdmin) -> None:
-        """How large an entry may be now. What is not answered stays as it was."""
+        """Learn the present limit of an entry. A limit without an answer stays as it was."""
         try:
             self._max_entry_bytes = await max_entry_bytes(self._topic, admin, self._shared.brokers)
         except SeqdedupeError as e:
             logger.warning("how large an entry of %s may be is not known now: %s", self._topic, e)
         if self._opening is not None:
-            # What was checked when more was taken is still under way. If it is refused, the opening ends.
+            # Batches checked under a higher limit are still in flight. If one is refused, the opening ends.
             self._opening.max_entry_bytes = max(self._opening.max_entry_bytes, self._max_entry_bytes)
 
     async def let_go(self) -> None:
@@ -314,7 +314,7 @@ class PulsarLog:
         if reading is not None:
             reading.cancel()
         if self._opening is not None:
-            # What stands there of an append that was not settled is read again, whole.
+            # The stored part of an unsettled append is read again as a whole.
             self._content.places.go_back(self._opening.settled)
             self._opening = None
         if reading is not None:
@@ -324,7 +324,7 @@ class PulsarLog:
             await writer.close()
 
     def _hear(self, opening: PendingAppends, settled: SettledEntry) -> None:
-        """What the writer of an opening tells."""
+        """Handle what the writer of an opening reports."""
         if opening is not self._opening or opening.failed:
             return
         if settled.confirmed is not None:
@@ -336,7 +336,7 @@ class PulsarLog:
             self._reading = asyncio.get_running_loop().create_task(self._clear_up(opening, settled.doubtful))
 
     async def _clear_up(self, opening: PendingAppends, receipt: MessageId) -> None:
-        """Reads the topic up to an append whose receipt proves nothing."""
+        """Read the topic up to an append whose receipt proves nothing."""
         try:
             found = await self._content.read_on(receipt, within_batches=True)
         except SeqdedupeError as e:
@@ -364,7 +364,7 @@ class PulsarLog:
     # Reading.
 
     async def begin(self, covered_index: int) -> None:
-        """Looks whether the topic goes on from the place, up to this index at least.
+        """Check whether the topic continues from the place, at least up to this index.
 
         Raises NO_STATE, LOG_DAMAGED, LOG_UNREADABLE.
         """
@@ -378,11 +378,11 @@ class PulsarLog:
 
     async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
         try:
-            # Nobody may read on for an owner: he reads on himself, and settles by it.
+            # No other reader may read on for an owner: the owner reads on itself, and settles by the result.
             async for entries in self._content.replay(from_index, reads_on=self._opening is None):
                 yield entries
         except DamagedError:
-            # What has taken its name says nothing of it.
+            # If another topic has taken the name, its entries say nothing about this log.
             with suppress(NotFoundError):
                 await check_stays(self._topic, self.incarnation, self._shared.admin)
             raise
@@ -423,7 +423,7 @@ class PulsarLog:
         needed = points_of_bytes(self.incarnation, place)[-1]
         admin, subscription = self._shared.admin, self._shared.subscription
         if needed.message_id.entry_id >= 0:
-            # Somebody may have deleted it.
+            # Somebody may have deleted the subscription.
             await admin.create_subscription(self._topic, subscription)
             await admin.keep_from(self._topic, subscription, needed.message_id)
             self._content.needed = needed
@@ -434,13 +434,13 @@ class PulsarLog:
         return self._first_ledger_id
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
-        """Retention is Pulsar's: the first index that it has left, as far as was looked."""
+        """Return the first index that Pulsar's own retention has left, as of the last look."""
         places = self._content.places
         left, last = places.left(self._first_ledger_id), places.below(covered_index)[-1]
         return min(left.next_index, last.next_index)
 
     async def trim(self, below_index: int) -> None:
-        """Has been done; what is gone is known from now on."""
+        """Record what is gone: Pulsar has removed it already."""
         left = self._content.places.left(self._first_ledger_id)
         if left.next_index <= below_index:
             self._content.places.trim(left)

@@ -1,4 +1,4 @@
-"""All Pulsar topics that are logs of a sidecar: what says so stands in the properties of the topic itself."""
+"""All Pulsar topics that are logs of a sidecar. The properties of the topic itself mark it as a log."""
 
 import logging
 from collections.abc import Container, Mapping, Sequence
@@ -32,9 +32,9 @@ _MODE_IDS = "SEQUENCE_ID"
 class PulsarLogs:
     """The logs of some namespaces of a cluster. Satisfies `seqdedupe.log.contract.Logs`.
 
-    New topics get `entry_format`. Each log keeps its messages by a durable subscription,
-    `seqdedupe-<instance name>`, from where the last durable snapshot says that the topic begins. With
-    `may_change_policies` a topic's own policies are set where they are not safe (`policies.ensure_safe`).
+    New topics get `entry_format`. Each log keeps its messages by a durable subscription, `seqdedupe-<instance name>`,
+    from the place where the topic begins according to the last durable snapshot. With `may_change_policies` a topic's
+    own policies are set if they are not safe (`policies.ensure_safe`).
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class PulsarLogs:
         self._entry_format = entry_format
         self._may_change_policies = may_change_policies
         self._topics: dict[int, str] = {}
-        """By incarnation, as they were found last, partitions too."""
+        """By incarnation, as last found, including partitions."""
         self._going: set[int] = set()
-        """Those of them that are no partitions and are being deleted, by whomever."""
+        """The topics among them that are no partitions and are being deleted, by any sidecar."""
         self._wholes: dict[str, Whole] = {}
-        """Partitioned topics by name, as they were found last."""
+        """Partitioned topics by name, as last found."""
 
     async def create(
         self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, layout: Layout = AS_USUAL
     ) -> None:
-        """See `Logs.create`. A topic that is there and is no log raises TOPIC_EXISTS. The secret is not used.
+        """See `Logs.create`. An existing topic that is no log raises TOPIC_EXISTS. The secret is not used.
 
         The partitions of a topic are made in order, and have incarnations that count up by 1.
 
-        Raises INVALID_NAMESPACE for a topic that would not be found again, INVALID_TOPIC_NAME for one that Pulsar takes
-        for a partition or keeps for itself, INVALID_REQUEST for a schema that cannot be, UNSAFE_TOPIC_POLICY.
+        Raises INVALID_NAMESPACE for a topic that would not be found again; INVALID_TOPIC_NAME for a name that Pulsar
+        takes for a partition or reserves; INVALID_REQUEST for an invalid schema; UNSAFE_TOPIC_POLICY.
         """
         check_is_no_system_topic(topic)
         if namespace_of(topic) not in self._namespaces:
@@ -94,7 +94,7 @@ class PulsarLogs:
             await self._create_topic(incarnation, topic, properties)
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True)
         if schema is not None and not (partitions and number_of(topic)):
-            # Partitions have that of their topic.
+            # Partitions have the schema of their topic.
             await self._admin.upload_schema(topic, *schema)
         await self._admin.create_subscription(topic, self._shared.subscription)
         self._topics[incarnation] = topic
@@ -115,7 +115,7 @@ class PulsarLogs:
     async def _create_partition(
         self, incarnation: int, topic: str, partitions: int, properties: Mapping[str, str]
     ) -> None:
-        """The first one is made with all others, which then get their properties."""
+        """Make a partition. The first one is made with all others, which then get their properties."""
         number, whole = number_of(topic), whole_of(topic) or ""
         if number == 0:
             await wholes.begin(self._admin, whole, incarnation, partitions, self._shared.instance_name)
@@ -126,7 +126,7 @@ class PulsarLogs:
         await wholes.announce(self._admin, whole)
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
-        """See `Logs.list`. Each topic, partitioned or not, is asked for its properties, but for those `without`."""
+        """See `Logs.list`. Asks for the properties of each topic, partitioned or not, except those in `without`."""
         await self._look(without)
         topics = [
             LogName(incarnation, topic, is_going=incarnation in self._going)
@@ -139,7 +139,8 @@ class PulsarLogs:
     async def open(
         self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b""
     ) -> PulsarLog:
-        """See `Logs.open`. Raises UNSAFE_TOPIC_POLICY too, and NO_STATE if the topic does not go on from the place."""
+        """See `Logs.open`. Also raises UNSAFE_TOPIC_POLICY, and NO_STATE if the topic does not continue from the
+        place."""
         if incarnation not in self._topics:
             await self._look()
         topic = self._topics.get(incarnation)
@@ -151,9 +152,9 @@ class PulsarLogs:
             )
         properties = await self._properties(topic, incarnation)
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
-        # Before anything is looked for, so that it stays. Who comes new to the topic has none yet.
+        # The subscription comes first, so that the entries stay. A sidecar that is new to the topic has none yet.
         await self._admin.create_subscription(topic, self._shared.subscription)
-        # So that others know whose it is, also while this sidecar owns nothing.
+        # Other sidecars can then tell whose subscription it is, even while this sidecar owns nothing.
         whose = {ADDRESS: self._shared.address}
         await self._admin.set_subscription_properties(topic, self._shared.subscription, whose)
         log = PulsarLog(self._shared, topic, incarnation, self._settings(topic, properties), place)
@@ -172,12 +173,13 @@ class PulsarLogs:
         except NotFoundError as e:
             raise error("LOG_DAMAGED", f"Pulsar has no topic {topic} any more") from e
         if properties.get(INCARNATION) != str(incarnation):
-            # Pulsar makes a partition anew by itself when somebody connects to it.
+            # Pulsar automatically makes a deleted partition again when a client connects to it.
             raise error("LOG_DAMAGED", f"the topic {topic} was deleted in Pulsar, and is there anew: it has no log")
         return properties
 
     async def delete(self, *incarnations: int) -> None:
-        """See `Logs.delete`. Topics go with their subscriptions. Raises TOPIC_IN_USE if somebody is connected."""
+        """See `Logs.delete`. Topics are deleted with their subscriptions. Raises TOPIC_IN_USE if a client is
+        connected."""
         await self._look()
         for whole in list(self._wholes.values()):
             if whole.first_incarnation in incarnations:
@@ -187,18 +189,18 @@ class PulsarLogs:
                     self._topics.pop(incarnation, None)
         for incarnation in incarnations:
             if (topic := self._topics.pop(incarnation, None)) is not None:
-                # Looking at all topics takes a while, and somebody else may have deleted this one and made it anew.
+                # Looking at all topics takes a while. Another sidecar may have deleted this topic and made it again.
                 with suppress(NotFoundError):
                     if (await self._admin.properties(topic)).get(INCARNATION) == str(incarnation):
-                        # Somebody else who has it open lets go of it then, and nobody takes it.
+                        # Another sidecar that has it open then releases it, and no sidecar takes it.
                         await self._admin.set_properties(topic, {LIFE: Life.DELETING.value})
                         await self._admin.delete_topic(topic)
 
     async def close(self) -> None:
-        """See `Logs.close`. The client is its owner's."""
+        """See `Logs.close`. The owner of the client closes it."""
 
     async def _look(self, without: Container[str] = ()) -> None:
-        """Which topics are logs."""
+        """Find which topics are logs."""
         found = {
             incarnation: topic
             for incarnation, topic in self._topics.items()
@@ -212,9 +214,9 @@ class PulsarLogs:
                     found |= whole.topics
             for topic in await self._admin.topics(namespace):
                 if topic in without or whole_of(topic) is not None:
-                    # Of partitions the partitioned topic says which they are.
+                    # The partitioned topic lists its partitions.
                     continue
-                # It may have been deleted meanwhile.
+                # The topic may have been deleted meanwhile.
                 with suppress(NotFoundError):
                     properties = await self._admin.properties(topic)
                     if (incarnation := properties.get(INCARNATION, "")).isdecimal():
@@ -225,7 +227,7 @@ class PulsarLogs:
         self._topics, self._wholes, self._going = found, found_wholes, going
 
     def _warn(self, found: Mapping[str, Whole]) -> None:
-        """Of partitions that Pulsar has added, once."""
+        """Warn of partitions that Pulsar has added, once."""
         for topic, whole in found.items():
             before = self._wholes.get(topic)
             if whole.unused_partitions and (before is None or before.unused_partitions != whole.unused_partitions):
@@ -248,7 +250,7 @@ class PulsarLogs:
 
 
 def _exists(topic: str, properties: Mapping[str, str]) -> SeqdedupeError:
-    """Why there can be no new topic of this name: one with these properties is there."""
+    """Return the error for a new topic whose name is taken by a topic with these properties."""
     if wholes.is_going(properties):
         what = f"{topic} is being deleted, and a sidecar is still connected to it"
         hint = "Try again in a minute: within that time sidecars let go of it."

@@ -1,4 +1,4 @@
-"""What is known of a topic without reading it: how far it goes, and from where on each part of it is read."""
+"""The knowledge about a topic without reading it: where it ends, and from where each part of it is read."""
 
 import struct
 from bisect import bisect_left, bisect_right
@@ -14,43 +14,44 @@ from seqdedupe.log.pulsar.terms import TermStanding
 from seqdedupe.message_id import MessageId
 
 STEP_BYTES = 256 * 1024
-"""About so much is read to find one message, where the points are near enough."""
+"""The approximate bytes read to find one message, where the points are near enough."""
 MAX_POINTS = 4096
-"""Of a topic: 1 GiB of it at a step from each other."""
+"""The most points of a topic: enough for 1 GiB, one step apart."""
 ENTRY_BYTES = 64
-"""What an entry is counted as beside its payload and its key."""
+"""The counted size of an entry, in addition to its payload and its key."""
 RECENT_ENTRIES = 4096
-"""Of so many newest entries with messages the message IDs are known."""
+"""The message IDs of this number of the newest entries with messages are known."""
 
 
 class Point(NamedTuple):
-    """A place between two entries, and all that is needed to read on there."""
+    """A place between two entries, with all that is needed to read on there."""
 
     standing: TermStanding
     message_id: MessageId
-    """That of the valid entry before. At the topic's beginning it has no entry (-1), and the ledger of the first valid
-    one, once that is known."""
+    """The ID of the valid entry before. At the topic's beginning it has no entry (-1), and the ledger of the first
+    valid entry, once that is known."""
     publish_time_ms: int
-    """That of the record before: at the earliest, where it was written and not read."""
+    """The earliest publish time of the record before, if it was written and not read."""
     at_latest_ms: int
-    """The same, at the latest."""
+    """The latest publish time of it."""
     size_bytes: int
-    """What stands before. No two points have the same."""
+    """The bytes of the entries before. No two points have the same."""
 
     @staticmethod
     def start(incarnation: int) -> "Point":
-        """Before everything."""
+        """Return the point before all entries."""
         return Point(TermStanding.start(incarnation), NOWHERE, 0, 0, 0)
 
     @property
     def next_index(self) -> int:
-        """That of the next message."""
+        """The index of the next message."""
         return self.standing.next_index
 
     def after(
         self, standing: TermStanding, message_id: MessageId, publish_time_ms: int, at_latest_ms: int, size_bytes: int
     ) -> "Point":
-        """The point after the next valid entry, which has so many bytes, and after which the topic stands so."""
+        """Return the point after the next valid entry. The entry has `size_bytes`, and the topic then has this
+        standing."""
         return Point(
             standing,
             message_id,
@@ -63,27 +64,27 @@ class Point(NamedTuple):
 class Places:
     """The points of a topic, and its end as far as it is known.
 
-    Points stand where a record begins. The newer half are a step from each other, older ones the further the more of
-    the topic there is; what was read between them is nearer again (`learn`).
+    Points are where a record begins. The newer half are one step apart. Older ones are further apart, the more of the
+    topic there is. Where the topic was read, points between them are added again (`learn`).
     """
 
     def __init__(self, points: Sequence[Point]) -> None:
-        """The first of the points is where the topic begins, the last one how far it is known."""
+        """Begin with these points. The first is the beginning of the topic, the last is the known end."""
         self._points = [*points]
         self.end = points[-1]
-        """After the last entry that is known to be valid."""
+        """The point after the last entry that is known to be valid."""
         self._last_record = self.end
-        """Before the last record that has messages."""
+        """The point before the last record that has messages."""
         self._recent: deque[tuple[int, Run]] = deque(maxlen=RECENT_ENTRIES)
 
     @property
     def first(self) -> Point:
-        """Where the topic begins."""
+        """The beginning of the topic."""
         return self._points[0]
 
     def advance(self, to: Point, *, begins_record: bool, is_batch: bool) -> Runs:
-        """The next valid entries stand there, one after the other, and `to` is the point after them. Their rows'
-        message IDs. Several are rows of one record, and an entry each."""
+        """Add the next valid entries, which are consecutive; `to` is the point after them. Return the message IDs of
+        their rows. Several entries are rows of one record, one entry each."""
         end, self.end = self.end, to
         if end.message_id == NOWHERE:
             self._points[0] = end._replace(message_id=MessageId(to.message_id.ledger_id, NOWHERE.entry_id))
@@ -102,7 +103,7 @@ class Places:
         return (run,)
 
     def go_back(self, end: Point) -> None:
-        """Nothing after this point, where a record ends, is known any more."""
+        """Forget everything after this point, where a record ends."""
         self.end = end
         while len(self._points) > 1 and self._points[-1].size_bytes > end.size_bytes:
             self._points.pop()
@@ -112,7 +113,7 @@ class Places:
             self._recent.pop()
 
     def learn(self, point: Point) -> None:
-        """A point that was met when the topic was read: it is remembered where the others are far away."""
+        """Remember a point found by reading the topic, if the other points are far away."""
         at = bisect_left(self._points, point.size_bytes, key=_size)
         if 0 < at < len(self._points) and (
             point.size_bytes - self._points[at - 1].size_bytes >= STEP_BYTES
@@ -122,12 +123,12 @@ class Places:
             self._thin()
 
     def left(self, first_ledger_id: int) -> Point:
-        """The first point of which the entry before is there, where all ledgers before this one are gone."""
+        """Return the first point whose previous entry still exists, if all ledgers before this one are gone."""
         at = bisect_left(self._points, first_ledger_id, key=lambda point: point.message_id.ledger_id)
         return self._points[min(at, len(self._points) - 1)]
 
     def trim(self, first: Point) -> None:
-        """The topic begins with this point."""
+        """Make this point the beginning of the topic."""
         del self._points[: bisect_left(self._points, first.size_bytes, key=_size)]
 
     def _thin(self) -> None:
@@ -136,26 +137,26 @@ class Places:
             self._points[:newer] = thinned(self._points[:newer], MAX_POINTS // 4)
 
     def at(self, index: int) -> Point:
-        """The last point that has not the message with this index before it."""
+        """Return the last point that is not after the message with this index."""
         if self._last_record.next_index <= index and self._last_record.size_bytes > self._points[-1].size_bytes:
             return self._last_record
         return self._points[max(1, bisect_right(self._points, index, key=_next_index)) - 1]
 
     def at_size(self, size_bytes: int) -> Point:
-        """The last point that has at most so many bytes before it."""
+        """Return the last point with at most this number of bytes before it."""
         return self._points[max(1, bisect_right(self._points, size_bytes, key=_size)) - 1]
 
     def before_time(self, publish_time_ms: int) -> Point:
-        """A point before which nothing was published at that time or later."""
+        """Return a point before which nothing was published at that time or later."""
         at = bisect_left(self._points, publish_time_ms, key=lambda point: point.at_latest_ms)
         return self._points[max(at - 1, 0)]
 
     def below(self, index: int) -> list[Point]:
-        """The points before which all messages are below this index, without the one before it: the first at least."""
+        """Return the points with a next index below this index; at least the first."""
         return self._points[: max(1, bisect_left(self._points, index, key=_next_index))]
 
     def recent(self, index: int) -> MessageId | None:
-        """The message ID of a message, if it is known."""
+        """Return the message ID of a message, if it is known."""
         if not self._recent or index < self._recent[0][0] or index >= self.end.next_index:
             return None
         first, run = self._recent[bisect_right(self._recent, index, key=lambda one: one[0]) - 1]
@@ -163,7 +164,7 @@ class Places:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most so many of the points, the first and the last among them, about evenly apart."""
+    """Return at most `most` of the points, about evenly spaced, including the first and the last."""
     if len(points) <= most:
         return [*points]
     apart_bytes = (points[-1].size_bytes - points[0].size_bytes) / (most - 1)
@@ -175,17 +176,17 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def size_of(message: PulsarMessage) -> int:
-    """What an entry is counted as."""
+    """Return the counted size of an entry."""
     return content_bytes(message) + len(message.key) + ENTRY_BYTES
 
 
 def begins_record(message: PulsarMessage) -> bool:
-    """Whether a valid entry begins a stored record."""
+    """Return whether a valid entry begins a stored record."""
     return KIND in message.properties or begins_batch(message)
 
 
 def is_batch(message: PulsarMessage) -> bool:
-    """Whether an entry of ours has several messages."""
+    """Return whether an entry of ours has several messages."""
     return message.properties.get(KIND) == BATCH
 
 
@@ -201,14 +202,14 @@ def _next_index(point: Point) -> int:
 
 VERSION = 1
 MAX_STORED_POINTS = 64
-"""They go with every snapshot. After a start a 30th of a topic may have to be read to find an old message."""
+"""The most points in a snapshot. After a start a 30th of a topic may have to be read to find an old message."""
 
 _HEAD = struct.Struct("<BQ")
 _POINT = struct.Struct("<QQQQqqqqQ")
 
 
 def bytes_of_points(incarnation: int, points: Sequence[Point]) -> bytes:
-    """The first and the last of the points, which rise, and of the others as many as there may be."""
+    """Return the bytes of the points, which ascend: the first, the last, and as many of the others as allowed."""
     return _HEAD.pack(VERSION, incarnation) + b"".join(map(_encode, thinned(points, MAX_STORED_POINTS)))
 
 
@@ -220,7 +221,7 @@ def _encode(point: Point) -> bytes:
 
 
 def points_of_bytes(incarnation: int, raw: bytes) -> list[Point]:
-    """The points of a topic of this incarnation. Raises STORE_DAMAGED, NEWER_FORMAT."""
+    """Return the points of a topic of this incarnation. Raises STORE_DAMAGED, NEWER_FORMAT."""
     if raw[:1] and raw[0] > VERSION:
         raise error("NEWER_FORMAT", f"a snapshot holds a place in its topic of version {raw[0]}, not {VERSION}")
     try:

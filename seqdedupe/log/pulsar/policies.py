@@ -1,4 +1,4 @@
-"""What a topic must be to be a log: nothing in it deleted that is still needed, and nothing stored twice."""
+"""The policies that a topic must have to be a log: no needed entry is deleted, and no entry is stored twice."""
 
 import asyncio
 import logging
@@ -18,21 +18,21 @@ from seqdedupe.names import namespace_of, whole_of
 logger = logging.getLogger("seqdedupe.log")
 
 IN_FORCE_TIMEOUT_SECONDS = 30.0
-"""A policy that was set is in force within a tenth of a second, unless the broker is in trouble."""
+"""A policy is in force within a tenth of a second after it was set, unless the broker is in trouble."""
 _POLL_SECONDS = 0.05
 _SNAPSHOT_INTERVAL = "deduplicationSnapshotInterval"
 
 
 class _Policy(NamedTuple):
     name: str
-    """As the admin URL calls it."""
+    """The name in the admin URL."""
     is_safe: Callable[[Any], bool]
-    """By the value in force."""
+    """Whether the value in force is safe."""
     safe: tuple[str, object]
-    """What is set, and to which path."""
+    """The path and the value to set."""
     danger: str
     command: str
-    """Of `pulsar-admin topicPolicies`, and of `pulsar-admin namespaces` unless that has another one."""
+    """The command of `pulsar-admin topicPolicies`, and of `pulsar-admin namespaces` unless that has another one."""
     namespace_command: str = ""
 
 
@@ -107,18 +107,18 @@ _POLICIES = (
 
 
 class Looks:
-    """What a sidecar has seen of the policies of the topics that it writes or is to write."""
+    """The findings of a sidecar about the policies of the topics that it writes or will write."""
 
     def __init__(self) -> None:
         self.unsafe: set[str] = set()
-        """Topics that take nothing because of their policies."""
+        """Topics that take no messages because of their policies."""
         self.seen_at: dict[str, float] = {}
-        """When each was last seen, in seconds since 1970."""
+        """The time of the last look at each topic, in seconds since 1970."""
 
     async def why_unsafe(self, admin: PulsarAdmin, topic: str, *, may_change: bool) -> str:
-        """Why nothing should be acknowledged in a topic; empty if its policies are safe, or cannot be looked at now.
+        """Return why nothing should be acknowledged in a topic; empty if its policies are safe, or unavailable now.
 
-        Then they are taken to be as they were.
+        If they are unavailable, they count as unchanged.
         """
         try:
             await check_takes_producers(admin, topic)
@@ -136,14 +136,14 @@ class Looks:
         return why
 
     def forget(self, topic: str) -> None:
-        """It is not this sidecar's any more."""
+        """Forget a topic that this sidecar does not have any more."""
         self.unsafe.discard(topic)
         self.seen_at.pop(topic, None)
 
 
 async def check_takes_producers(admin: PulsarAdmin, topic: str) -> None:
-    """Raises UNSAFE_TOPIC_POLICY, with the command to run, if Pulsar takes messages in the topic's namespace only from
-    those who encrypt, which no sidecar does. Its client says nothing of that: its time is up."""
+    """Raise UNSAFE_TOPIC_POLICY, with the command to run, if the topic's namespace requires encrypted messages. No
+    sidecar encrypts. Pulsar's client does not report that: it times out."""
     namespace = namespace_of(topic)
     if await admin.namespace_policy(namespace, "encryptionRequired") is True:
         command = f"pulsar-admin namespaces set-encryption-required --disable {namespace}"
@@ -151,11 +151,11 @@ async def check_takes_producers(admin: PulsarAdmin, topic: str) -> None:
 
 
 async def ensure_safe(admin: PulsarAdmin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
-    """Returns if the topic can be a log: what its policies are is in force. With `may_change` they are set if need be.
-    Those of a partition are the whole topic's.
+    """Return if the topic can be a log: its policies are safe and in force. With `may_change`, unsafe policies are set.
+    A partition has the policies of its whole topic.
 
-    Never set is what belongs to the namespace. Raises UNSAFE_TOPIC_POLICY with the commands to run, otherwise as
-    `PulsarAdmin`. They are commands for the namespace where the topic `is_new`, so that it will be gone.
+    Policies of the namespace are never set. Raises UNSAFE_TOPIC_POLICY with the commands to run, otherwise as
+    `PulsarAdmin`. If the topic `is_new`, the commands are for the namespace, since the topic will be removed.
     """
     dangers = await _of_namespace(admin, topic)
     are_safe = await asyncio.gather(*(_is_safe(admin, topic, policy) for policy in _POLICIES))
@@ -179,7 +179,7 @@ def _command(policy: _Policy, topic: str, of_namespace: bool) -> str:
 
 
 def _with_policies(topic: str) -> str:
-    """Pulsar has policies of whole topics, none of a partition."""
+    """Return the topic that has the policies: Pulsar has policies of whole topics, none of a partition."""
     return whole_of(topic) or topic
 
 
@@ -187,7 +187,7 @@ async def _is_safe(admin: PulsarAdmin, topic: str, policy: _Policy) -> bool:
     try:
         value = await admin.policy(_with_policies(topic), policy.name)
         if value is None and policy.name == _SNAPSHOT_INTERVAL:
-            # Pulsar answers the topic's own interval only.
+            # Pulsar only returns the topic's own interval.
             value = await admin.namespace_policy(namespace_of(topic), policy.name)
         return policy.is_safe(value)
     except (KeyError, TypeError, AttributeError) as e:
@@ -195,7 +195,7 @@ async def _is_safe(admin: PulsarAdmin, topic: str, policy: _Policy) -> bool:
 
 
 async def _still_unsafe(admin: PulsarAdmin, topic: str, changed: list[_Policy]) -> list[_Policy]:
-    """Those that are not in force in time."""
+    """Return the policies that are not in force in time."""
     limit = time.monotonic() + IN_FORCE_TIMEOUT_SECONDS
     while True:
         changed = [policy for policy in changed if not await _is_safe(admin, topic, policy)]
@@ -207,7 +207,7 @@ async def _still_unsafe(admin: PulsarAdmin, topic: str, changed: list[_Policy]) 
 
 
 async def _of_namespace(admin: PulsarAdmin, topic: str) -> list[str]:
-    """A sidecar's subscription must outlive the time for which the sidecar is down."""
+    """Return the dangers from the namespace: a sidecar's subscription must stay while the sidecar is down."""
     namespace = namespace_of(topic)
     minutes = await admin.subscription_expiration_minutes(namespace)
     if minutes is None:
@@ -232,20 +232,20 @@ def _not_in_force(topic: str) -> SeqdedupeError:
     )
 
 
-# -- What is looked at while a topic is owned: that nobody else writes to it or deletes it, and that it deduplicates.
+# -- Checks while a topic is owned: nobody else writes to it or deletes it, and Pulsar deduplicates it.
 
 ALONE_SECONDS = 5.0
 """Statistics follow a hand-over within a tenth of a second, unless the broker is in trouble."""
 LOOK_SECONDS = 60.0
-"""Between two looks at Pulsar's deduplication, and whether somebody deletes the topic."""
+"""The time between two checks of Pulsar's deduplication, and whether somebody deletes the topic."""
 CONNECTED_POLL_SECONDS = 0.25
 DISCONNECTED_SECONDS = 2.0
-"""After an unload the client connects again in a tenth of that; else it may wait for half a minute, and a new producer
-does not."""
+"""The most time without a connection. After an unload the client reconnects in a tenth of that. Otherwise it may wait
+for half a minute, and a new producer does not."""
 
 
 async def check_alone(topic: str, admin: PulsarAdmin, producer_name: str) -> None:
-    """Raises NOT_OWNER if the topic's statistics do not show this producer, alone. That they do is no proof."""
+    """Raise NOT_OWNER if the topic's statistics do not show this producer, alone. If they do, that is no proof."""
     until = asyncio.get_running_loop().time() + ALONE_SECONDS
     while (names := {each.name for each in (await admin.stats(topic)).publishers}) != {producer_name}:
         if asyncio.get_running_loop().time() >= until:
@@ -255,13 +255,14 @@ async def check_alone(topic: str, admin: PulsarAdmin, producer_name: str) -> Non
 
 
 async def check_deduplicates(topic: str, admin: PulsarAdmin) -> None:
-    """Raises LOG_REFUSED if Pulsar's deduplication is not in force."""
+    """Raise LOG_REFUSED if Pulsar's deduplication is not in force."""
     if not (await admin.stats(topic)).deduplicates:
         raise error("LOG_REFUSED", _not_deduplicated(topic))
 
 
 async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
-    """Raises NOT_OWNER if the topic is being deleted, by whomever, or made anew already: nobody takes it any more."""
+    """Raise NOT_OWNER if the topic is being deleted, by any sidecar, or was deleted and made again: no sidecar takes it
+    any more."""
     properties = await admin.properties(topic)
     if is_going(properties):
         raise error("NOT_OWNER", f"{topic} is being deleted")
@@ -270,16 +271,16 @@ async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
 
 
 async def guard(topic: str, admin: PulsarAdmin, opening: PendingAppends, look: Callable[[], Awaitable[str]]) -> None:
-    """Ends an opening when its producer is not connected any more, so that somebody else may have the topic, which one
-    that sends nothing would not notice; when somebody deletes the topic; or when Pulsar's deduplication is off.
-    `look` is called at the same intervals, and says why the opening should end, if it should.
+    """End an opening in three cases. Its producer has lost the connection: another sidecar may have the topic, and a
+    producer that sends nothing would not notice. Somebody deletes the topic. Pulsar's deduplication is off. `look` is
+    called at the same intervals, and returns why the opening should end, if it should.
     """
     opening.fail(await _why_lost(topic, admin, opening.writer, look))
 
 
 async def _why_lost(topic: str, admin: PulsarAdmin, writer: EntryWriter, look: Callable[[], Awaitable[str]]) -> str:
     now = asyncio.get_running_loop().time
-    # Topics that were opened together are not looked at together.
+    # This spreads the looks at topics that were opened together.
     connected_at, looked_at = now(), now() - LOOK_SECONDS * random.random() / 2
     while True:
         await asyncio.sleep(CONNECTED_POLL_SECONDS)
@@ -294,8 +295,8 @@ async def _why_lost(topic: str, admin: PulsarAdmin, writer: EntryWriter, look: C
 
 
 async def _why_not(topic: str, admin: PulsarAdmin) -> str:
-    """Why nobody should own the topic any more; empty if there is no reason."""
-    # An admin URL that does not answer ends no owner.
+    """Return why nobody should own the topic any more; empty if there is no reason."""
+    # An admin URL that does not answer ends no ownership.
     with suppress(SeqdedupeError):
         if is_going(await admin.properties(topic)):
             return f"{topic} is being deleted"

@@ -1,4 +1,4 @@
-"""Pulsar's client for event loops, whose readers are let go of."""
+"""Pulsar's client for event loops, with readers that are released when they are closed."""
 
 import asyncio
 import ctypes
@@ -23,22 +23,22 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import read_named
 from seqdedupe.log.pulsar.admin_url import HttpConnection
 
-# -- Who the sidecar is to Pulsar: a token, as it is now. Nothing of it is ever in an error or a log.
+# -- The identity of the sidecar to Pulsar: the present token. No part of it is ever in an error or a log.
 
 logger = logging.getLogger("seqdedupe.pulsar")
 
 Token = Callable[[], str]
-"""Answers the token, blocking if it has to be fetched. Raises PULSAR_FORBIDS, LOG_UNREADABLE if there is none now."""
+"""Returns the token; blocks if it must be fetched. Raises PULSAR_FORBIDS, LOG_UNREADABLE if there is none now."""
 
 TIMEOUT_SECONDS = 10.0
 RENEWED_AT_SHARE = 0.8
-"""Of the time for which a token is good, a new one is fetched after this part."""
+"""A new token is fetched after this part of the time for which the token is valid."""
 USUAL_SECONDS = 300.0
-"""For which a token is used whose issuer does not say how long it is good."""
+"""The time for which a token is used if its issuer does not state how long it is valid."""
 
 
 def from_file(path: Path) -> Token:
-    """The token in a file, as it is whenever it is asked for."""
+    """Return the token in a file. Each call reads the file."""
 
     def token() -> str:
         try:
@@ -51,7 +51,8 @@ def from_file(path: Path) -> Token:
 
 
 class OAuth2:
-    """Tokens of an issuer for client credentials, each kept until it is nearly over. A `Token`, for any thread."""
+    """Tokens of an issuer for client credentials. Each is kept until it has nearly expired. A `Token`, for any
+    thread."""
 
     def __init__(
         self, issuer_url: str, credentials_file: Path, audience: str, tls: ssl.SSLContext | None = None
@@ -85,7 +86,7 @@ class OAuth2:
         if self._audience:
             asked["audience"] = self._audience
         url = self._ask(f"{self._issuer_url}/.well-known/openid-configuration", None).get("token_endpoint")
-        # The secret goes over no other kind of line than the issuer's.
+        # The secret is only sent over the same kind of connection as the issuer's.
         if not isinstance(url, str) or url.partition(":")[0] != self._issuer_url.partition(":")[0]:
             raise error("PULSAR_FORBIDS", f"the issuer {self._issuer_url} names no token_endpoint of its own scheme")
         answer = self._ask(url, urlencode(asked).encode())
@@ -99,7 +100,7 @@ class OAuth2:
         if form is not None:
             headers["Content-Type"] = "application/x-www-form-urlencoded"
         try:
-            # Where it sends on to, the secret does not follow.
+            # The secret does not follow a redirect.
             with HttpConnection(url, self._tls, time.monotonic() + TIMEOUT_SECONDS) as connection:
                 answered, _ = connection.call("GET" if form is None else "POST", form, headers)
             answer = json.loads(answered.raw) if answered.status == HTTPStatus.OK else None
@@ -117,27 +118,28 @@ _HINT = "See whether the issuer serves, and whether pulsar.oauth2_issuer_url is 
 
 
 def never_raises(token: Token) -> Token:
-    """For Pulsar's client, which calls it on a thread of its own where nothing may be raised: then it gets none."""
+    """Return a token function for Pulsar's client. The client calls it on its own thread, where nothing may be raised:
+    on an error the client gets no token."""
 
     def asked() -> str:
         try:
             return token()
-        except Exception as e:  # noqa: BLE001 (whatever it is, the client's thread must go on)
+        except Exception as e:  # noqa: BLE001 (after any failure the client's thread must go on)
             logger.warning("no token for Pulsar: %s", e if isinstance(e, SeqdedupeError) else type(e).__name__)
             return ""
 
     return asked
 
 
-# -- What Pulsar's client tells besides what it raises.
+# -- The messages of Pulsar's client, in addition to its exceptions.
 
 
 def client_logger() -> pulsar.FileLogger:
-    """Its errors, to standard error, in its own words.
+    """Return a logger that writes the client's errors to standard error, in the client's own words.
 
-    Never a logger of Python's. The client calls one at every step, however little of it is to be shown, and while it
-    holds locks of its own: whoever has Python's lock then and waits for one of those waits for ever. It also takes
-    longer than all else about a message.
+    Never use a logger of Python's. The client calls it at every step, even for messages that are not shown, and holds
+    its own locks meanwhile. A thread that has Python's lock and waits for one of those locks would wait for ever. Such
+    a logger also takes longer than everything else about a message.
     """
     return pulsar.FileLogger(pulsar.LoggerLevel.Error, "/dev/stderr")
 
@@ -149,21 +151,22 @@ _this = threading.local()
 
 
 def keep_state() -> None:
-    """The thread that calls this keeps its Python thread state from now on, as long as it lives.
+    """Keep the Python thread state of the calling thread as long as the thread lives.
 
-    Else the interpreter makes one whenever the client takes its lock on that thread, which is several times for each
-    answer, and a stack for it, which is memory that the system has to map; and throws both away again. That takes
-    longer than all else about an answer.
+    Otherwise the interpreter makes a state whenever the client takes its lock on that thread: several times per answer.
+    It also makes a stack for it, memory that the system must map, and then discards both. That takes longer than
+    everything else about an answer.
     """
     if not hasattr(_this, "has_state"):
         _this.has_state = True
-        # Never released: a state that is in use is not thrown away.
+        # Never released: a state that is in use is not discarded.
         ctypes.pythonapi.PyGILState_Ensure()
 
 
 class PulsarClient(pulsar.asyncio.Client):  # type: ignore[misc]  # the library has no types
-    """As Pulsar's own, but for `create_reader`, after which a closed reader and a closed client's threads and
-    descriptors stay for good: a reader keeps the callback of its opening, and that one keeps the reader."""
+    """Pulsar's own client with another `create_reader`. After Pulsar's own, a closed reader and a closed client's
+    threads and descriptors stay for good: a reader keeps the callback of its opening, and the callback keeps the
+    reader."""
 
     async def create_reader(
         self,
@@ -173,13 +176,14 @@ class PulsarClient(pulsar.asyncio.Client):  # type: ignore[misc]  # the library 
         receiver_queue_size: int,
         start_message_id_inclusive: bool,
     ) -> pulsar.asyncio.Reader:
-        """A reader of bytes from there on, with so many entries fetched ahead. Raises PulsarException."""
+        """Return a reader of bytes from that place on. It fetches `receiver_queue_size` entries ahead. Raises
+        PulsarException."""
         schema = pulsar.schema.BytesSchema()
         settings = _pulsar.ReaderConfiguration()
         settings.schema(schema.schema_info())
         settings.receiver_queue_size(receiver_queue_size)
         settings.start_message_id_inclusive(start_message_id_inclusive)
-        # `earliest` and `latest` are of the library below.
+        # `earliest` and `latest` belong to the library below.
         is_own = isinstance(start_message_id, pulsar.MessageId)
         start = start_message_id._msg_id if is_own else start_message_id
         reader = asyncio.get_running_loop().create_future()
@@ -192,21 +196,21 @@ _LATER_RESULTS = {46: "Disconnected"}
 
 
 def name_of(result: Any) -> str:
-    """What a result of the client is called."""
+    """Return the name of a result of the client."""
     if result.name in pulsar.Result.__members__:
         return str(result.name)
     return _LATER_RESULTS.get(result.value, f"result {result.value}")
 
 
 def told(failure: pulsar.asyncio.PulsarException) -> str:
-    """What the client says of a failure."""
+    """Return the client's text about a failure."""
     name = name_of(failure.error())
     more = str(failure).partition(": ")[2]
     return f"{name}: {more}" if more else name
 
 
 def _hand_over(waiting: "list[asyncio.Future[Any]]", outcome: Any) -> None:
-    """Is called on a thread of the client, once, and keeps nothing of what it is given."""
+    """Pass an outcome to the event loop. Called on a thread of the client, once; keeps none of its arguments."""
     future = waiting.pop()
     future.get_loop().call_soon_threadsafe(_settle, future, outcome)
 
@@ -220,11 +224,12 @@ def _settle(future: "asyncio.Future[Any]", outcome: Any) -> None:
         future.set_result(outcome)
 
 
-# -- Openings that the client ends in its own time, whoever still waits for them.
+# -- Openings that the client ends in its own time, even if nobody waits for them any more.
 
 
 async def opened(opening: Coroutine[Any, Any, Any], close: Callable[[Any], None]) -> Any:
-    """What is opened. If this is cancelled it is closed, should it come to be: nobody else could, and it would stay."""
+    """Return the opened object. If this is cancelled, the object is closed once it is open: nobody else could close it,
+    and it would stay."""
     task = asyncio.ensure_future(opening)
     try:
         return await asyncio.shield(task)

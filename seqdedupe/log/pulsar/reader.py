@@ -1,4 +1,4 @@
-"""A topic's entries in their order, as they were and as they come."""
+"""A topic's entries in order: the existing ones, then new ones as they arrive."""
 
 import asyncio
 from collections import deque
@@ -35,36 +35,37 @@ from seqdedupe.log.pulsar.terms import Terms, TermVerdict, gap
 from seqdedupe.message_id import MessageId
 
 READ_STEP_ENTRIES = 500
-"""So many are taken at once at most: a few milliseconds of the event loop."""
+"""The most entries that are taken in one step: a few milliseconds of the event loop."""
 READ_STEP_BYTES = 256 * 1024
-"""After payloads of so many no more are taken at once."""
+"""After this number of payload bytes a step takes no more entries."""
 OPEN_TIMEOUTS_SECONDS = (2.0, 4.0)
-"""Opening one while its topic is unloaded ends with the client's own time-out; another one is opened at once."""
+"""The opening of a reader while its topic is unloaded ends with the client's own time-out. Another reader is opened at
+once."""
 _AT_ONCE_MS = 0
 _LEDGER, _ENTRY, _BATCH_SIZE, _FIRST_CHUNK = 1, 2, 6, 7
-"""Fields of Pulsar's `MessageIdData`."""
+"""Field numbers of Pulsar's `MessageIdData`."""
 _FIXED_SIZES = {1: 8, 5: 4}
-"""The sizes of fields of these wire types of protobuf."""
+"""The sizes of fields with these wire types of protobuf."""
 
 
 class EntryReader:
-    """Reads from one place on, for as long as it is wanted. Everything is called on one event loop.
+    """Reads from one place on, for as long as it is wanted. All methods are called on one event loop.
 
-    What Pulsar has trimmed it leaves out in silence, and after a broker's crash it may give entries again: whoever
-    reads checks numbers and indexes (`Terms`).
+    Entries that Pulsar has trimmed are skipped silently. After a broker's crash, entries may come again. So the caller
+    must check numbers and indexes (`Terms`).
     """
 
     def __init__(self, reader: Any) -> None:
-        """For `open_reader`."""
+        """Make the reader, for `open_reader`."""
         self._reader = reader
         self._next: asyncio.Future[Any] | None = None
 
     async def read(self) -> list[PulsarEntry]:
-        """The next entries, at least one, for which it waits. Nothing is lost if this is cancelled.
+        """Return the next entries, at least one. This waits for the first. Nothing is lost if it is cancelled.
 
         Raises LOG_UNREADABLE: then a new reader is needed.
         """
-        # A message that comes when nobody waits any more would be gone.
+        # A message that arrives when no caller waits any more would be lost.
         if self._next is None:
             self._next = asyncio.ensure_future(self._reader.read_next())
         try:
@@ -77,45 +78,46 @@ class EntryReader:
         size_bytes = 0
         while len(entries) < READ_STEP_ENTRIES and size_bytes < READ_STEP_BYTES:
             size_bytes += content_bytes(entries[-1].message)
-            # What is below the client's reader for event loops, which wakes the loop for every message.
+            # The layer below the client's reader for event loops, which wakes the loop for every message.
             try:
                 entries.append(_entry(self._reader._reader.read_next(_AT_ONCE_MS)))
             except pulsar.PulsarException:
-                # None is there yet; whatever else it is, the next waiting tells.
+                # No entry is there yet. Any other failure shows in the next wait.
                 break
         if len(entries) > 1 and entries[1].message_id < entries[0].message_id:
-            # Pulsar's client gives an entry to who waits also while it puts the one before into its queue, if that was
-            # taken in when nobody waited yet.
+            # Pulsar's client passes an entry to a waiting caller even while it still queues the entry before. That
+            # happens if the earlier entry was received when no caller waited yet.
             entries[:2] = entries[1], entries[0]
         return entries
 
     async def is_at_end(self) -> bool:
-        """Whether nothing more is there now. Not while somebody waits in `read`. Raises LOG_UNREADABLE."""
+        """Return whether there are no more entries now. Not while a caller waits in `read`. Raises LOG_UNREADABLE."""
         try:
             has_more = await self._reader.has_message_available()
         except pulsar.asyncio.PulsarException as e:
             raise _unreadable(self._reader.topic(), e) from e
-        # What somebody waited for, who was cancelled, may have come.
+        # An entry may have arrived for a caller that was cancelled.
         return not (has_more or (self._next is not None and self._next.done()))
 
     async def close(self) -> None:
-        """Who waits in `read` gets LOG_UNREADABLE."""
-        # Else it was closed by the broker, or will be when the connection ends.
+        """Close the reader. A caller that waits in `read` gets LOG_UNREADABLE."""
+        # On an error the broker has closed the reader, or will when the connection ends.
         with suppress(pulsar.asyncio.PulsarException):
             await self._reader.close()
         waiting = self._next
         if waiting is not None:
             await asyncio.wait([waiting])
-            # Looked at, should nobody be waiting in `read`.
+            # Retrieve the exception, in case no caller waits in `read`.
             waiting.exception()
 
 
 async def open_reader(
     client: pulsar.asyncio.Client, topic: str, start: MessageId | None, queue_entries: int
 ) -> EntryReader:
-    """A reader whose first entry is the one at `start`, or the first one that is left: where that was trimmed, or None.
+    """Return a reader whose first entry is the one at `start`. If that was trimmed, or is None, it is the first entry
+    left.
 
-    So many entries are fetched ahead, whatever their size. Raises LOG_UNREADABLE.
+    `queue_entries` entries of any size are fetched ahead. Raises LOG_UNREADABLE.
     """
     place = pulsar.MessageId.earliest if start is None else pulsar.MessageId(-1, *start)
     try:
@@ -162,7 +164,7 @@ def _entry(native: Any) -> PulsarEntry:
 
 
 def _ordering_key(native: Any) -> bytes:
-    """The client takes bytes for text, and fails where they are none."""
+    """Return the ordering key. The client takes its bytes for text, and fails if they are not."""
     try:
         text: str = native.ordering_key()
     except UnicodeDecodeError as e:
@@ -171,7 +173,7 @@ def _ordering_key(native: Any) -> bytes:
 
 
 def _batch_size(of_id: Mapping[int, int | bytes]) -> int:
-    """How many messages the batch has that one is of, by its ID: the client shows it nowhere else."""
+    """Return the number of messages in the batch of a message, by its ID: the client shows it nowhere else."""
     size = of_id.get(_BATCH_SIZE)
     if not isinstance(size, int):
         raise error("INTERNAL", f"Pulsar's client does not say of how many messages a batch is: {of_id}")
@@ -187,8 +189,8 @@ def _first_chunk(of_id: Mapping[int, int | bytes]) -> MessageId | None:
 
 
 def fields_of(raw: bytes) -> dict[int, int | bytes]:
-    """The fields of a protobuf message by their numbers; of one that is repeated, the last. Raises ValueError or
-    IndexError for what is none."""
+    """Return the fields of a protobuf message by their numbers; for a repeated field, the last one. Raises ValueError
+    or IndexError if it is not a message."""
     fields: dict[int, int | bytes] = {}
     at = 0
 
@@ -217,7 +219,7 @@ def fields_of(raw: bytes) -> dict[int, int | bytes]:
 
 
 def _sequence_id(native: Any, producer_name: str) -> int:
-    """-1 if the client does not show it: it has no call for that, and prints it."""
+    """Return the sequence ID; -1 if the client does not show it. The client has no call for that, but prints it."""
     head = f"Message(prod={producer_name}, seq="
     text = str(native)
     digits = text[len(head) :].partition(",")[0]
@@ -232,22 +234,22 @@ def _unreadable(topic: str, failure: pulsar.asyncio.PulsarException) -> Seqdedup
     )
 
 
-# -- From a Pulsar topic's entries to stored records: what everything else here reads.
+# -- From a Pulsar topic's entries to stored records: all other code here reads those.
 
 
 class Collector:
-    """Collects what is valid of the entries it is given, in the topic's order.
+    """Collects the valid ones of the entries added, in the topic's order.
 
-    The rows of a batch that are an entry each become one record again; a packed batch is one already. Where the reading
-    begins within a batch, or its owner has ended within one, there is a record of the rows that are there.
+    The rows of a batch that are an entry each become one record again. A packed batch is one record already. If reading
+    begins within a batch, or its owner has ended within one, the record has only the rows that are there.
     """
 
     def __init__(self, terms: Terms, publish_time_ms: int = 0) -> None:
-        """`publish_time_ms`: that of the record before, below which none is."""
+        """Make a collector. `publish_time_ms` is the time of the record before; no record has an earlier one."""
         self.terms = terms
         self.earlier: dict[str, int] = {}
         """The highest sequence ID of each producer that published before the first marker, as far as the client shows
-        them: `terms.counts.earlier` counts all that was there."""
+        them: `terms.counts.earlier` counts all entries."""
         self._publish_time_ms = publish_time_ms
         self._records: list[bytes] = []
         self._runs: list[Runs] = []
@@ -257,11 +259,11 @@ class Collector:
         self._row_runs: list[Run] = []
 
     def __len__(self) -> int:
-        """How many records `take` would give."""
+        """Return the number of records that `take` would return."""
         return len(self._records) + (len(self._rows) > 0)
 
     def add(self, entry: PulsarEntry) -> TermVerdict:
-        """Judges the next entry, and collects it if it is valid. Raises what `Terms.judge` does."""
+        """Judge the next entry, and collect it if it is valid. Raises as `Terms.judge`."""
         verdict = self.terms.judge(entry.message, entry.message_id)
         if verdict is TermVerdict.VALID:
             kind = entry.message.properties.get(KIND)
@@ -277,7 +279,7 @@ class Collector:
         return verdict
 
     async def add_over_borders(self, entry: PulsarEntry, ledgers: Callable[[], Awaitable[Ledgers]]) -> TermVerdict:
-        """As `add`. Where something seems to be missing, the topic's ledgers say whether every position was read."""
+        """Add as `add`. If something seems to be missing, the topic's ledgers say whether every position was read."""
         try:
             return self.add(entry)
         except DamagedError as e:
@@ -291,7 +293,7 @@ class Collector:
         return self.add(entry)
 
     def take(self) -> Entries | None:
-        """What was collected since the last time; None if that is nothing. Raises LOG_DAMAGED, NEWER_FORMAT."""
+        """Return what was collected since the last call; None if there is nothing. Raises LOG_DAMAGED, NEWER_FORMAT."""
         self._end_rows()
         if not self._records:
             return None
@@ -300,7 +302,7 @@ class Collector:
         raw, table, result = b"".join(several), records.new_table(len(several)), records.new_result()
         view = np.frombuffer(raw, np.uint8)
         why = records.scan(view, self.terms.owner.incarnation, -1, first_index, NO_KEY, table, result)
-        # A packed payload is one record, and says of itself what its properties do.
+        # A packed payload must be one record, and agree with its properties.
         if (
             why != records.END
             or table[:, RECORD_END].tolist() != list(accumulate(map(len, several)))
@@ -326,7 +328,7 @@ class Collector:
             self._row_runs.append(Run(1, ledger_id, entry_id))
 
     def _end_rows(self) -> None:
-        """The rows that were collected are a record."""
+        """Turn the collected rows into a record."""
         if not len(self._rows):
             return
         part = encoded_part(self._rows.batch())
@@ -336,7 +338,7 @@ class Collector:
         self._rows, self._row_runs = Rows(), []
 
     def _add_record(self, kind: str, entry: PulsarEntry) -> None:
-        """An entry that is a record by itself."""
+        """Add an entry that is a record alone."""
         runs: Runs = ()
         if kind == BATCH:
             runs = (Run(self.terms.next_index - self._index, entry.message_id.ledger_id, entry.message_id.entry_id, 0),)
@@ -353,7 +355,7 @@ class Collector:
         self._index = self.terms.next_index
 
     def _headed(self, tag: int, body: bytes, rows: int, column_bytes: int) -> bytes:
-        """The stored record of this body at the place that was reached. It has no file, and so no offsets in one."""
+        """Return the stored record of this body at the present place. It has no file, and so no offsets in one."""
         made = header(
             body,
             tag,
@@ -370,43 +372,44 @@ class Collector:
         return made + body
 
 
-# -- A reader of a topic, with all that is known where it stands: it judges and collects what comes, a step at a time.
+# -- A reader of a topic, with the knowledge about its place. It judges and collects entries, one step at a time.
 
 READ_TIMEOUT_SECONDS = 30.0
-"""An entry that stands there comes sooner, or Pulsar is in trouble."""
+"""The time within which an existing entry arrives, unless Pulsar is in trouble."""
 KEPT_TIMEOUT_SECONDS = 3.0
-"""The same for a reader that was kept: it may wait long before it connects again, and a new one does so at once."""
+"""The same for a reader that was kept: it may wait long before it connects again, and a new reader connects at once."""
 
 Hear = Callable[[PulsarEntry, TermVerdict, Point], None]
-"""Is told each entry as it was judged, and the point after it."""
+"""Called with each entry, the verdict on it, and the point after it."""
 
 
 class ReaderStep(NamedTuple):
-    """What stands between two points."""
+    """The entries between two points."""
 
     start: Point
     end: Point
     entries: Entries | None
-    """None if that is nothing: no valid entry."""
+    """The valid entries; None if there are none."""
 
     @property
     def is_full(self) -> bool:
-        """Whether it ended for its size."""
+        """Whether the step ended because of its size."""
         return self.end.size_bytes - self.start.size_bytes >= STEP_BYTES
 
 
 class LogScan:
-    """Reads on from a point. After an error or a cancelled call it is of no use any more but to be closed.
+    """Reads on from a point. After an error or a cancelled call it can only be closed.
 
-    The valid entry before the point must still be there: else what follows it may be gone too, and it is LOG_GAP.
+    The valid entry before the point must still exist. Otherwise the entries after it may be gone too: that is LOG_GAP.
     """
 
     def __init__(
         self, reader: EntryReader, topic: str, start: Point, ledgers: Callable[[], Awaitable[Ledgers]]
     ) -> None:
-        """`reader` begins with the valid entry before the point. `ledgers` answers those of the topic now."""
+        """Make a scan. `reader` begins with the valid entry before the point. `ledgers` returns the topic's present
+        ledgers."""
         self.here = start
-        """Where the next step begins."""
+        """The point where the next step begins."""
         self.collector = Collector(Terms(start.standing, start.message_id), start.publish_time_ms)
         self.timeout_seconds = READ_TIMEOUT_SECONDS
         self.idle_since = 0.0
@@ -419,9 +422,9 @@ class LogScan:
         self._left: deque[PulsarEntry] = deque()
 
     async def step(self, limit: Point) -> ReaderStep:
-        """What stands from here on, about STEP_BYTES, up to the limit, which is known to stand after this.
+        """Return the entries from here on, about STEP_BYTES, up to the limit, which is known to be after this point.
 
-        Raises what the collector does, LOG_GAP if the limit is not as it was known, LOG_UNREADABLE.
+        Raises the errors of the collector; LOG_GAP if the limit is not as it was known; LOG_UNREADABLE.
         """
         start = self.here
         while self._last < limit.message_id:
@@ -437,7 +440,8 @@ class LogScan:
         return ReaderStep(start, self.here, self.collector.take())
 
     async def step_on(self, up_to: MessageId | None, hear: Hear) -> ReaderStep:
-        """The same, up to an entry that may not be valid, or to the topic's end: a step that is not full reached it."""
+        """Step in the same way, up to an entry that may be invalid, or to the topic's end. A step that is not full has
+        reached it."""
         start = self.here
         while up_to is None or self._last < up_to:
             if up_to is None and not self._left and await self._reader.is_at_end():
@@ -445,7 +449,7 @@ class LogScan:
             try:
                 entry = await self._peek()
             except UnavailableError:
-                # Of a terminated topic the broker says that there is more.
+                # For a terminated topic the broker says that there is more.
                 if up_to is not None or not (await self._ledgers()).is_last(self._last):
                     raise
                 break
@@ -457,7 +461,7 @@ class LogScan:
         return ReaderStep(start, self.here, self.collector.take())
 
     async def wait_for_more(self) -> None:
-        """Returns when there is an entry that was not judged. Nothing is lost if this is cancelled."""
+        """Wait until there is an entry that was not judged. Nothing is lost if this is cancelled."""
         while all(entry.message_id <= self._last or entry.message_id == self._due for entry in self._left):
             self._left.extend(await self._reader.read())
 
@@ -465,7 +469,7 @@ class LogScan:
         return self.here.size_bytes - start.size_bytes >= STEP_BYTES and begins_record(entry.message)
 
     async def _peek(self) -> PulsarEntry:
-        """The next entry, which must be there. After a broker's crash some come again."""
+        """Return the next entry, which must exist. After a broker's crash some entries come again."""
         while not self._left or self._left[0].message_id <= self._last:
             if self._left:
                 self._left.popleft()
@@ -479,7 +483,7 @@ class LogScan:
         return self._left[0]
 
     async def _judge(self, entry: PulsarEntry) -> TermVerdict | None:
-        """The verdict on the next entry; None for the one before the point where this began."""
+        """Return the verdict on the next entry; None for the entry before the point where the scan began."""
         self._left.popleft()
         self._last = entry.message_id
         if self._due is not None:
@@ -496,5 +500,5 @@ class LogScan:
         return verdict
 
     async def close(self) -> None:
-        """Lets go of the reader."""
+        """Close the reader."""
         await self._reader.close()

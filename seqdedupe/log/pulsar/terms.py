@@ -1,8 +1,8 @@
-"""The rule of terms: which entries of a Pulsar topic are ours, whoever wrote into it.
+"""The rule of terms: which entries of a Pulsar topic are ours, no matter who else writes into it.
 
-Pulsar's own exclusion of writers lets two in at once (both get receipts), and its deduplication can be off. So nothing
-rests on either: all who read the topic in its order come to the same verdicts by what the entries say of themselves,
-and an owner confirms only what that reading is certain to find.
+Pulsar's exclusion of other writers can let two in at once (both get receipts), and its deduplication can be off. So
+nothing relies on either. All readers of the topic, in its order, reach the same verdicts from the entries alone. An
+owner confirms only entries that such a reading is certain to find.
 """
 
 from collections import deque
@@ -27,25 +27,26 @@ from seqdedupe.log.pulsar.entries import NOWHERE, Marker, PulsarMessage, damaged
 from seqdedupe.message_id import MessageId
 
 REMEMBERED_ENTRIES = 16_384
-"""So many of the newest entries a repeat is compared with. A client sends again only what it has in flight: an owner
-has never more under way."""
+"""A repeat is compared with this number of the newest entries. A client resends only entries in flight, and an owner
+never has more in flight."""
 
 
 _NOTHING = "\0"
-"""Begins no place."""
+"""No place begins with this."""
 
 
 class TermVerdict(Enum):
-    """What an entry is."""
+    """The verdict on an entry."""
 
     VALID = "valid"
     """Ours: a message, a batch, a control record, or a marker that takes ownership."""
 
     VOID = "void"
-    """Of an owner who is not the last that took ownership, or a marker whose term is not higher: nobody counts it."""
+    """From an owner that is not the last that took ownership, or a marker whose term is not higher: nobody counts
+    it."""
 
     REPEAT = "repeat"
-    """The same as a valid entry that stands before it: it was sent twice."""
+    """The same as an earlier valid entry: it was sent twice."""
 
     EARLIER = "earlier"
     """Not ours, before the first marker: from the time before the topic had an owner."""
@@ -55,35 +56,35 @@ class TermVerdict(Enum):
 
 
 class TermStanding(NamedTuple):
-    """How far a topic was read: what has to be known to read on."""
+    """How far a topic was read: the state that is needed to read on."""
 
     owner: EntryOwner
-    """The last that took ownership; before the first marker one of term 0."""
+    """The last owner that took ownership; before the first marker an owner of term 0."""
     next_number: int = 0
-    """That of the owner's next entry."""
+    """The number of the owner's next entry."""
     next_index: int = 0
     has_hole: bool = False
-    """Whether the owner has left one after that: nothing more of it counts."""
+    """Whether the owner has left a hole after that: no later entry from it counts."""
 
     @staticmethod
     def start(incarnation: int) -> "TermStanding":
-        """Before everything."""
+        """Return the standing before all entries."""
         return TermStanding(EntryOwner(incarnation, 0, 0))
 
 
 @dataclass
 class Counts:
-    """How many entries that are not valid were met."""
+    """The numbers of invalid entries that were read."""
 
     void: int = 0
     repeats: int = 0
     earlier: int = 0
     foreign: int = 0
     holes: int = 0
-    """Of owners, after which what they wrote is void."""
+    """Holes left by owners; an owner's entries after its hole are void."""
 
     def add(self, verdict: TermVerdict) -> None:
-        """One more was met."""
+        """Count one more entry."""
         match verdict:
             case TermVerdict.VOID:
                 self.void += 1
@@ -96,47 +97,47 @@ class Counts:
 
 
 class Border(NamedTuple):
-    """Two entries that came one after the other although others may stand between them."""
+    """Two entries that came one after the other, although others may be between them."""
 
     before: MessageId
     after: MessageId
 
 
 class Terms:
-    """Judges the entries of a topic, which are given in the topic's order and without leaving any out.
+    """Judges the entries of a topic. The caller passes all of them, in the topic's order.
 
-    An owner numbers its entries from 0, its marker, and messages have indexes without gaps over all owners; so what is
-    missing is noticed. A refused entry, after which others were stored, leaves a *hole*: a number is missing although
-    every position was read. Its owner confirms nothing after that, so what follows of it is void. Where a position was
+    An owner numbers its entries from 0, its marker. Messages have indexes without gaps over all owners. So a missing
+    entry is noticed. If Pulsar refuses an entry and stores later ones, there is a *hole*: a number is missing although
+    every position was read. The owner confirms nothing after a hole, so its later entries are void. If a position was
     not read, a missing number is LOG_GAP.
 
-    After an error `standing` is that of the last valid entry. Nothing more may be asked, except the same entry after
-    LOG_GAP, once `borders` are cleared because nothing stands between.
+    After an error, `standing` is the standing after the last valid entry. The caller must stop, with one exception: it
+    may pass the same entry again after LOG_GAP, once it has cleared `borders` because nothing is between.
     """
 
     def __init__(self, standing: TermStanding, after: MessageId = NOWHERE) -> None:
-        """`after`: where the last entry before stands, as far as that is known."""
+        """Begin after this standing. `after` is the place of the entry before, if it is known."""
         self.counts = Counts()
         self.marker: Marker | None = None
-        """The last that took ownership, if it was met here."""
+        """The marker that last took ownership, if it was read here."""
         self.owner, self._next_number, self.next_index, self._has_hole = standing
         self._texts = _texts(self.owner) if self.owner.term else (_NOTHING,)
         self._unseen_below = self._next_number
         self._remembered: deque[int] = deque(maxlen=REMEMBERED_ENTRIES)
         self.borders: list[Border] = []
-        """Since the last valid entry."""
+        """The borders since the last valid entry."""
         self._last = after
 
     @property
     def standing(self) -> TermStanding:
-        """What is needed to read on after the last entry."""
+        """The state that is needed to read on after the last entry."""
         return TermStanding(self.owner, self._next_number, self.next_index, self._has_hole)
 
     def judge(self, message: PulsarMessage, message_id: MessageId) -> TermVerdict:
-        """The verdict on the next entry, which is counted.
+        """Return the verdict on the next entry, and count it.
 
-        Raises `DamagedError`: LOG_GAP where something is missing before this entry, LOG_DAMAGED where it is none that
-        can stand here, NEWER_FORMAT.
+        Raises `DamagedError`: LOG_GAP if entries are missing before this one, LOG_DAMAGED if it cannot be here,
+        NEWER_FORMAT.
         """
         if message_id != self._last:
             if not _follows(self._last, message_id):
@@ -220,20 +221,21 @@ class Terms:
 
 
 class Receipts:
-    """What an owner may confirm, by the receipts of its appends in their order.
+    """The rule by which an owner may confirm appends, from their receipts in order.
 
-    A receipt proves that an entry was stored, not that it is valid: a marker of another owner may stand before it. It
-    does if it follows the last confirmed entry without a gap in the same ledger, since then nothing stands between.
+    A receipt proves that an entry was stored, not that it is valid: another owner's marker may be before it. It does
+    prove that if the entry directly follows the last confirmed entry in the same ledger, since then nothing is between.
     """
 
     def __init__(self, confirmed: MessageId) -> None:
-        """`confirmed`: of the last entry that was read and is valid, the owner's own marker at first."""
+        """Begin after `confirmed`, the ID of the last entry that was read and is valid: at first the owner's own
+        marker."""
         self._confirmed = confirmed
 
     def confirms(self, receipt: MessageId) -> bool:
-        """Whether this receipt, of the append after the last one confirmed, confirms it.
+        """Return whether this receipt confirms its append, the one after the last confirmed append.
 
-        If not (a gap, a new ledger, or none: (-1, -1)), the topic has to be read up to that append: `was_read`.
+        If not (a gap, a new ledger, or no place: (-1, -1)), the topic must be read up to that append: `was_read`.
         """
         last = self._confirmed
         if receipt != MessageId(last.ledger_id, last.entry_id + 1):
@@ -242,26 +244,27 @@ class Receipts:
         return True
 
     def was_read(self, message_id: MessageId) -> None:
-        """The topic was read and judged up to the append after the last one confirmed: it is valid, and stands here."""
+        """Record that the topic was read and judged up to the append after the last confirmed one: it is valid and has
+        this ID."""
         self._confirmed = message_id
 
 
 def _texts(owner: EntryOwner) -> tuple[str, ...]:
-    """What ENTRY of an owner's entries begins with, in any version. All are of one length."""
+    """Return the possible beginnings of ENTRY in an owner's entries, one per version. All have the same length."""
     return tuple(owner.prefix(version) for version in range(VERSION, SCHEMA_VERSION + 1))
 
 
 def _follows(before: MessageId, after: MessageId) -> bool:
-    """Whether no other entry can stand between, messages of one batch aside."""
+    """Return whether no other entry can be between, except messages of the same batch."""
     return before.ledger_id == after.ledger_id and after.entry_id - before.entry_id <= 1
 
 
 def _fingerprint(message: PulsarMessage) -> int:
-    """By which two messages are known to be the same, in this process alone."""
+    """Return a number by which two messages are known to be the same, in this process only."""
     payload, properties, key, event_time_ms = message
     return hash((payload, frozenset(properties.items()), key, event_time_ms))
 
 
 def gap(what: str, next_index: int) -> SeqdedupeError:
-    """The error of entries that are missing where this index was the next."""
+    """Return the error for entries that are missing where this index was the next."""
     return error("LOG_GAP", f"entries of the Pulsar topic are missing: {what}", index=next_index)

@@ -1,4 +1,4 @@
-"""Who owns a topic: what its statistics say of who writes to it, and else its last marker."""
+"""The owner of a topic: the writer in the topic's statistics, else the address in its last marker."""
 
 import asyncio
 import logging
@@ -19,15 +19,16 @@ from seqdedupe.tasks import retrieve
 logger = logging.getLogger("seqdedupe.log")
 
 ADDRESS = "address"
-"""The property of a sidecar's producer that says where the sidecar can be reached."""
+"""The property of a sidecar's producer that holds the sidecar's address."""
 
 
 async def not_owner(
     e: SeqdedupeError, admin: PulsarAdmin, topic: str, own_address: str, own_name: str, marked_address: str
 ) -> SeqdedupeError:
-    """A NOT_OWNER with `owner_address` where that is known, and is not this sidecar's own: a producer of its own that
-    it has lost may still be listed. One with the sidecar's own name at another address is told loudly: each of the two
-    moves the subscription that keeps what both need. One with both is told in the message: it may be either."""
+    """Return a NOT_OWNER with `owner_address`, if that is known and is not this sidecar's own: its own lost producer
+    may still be listed. A writer with this sidecar's name at another address is logged as an error: each of the two
+    sidecars moves the subscription that keeps the entries both need. For a writer with the same name and address the
+    message says so: it may be either."""
     try:
         writer = await _writer(topic, admin)
         name, address = (writer.name.rpartition("-")[0], writer.metadata.get(ADDRESS, "")) if writer else ("", "")
@@ -50,7 +51,7 @@ async def not_owner(
 
 
 async def owner_of(topic: str, admin: PulsarAdmin) -> str:
-    """The address of the sidecar that writes to the topic; empty if none does. Raises why it is not known now."""
+    """Return the address of the sidecar that writes to the topic; empty if none does. Raises if it is unknown now."""
     writer = await _writer(topic, admin)
     return writer.metadata.get(ADDRESS, "") if writer else ""
 
@@ -60,24 +61,24 @@ async def _writer(topic: str, admin: PulsarAdmin) -> ConnectedProducer | None:
     return publishers[0] if publishers else None
 
 
-# -- Waiting until nobody has a topic: an alarm, no more. Who is told opens the topic as everybody else does.
+# -- Waiting until nobody has a topic. It is only a hint: the caller then opens the topic like every other sidecar.
 
 POLL_SECONDS = 0.5
-"""Between two looks at the statistics of a topic that somebody has: what waiting costs a cluster."""
+"""The time between two looks at the statistics of a topic that somebody has: the load of a wait on a cluster."""
 FREE_SECONDS = 0.5
-"""So long nobody must have had it: who was unloaded with it is back in half of that."""
+"""The time for which nobody must have had the topic: an owner that was unloaded with it is back in half of that."""
 FREE_POLL_SECONDS = 0.1
 
 Connect = Callable[[], pulsar.asyncio.Client]
-"""Makes a client of its own, as all of the sidecar's are."""
+"""Makes a separate client, configured like all clients of the sidecar."""
 
 
 async def wait_until_free(topic: str, admin: PulsarAdmin, connect: Connect, *, has_schema: bool = False) -> None:
-    """Returns when the broker has given the topic to whoever waits for it, who has let go of it again. Where the topic
-    `has_schema`, it may be given only to those who name it.
+    """Wait until the broker has given the topic to this waiting producer; the producer has then released it. If the
+    topic `has_schema`, the broker may only give it to a producer that names the schema.
 
-    Whatever fails is tried again. A broker gives a topic, also when it is unloaded, to who waits for it: so nobody
-    waits there before the topic is free, or when somebody has it again.
+    Failures are retried. A broker gives a topic, even when it is unloaded, to a waiting producer. So this does not wait
+    at the broker before the topic is free, or when somebody has it again.
     """
     while True:
         await _until_nobody_writes(topic, admin)
@@ -100,7 +101,7 @@ async def _until_nobody_writes(topic: str, admin: PulsarAdmin) -> None:
 
 
 async def _was_given(topic: str, admin: PulsarAdmin, connect: Connect, has_schema: bool) -> bool:
-    """Waits at the broker, which tells at once. Whether it gave the topic, and nobody else has it."""
+    """Wait at the broker, which notifies at once. Return whether it gave the topic, and nobody else has it."""
     try:
         schema = (await schema_of(topic, admin)).of_client() if has_schema else None
     except SeqdedupeError as e:
@@ -120,15 +121,16 @@ async def _was_given(topic: str, admin: PulsarAdmin, connect: Connect, has_schem
                 return waiting.exception() is None
             if is_written:
                 return False
-            # It may be this one itself, which is told of it in a moment.
+            # The publisher may be this producer itself: its notification arrives in a moment.
             is_written = bool(await publishers_of(topic, admin))
     finally:
-        # Else it stays queued, and the broker gives the topic to nobody. That is not cancelled with the wait.
+        # Otherwise the producer stays queued, and the broker gives the topic to nobody. The closing is not cancelled
+        # with the wait.
         await asyncio.shield(_closed(client))
 
 
 async def is_terminated(topic: str, admin: PulsarAdmin) -> bool:
-    """Whether it is, for certain: then a broker gives it to nobody, and does not say so."""
+    """Return whether the topic is certainly terminated. A broker then gives it to nobody, and does not say so."""
     try:
         return await admin.is_terminated(topic)
     except SeqdedupeError:
@@ -143,7 +145,7 @@ async def _closed(client: pulsar.asyncio.Client) -> None:
 
 
 async def publishers_of(topic: str, admin: PulsarAdmin) -> tuple[ConnectedProducer, ...] | None:
-    """Who writes to the topic, by its statistics; None if they cannot be had now."""
+    """Return the publishers of the topic, by its statistics; None if those are unavailable now."""
     try:
         return (await admin.stats(topic)).publishers
     except SeqdedupeError as e:
@@ -151,15 +153,15 @@ async def publishers_of(topic: str, admin: PulsarAdmin) -> tuple[ConnectedProduc
         return None
 
 
-# -- An owner that is frozen, and that its broker does not let go of: it is evicted by unloading the topic.
+# -- A frozen owner that its broker does not disconnect: unloading the topic evicts it.
 
 ASK_SECONDS = 5.0
-"""Between two questions to an owner whether it is alive."""
+"""The time between two requests that check whether an owner is alive."""
 FROZEN_SECONDS = 60.0
-"""Within that time a broker should have let go by itself of one that answers nothing: twice its keep-alive interval,
+"""The time within which a broker should have disconnected an owner that answers nothing: twice its keep-alive interval,
 which is 30 seconds by default."""
 LONGEST_SECONDS = 960.0
-"""Between two unloads, each of which an owner that is well, and cannot be reached from here, has to bear."""
+"""The longest time between two unloads. A healthy owner that cannot be reached from here has to bear each of them."""
 
 Answers = Callable[[str], Awaitable[bool]]
 """Whether the sidecar at this address gives any answer."""
@@ -167,10 +169,10 @@ Answers = Callable[[str], Awaitable[bool]]
 
 @asynccontextmanager
 async def evicting(topic: str, admin: PulsarAdmin, answers: Answers) -> AsyncIterator[None]:
-    """Meanwhile the topic is unloaded when its owner has answered nothing for FROZEN_SECONDS; longer each time.
+    """While the block runs, unload the topic if its owner has answered nothing for FROZEN_SECONDS; longer each time.
 
-    An owner that is well has the topic again in a fraction of a second, because nobody waits for one that was just
-    unloaded; one that is frozen has not. Who does not say where it can be reached is no sidecar, and left alone.
+    A healthy owner has the topic again in a fraction of a second, since nobody waits for a topic that was just
+    unloaded. A frozen owner does not. A publisher without an address is no sidecar, and is left alone.
     """
     looking = asyncio.ensure_future(_evict_when_frozen(topic, admin, answers))
     try:
@@ -205,36 +207,37 @@ async def _unload(topic: str, admin: PulsarAdmin) -> None:
 # -- The sidecars of a cluster, as its topics show them: by durable subscriptions and exclusive producers.
 
 TOPICS_AT_ONCE = 8
-"""That are asked for their statistics."""
+"""The number of topics that are asked for their statistics at the same time."""
 
 _SUBSCRIPTION = re.compile("seqdedupe-(.+)")
 _PRODUCER = re.compile("seqdedupe-(.+)-[0-7]")
 
 NameAt = Callable[[str], Awaitable[str | None]]
-"""The instance name of the sidecar at an address; None if none answers there."""
+"""Returns the instance name of the sidecar at an address; None if none answers there."""
 
 
 @dataclass(slots=True)
 class SeenOwner:
-    """What the topics of a cluster show of one sidecar."""
+    """The information about one sidecar in the topics of a cluster."""
 
     name: str
     """Its instance name."""
     addresses: set[str] = field(default_factory=set)
-    """That its producers have, or that it had when it opened a topic last. Two may be two sidecars with one name."""
+    """The addresses of its producers, and its addresses when it last opened topics. Two addresses may be two sidecars
+    with one name."""
     is_connected: bool = False
-    """Whether it has a producer, or consumes by a subscription of its own."""
+    """Whether it has a producer, or a consumer on its own subscription."""
     topics_owned: int = 0
     subscribed: list[str] = field(default_factory=list)
     """The topics on which it has a subscription."""
     kept_entries: int = 0
-    """What its subscriptions keep, in all topics."""
+    """The entries that its subscriptions keep, in all topics."""
     kept_bytes: int = 0
 
 
 async def sidecars(admin: PulsarAdmin, namespaces: Sequence[str]) -> list[SeenOwner]:
-    """The sidecars that have a subscription or a producer in these namespaces, by name. All or an error: raises as
-    `PulsarAdmin`."""
+    """Return the sidecars that have a subscription or a producer in these namespaces, by name. All or an error: raises
+    as `PulsarAdmin`."""
     seen: dict[str, SeenOwner] = {}
 
     def of(name: str, address: str | None) -> SeenOwner:
@@ -255,7 +258,7 @@ async def sidecars(admin: PulsarAdmin, namespaces: Sequence[str]) -> list[SeenOw
                 one.subscribed.append(topic)
                 one.kept_entries += subscription.backlog_entries
                 one.kept_bytes += subscription.backlog_bytes
-    # A job's subscription is named like one of theirs, but has no address.
+    # A job's subscription has a name of the same form, but no address.
     return [seen[name] for name in sorted(seen) if seen[name].addresses]
 
 
@@ -266,7 +269,7 @@ async def _stats(admin: PulsarAdmin, namespaces: Sequence[str]) -> dict[str, Top
 
     async def look() -> None:
         for topic in left:
-            # It may have been deleted meanwhile.
+            # The topic may have been deleted meanwhile.
             with suppress(NotFoundError):
                 found[topic] = await admin.stats(topic)
 
@@ -275,11 +278,11 @@ async def _stats(admin: PulsarAdmin, namespaces: Sequence[str]) -> dict[str, Top
 
 
 async def forget(admin: PulsarAdmin, namespaces: Sequence[str], name: str, name_at: NameAt) -> list[str]:
-    """Removes all subscriptions of a sidecar that is gone for good; answers on which topics it had one.
+    """Remove all subscriptions of a sidecar that is gone for good. Return the topics on which it had one.
 
     Raises SIDECAR_ALIVE if it is connected to a topic or answers at an address, and SIDECAR_NOT_FOUND if it has no
-    subscription: then nothing was done. LOG_REFUSED if some could not be removed: the others are, and it can be done
-    again.
+    subscription. Then nothing was done. Raises LOG_REFUSED if some could not be removed: the others are removed, and it
+    can be repeated.
     """
     one = next((seen for seen in await sidecars(admin, namespaces) if seen.name == name), None)
     if one is None:

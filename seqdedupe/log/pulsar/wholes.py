@@ -1,7 +1,7 @@
-"""Partitioned topics of Pulsar whose partitions are logs: what one says of itself, and where it is in its life.
+"""Partitioned topics of Pulsar whose partitions are logs: their properties, and the stage of their life.
 
-The properties of a partitioned topic change in one step, whatever becomes of its partitions. So they say which logs
-there are. While it is being made nobody uses them but its maker; once it is being deleted, nobody begins to.
+The properties of a partitioned topic change in one step, independent of its partitions. So they say which logs there
+are. While the topic is being made, only its maker uses it. Once it is being deleted, no sidecar begins to use it.
 """
 
 import json
@@ -19,10 +19,10 @@ from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.names import namespace_of, partition_name, whole_of
 
-# -- The schema of a topic: what consumers of Pulsar's own clients decode its messages by. Pulsar keeps it.
+# -- The schema of a topic. Consumers with Pulsar's own clients decode its messages by it. Pulsar keeps it.
 
 TYPES = ("AVRO", "JSON", "PROTOBUF", "STRING", "INT8", "INT16", "INT32", "INT64", "FLOAT", "DOUBLE")
-"""The client has names for them, and sends their definitions as the admin URL answers them."""
+"""The types that the client has names for. It sends their definitions as the admin URL returns them."""
 
 
 class Schema(NamedTuple):
@@ -30,17 +30,17 @@ class Schema(NamedTuple):
 
     type: str
     definition: str
-    """Empty for types that need none."""
+    """The definition; empty for types that need none."""
     properties: dict[str, str]
 
     def of_client(self) -> pulsar.schema.Schema:
-        """The same for a producer of the client's, which is given encoded messages."""
+        """Return the schema for a producer of the client that sends encoded messages."""
         return _OfBytes(_pulsar.SchemaInfo(_pulsar.SchemaType.__members__[self.type], self.type, self.definition))
 
 
 class _OfBytes(pulsar.schema.Schema):  # type: ignore[misc]  # the library has no types
     def __init__(self, info: _pulsar.SchemaInfo) -> None:
-        # As the library's own classes do, which make a definition of a class of Python's.
+        # Like the library's own classes, which make a definition from a Python class.
         self._schema_info = info
 
 
@@ -87,11 +87,11 @@ LIFE = PREFIX + "life"
 MAKER = PREFIX + "maker"
 
 NO_LOG = "Choose another name: what no sidecar has made cannot become a log."
-"""The hint where a name is taken by such a topic."""
+"""The hint if a name is taken by a topic that no sidecar has made."""
 
 
 class Life(Enum):
-    """Where it is in its life."""
+    """The stage of its life."""
 
     MAKING = "making"
     MADE = "made"
@@ -99,7 +99,7 @@ class Life(Enum):
 
 
 def is_going(properties: Mapping[str, str]) -> bool:
-    """Whether a topic, partitioned or not, says that it is being deleted."""
+    """Return whether a topic, partitioned or not, is marked as being deleted."""
     return properties.get(LIFE) == Life.DELETING.value
 
 
@@ -108,23 +108,23 @@ class Whole(NamedTuple):
 
     topic: str
     first_incarnation: int
-    """That of partition 0; those of the others count on."""
+    """The incarnation of partition 0. The incarnations of the others count up from it."""
     partitions: int
-    """So many it was made with, for good."""
+    """The number of partitions that it was made with. It never changes."""
     life: Life
     maker: str
     """The instance name of the sidecar that made it."""
     unused_partitions: int
-    """So many Pulsar has added later."""
+    """The number of partitions that Pulsar has added later."""
 
     @property
     def topics(self) -> dict[int, str]:
-        """Its partitions by incarnation. They are there unless they have been lost."""
+        """The names of its partitions by incarnation. They exist unless they have been lost."""
         return {self.first_incarnation + k: partition_name(self.topic, k) for k in range(self.partitions)}
 
     @property
     def logs(self) -> list[LogName]:
-        """The same, for the list of all logs."""
+        """Its partitions, for the list of all logs."""
         is_going = self.life is Life.DELETING
         return [
             LogName(incarnation, topic, self.partitions, is_going, self.unused_partitions)
@@ -133,8 +133,8 @@ class Whole(NamedTuple):
 
 
 async def look_at(admin: PulsarAdmin, topic: str) -> Whole | None:
-    """What a partitioned topic says; None if it is not there, or not a log's. Raises LOG_DAMAGED, and as
-    `PulsarAdmin`."""
+    """Return what a partitioned topic's properties say; None if it does not exist or is not a log. Raises LOG_DAMAGED,
+    and as `PulsarAdmin`."""
     try:
         found = await admin.partitioned(topic)
     except NotFoundError:
@@ -150,7 +150,7 @@ async def look_at(admin: PulsarAdmin, topic: str) -> Whole | None:
 
 
 async def begin(admin: PulsarAdmin, topic: str, first_incarnation: int, partitions: int, maker: str) -> None:
-    """Makes a partitioned topic of which its maker alone knows until it is `announce`d. One that was begun stays.
+    """Make a partitioned topic that only its maker uses until it is `announce`d. One that was begun before stays.
 
     Raises TOPIC_EXISTS, and as `PulsarAdmin`.
     """
@@ -188,23 +188,23 @@ def _exists(topic: str, there: Whole | None) -> SeqdedupeError:
 
 
 async def announce(admin: PulsarAdmin, topic: str) -> None:
-    """Lets everybody use a partitioned topic that was begun. Raises LOG_REFUSED: then it is not certain that they do
-    not, and it is to be removed."""
+    """Let all sidecars use a partitioned topic that was begun. Raises LOG_REFUSED: then some may use it already, and it
+    must be removed."""
     try:
         await admin.set_properties(topic, {LIFE: Life.MADE.value})
     except SeqdedupeError:
-        # It may have been done all the same.
+        # Pulsar may have set the properties all the same.
         there = await look_at(admin, topic)
         if there is None or there.life is not Life.MADE:
             raise
 
 
 async def remove(admin: PulsarAdmin, whole: Whole) -> None:
-    """Deletes a partitioned topic. Nobody begins to use it from now on.
+    """Delete a partitioned topic. From now on no sidecar begins to use it.
 
-    Raises TOPIC_IN_USE while somebody is connected to a partition, and as `PulsarAdmin`: then it is to be tried again.
+    Raises TOPIC_IN_USE while a client is connected to a partition, and as `PulsarAdmin`: then it must be repeated.
     """
-    # Looking at all topics takes a while, and somebody else may have deleted this one and made it anew.
+    # Looking at all topics takes a while. Another sidecar may have deleted this topic and made it again.
     if (there := await look_at(admin, whole.topic)) is not None:
         if there.first_incarnation != whole.first_incarnation:
             return
@@ -216,8 +216,8 @@ async def remove(admin: PulsarAdmin, whole: Whole) -> None:
 
 
 async def _sweep(admin: PulsarAdmin, topic: str) -> None:
-    """Deletes empty partitions without their topic: a client that is still connected when it is deleted can let Pulsar
-    make one anew, and nobody could make the topic then."""
+    """Delete empty partitions without their topic. A client that is connected during the deletion can make Pulsar
+    create a partition again. Then no sidecar could make the topic."""
     left = [name for name in await admin.topics(namespace_of(topic)) if whole_of(name) == topic]
     if not left or topic in await admin.partitioned_topics(namespace_of(topic)):
         return

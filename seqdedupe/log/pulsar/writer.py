@@ -1,4 +1,4 @@
-"""The exclusive producer of a topic: entries in, their places out, in order and in bulk."""
+"""The exclusive producer of a topic: takes entries, and returns their places, in order and in bulk."""
 
 import asyncio
 from collections import deque
@@ -35,21 +35,21 @@ from seqdedupe.log.pulsar.terms import Receipts, TermStanding
 from seqdedupe.log.pulsar.wholes import Schema
 from seqdedupe.message_id import MessageId
 
-# -- Which appends of an owner are confirmed, by the receipts of Pulsar. No I/O.
+# -- Which appends of an owner are confirmed, judged by Pulsar's receipts. No I/O.
 
 
 class Confirmed(NamedTuple):
-    """So many of the oldest appends, which stand one after the other in one ledger."""
+    """The number of the oldest appends that are confirmed. They follow each other in one ledger."""
 
     entries: int
     first: MessageId
 
 
 class Unsettled:
-    """The appends of one opening that are not confirmed yet, in their order.
+    """The appends of one opening that are not confirmed yet, in order.
 
-    A receipt confirms its append only where `Receipts` says so. Where it does not, at the first append and after a
-    gap, a new ledger or no place, all later ones wait until the topic was read up to that append.
+    A receipt confirms its append only if `Receipts` says so. It does not at the first append, and after a gap, a new
+    ledger or a receipt without a place. Then all later appends wait until the topic was read up to that append.
     """
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class Unsettled:
         self._read_ahead = 0
 
     def add(self, receipt: MessageId) -> None:
-        """The receipt of the append after the last one that had a receipt."""
+        """Add the receipt of the append after the last one that had a receipt."""
         if self._read_ahead:
             self._read_ahead -= 1
         else:
             self._receipts.append(receipt)
 
     def confirm(self) -> Confirmed | None:
-        """Takes out what is confirmed now."""
+        """Remove and return the appends that are confirmed now."""
         receipts, rule = self._receipts, self._rule
         if rule is None or not receipts:
             return None
@@ -77,11 +77,12 @@ class Unsettled:
 
     @property
     def doubtful(self) -> MessageId | None:
-        """After `confirm`: the receipt of the oldest append, which proves nothing, if it has one."""
+        """After `confirm`: the receipt of the oldest append, which proves nothing; None if there is none."""
         return self._receipts[0] if self._receipts else None
 
     def was_read(self, message_ids: Sequence[MessageId]) -> None:
-        """The topic was read: so many of the oldest appends are valid, and stand there. Not all need have a receipt."""
+        """Record that the topic was read: this number of the oldest appends are valid and have these IDs. Some may have
+        no receipt."""
         for _ in message_ids:
             if self._receipts:
                 self._receipts.popleft()
@@ -94,18 +95,18 @@ class Unsettled:
             self._rule.was_read(last)
 
 
-# -- What becomes of an append: entries of its topic, in the topic's format.
+# -- From appends to entries of their topic, in the topic's format.
 
 _WIDEST_NUMBER = 2**62
 _WIDEST_OWNER = EntryOwner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
 
 class Record(NamedTuple):
-    """What becomes one stored record: the rows of a batch that are an entry each, or one entry for all of them."""
+    """One stored record: the rows of a batch with an entry each, or one entry for all of them."""
 
     entries: Sequence[PulsarMessage]
     rows: int
-    """In each entry: one, or those of its batch, or none of a control record."""
+    """The number of rows in each entry: one, or those of its batch, or none for a control record."""
     is_batch: bool
 
 
@@ -118,8 +119,8 @@ def records_of_batch(
     part: EncodedBatch,
     limit_bytes: int,
 ) -> list[Record]:
-    """Those of a batch; its first entry gets this number, its first row this index. Raises MESSAGE_TOO_LARGE for what
-    does not fit into an entry of so many bytes."""
+    """Return the records of a batch. Its first entry has this number, its first row this index. Raises
+    MESSAGE_TOO_LARGE if one does not fit into an entry of `limit_bytes`."""
     if settings.format is EntryFormat.PLAIN:
         rows = messages_of_part(owner, number, index, part.encoded, limit_bytes, settings.version)
         return [Record(list(rows), 1, is_batch=False)]
@@ -134,64 +135,66 @@ def records_of_batch(
 def records_of_control(
     settings: EntrySettings, owner: EntryOwner, number: int, next_index: int, now_ms: int, body: bytes, limit_bytes: int
 ) -> list[Record]:
-    """That of a control record. Raises MESSAGE_TOO_LARGE."""
+    """Return the record of a control record. Raises MESSAGE_TOO_LARGE."""
     message = control_message(owner, number, next_index, body, limit_bytes, settings.version)
     return [Record([message._replace(event_time_ms=now_ms)], 0, is_batch=False)]
 
 
 def check_fits(settings: EntrySettings, batch: bytes, limit_bytes: int) -> None:
-    """Raises MESSAGE_TOO_LARGE for a batch that a broker would not take, whoever owns the topic then."""
+    """Raise MESSAGE_TOO_LARGE for a batch that a broker would refuse, for any owner of the topic."""
     if len(batch) > surely_taken_bytes(limit_bytes):
         part = encoded_part(batches.decode(batch))
         records_of_batch(settings, _WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, part, limit_bytes)
 
 
 PRODUCER_NAMES = 8
-"""So many names an instance has for the producers of a topic. One whose old producer has sends pending is busy."""
+"""The number of names that an instance has for the producers of a topic. A name is busy while its old producer has
+sends pending."""
 MAX_IN_FLIGHT_ENTRIES = 5_000
 MAX_IN_FLIGHT_BYTES = 32 * 1024 * 1024
 SEND_TIMEOUT_SECONDS = 30.0
-"""Without any answer for so long, the outcome of what is in flight is unknown."""
+"""Without any answer for this time, the outcome of the appends in flight is unknown."""
 BUSY_ENTRIES = 64
 BUSY_PAUSE_SECONDS = 0.001
-"""With so many entries in flight answers are looked for at such intervals; otherwise each wakes the event loop."""
+"""With BUSY_ENTRIES in flight, answers are taken at this interval; otherwise each one wakes the event loop."""
 COUNTER_BITS = 32
-"""Of a sequence ID. An opening that counts further goes on with the IDs of the next opening number, which is a second
-later, and by then long past."""
+"""The counter bits of a sequence ID. An opening that exceeds them continues with the IDs of the next opening number.
+That number belongs to a time one second later, and by then long past."""
 
 _OK = pulsar.Result.Ok.value
-"""Comparing the client's results themselves takes four times as long."""
+"""Comparing the client's own results takes four times as long."""
 _FORBIDDEN = (pulsar.Result.AuthenticationError, pulsar.Result.AuthorizationError)
 
 ClaimOpening = Callable[[int], Awaitable[int]]
-"""Given an opening number that Pulsar knows of, answers one above it and above all that it ever answered, durable."""
+"""Takes an opening number that Pulsar knows. Returns a number above it and above all that it ever returned; it is
+durable."""
 
 
 class SettledEntry(NamedTuple):
-    """What is known of the oldest unsettled appends."""
+    """The knowledge about the oldest unsettled appends."""
 
     confirmed: Confirmed | None
-    """So many more of them are stored and valid."""
+    """The further appends that are stored and valid."""
     doubtful: MessageId | None = None
-    """The receipt of the next one, which proves nothing: read the topic up to it, and say `was_read`. Until then
-    nothing more is confirmed. (-1, -1) says no place: Pulsar's deduplication has seen the entry before, which may be
-    stored or have failed."""
+    """The receipt of the next append, if it proves nothing. The caller must read the topic up to it and call
+    `was_read`. Until then nothing more is confirmed. (-1, -1) means no place: Pulsar's deduplication has seen the entry
+    before, which may be stored or have failed."""
     failure: str | None = None
     """Set once, and last: why the outcome of all others is unknown. Opening again and reading tells."""
 
 
 class EntryWriter:
-    """One opening of a topic for writing. Everything is called on one event loop.
+    """One opening of a topic for writing. All methods are called on one event loop.
 
-    Pulsar's client sends again what it has in flight whenever it connects anew, so the topic must have Pulsar's own
-    deduplication in force; sequence IDs rise over all openings of a name. Nothing is decided here about what other
-    writers may have done: a receipt that follows the last confirmed one proves that they did nothing between.
+    Pulsar's client sends all entries in flight again when it reconnects. So Pulsar's own deduplication must be in force
+    for the topic. Sequence IDs rise over all openings of a name. This class decides nothing about what other writers
+    may have done. A receipt that follows the last confirmed one proves that they wrote nothing between.
     """
 
     def __init__(
         self, producer: Any, producer_name: str, name_number: int, opening: int, settle: Callable[[SettledEntry], None]
     ) -> None:
-        """For `open_writer`."""
+        """Make the writer, for `open_writer`."""
         self.producer_name = producer_name
         self.name_number = name_number
         self.opening = opening
@@ -205,7 +208,7 @@ class EntryWriter:
         self._unsettled = Unsettled()
         self._doubtful: MessageId | None = None
         self._ended = False
-        # Filled by threads of the client, emptied on the event loop.
+        # Threads of the client fill this; the event loop empties it.
         self._answers: deque[tuple[int, Any, Any]] = deque()
         self._is_woken = False
         self._next_answer = self._next_id
@@ -214,13 +217,13 @@ class EntryWriter:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the producer is connected now. One that lost the topic to another writer never is again."""
+        """Whether the producer is connected now. A producer that lost the topic to another writer never is again."""
         return bool(self._producer.is_connected())
 
     def append(self, messages: Sequence[PulsarMessage]) -> None:
-        """Hands over entries. Returns at once; what is above the bounds in flight waits here.
+        """Hand over entries. Returns at once; entries above the limits in flight wait here.
 
-        After a failure nothing is sent any more: what is handed over then has failed with the others.
+        After a failure nothing more is sent: later entries have failed with the others.
         """
         if self._ended:
             return
@@ -228,24 +231,25 @@ class EntryWriter:
         self._send()
 
     def was_read(self, message_ids: Sequence[MessageId]) -> None:
-        """The topic was read and judged: so many of the oldest unsettled appends are valid, and stand there.
+        """Record that the topic was read and judged: this number of the oldest unsettled appends are valid and have
+        these IDs.
 
-        The caller settles them by that; `settle` goes on with what follows.
+        The caller settles them accordingly; `settle` continues with the appends after them.
         """
         self._unsettled.was_read(message_ids)
         self._doubtful = None
         self._wake()
 
     async def close(self) -> None:
-        """Lets go of the topic; `settle` is not called any more. What is in flight may be stored or not.
+        """Release the topic; `settle` is not called any more. Appends in flight may be stored or not.
 
-        A broker that does not answer is waited for, as long as the client's operation time-out.
+        If a broker does not answer, this waits for the client's operation time-out.
         """
         self._end()
         try:
             await self._producer.close()
         except pulsar.asyncio.PulsarException:
-            # It was closed by the broker, or will be when the connection ends.
+            # The broker has closed the producer, or will when the connection ends.
             return
 
     def _send(self) -> None:
@@ -265,11 +269,11 @@ class EntryWriter:
             self._sent_bytes.append(size)
             self._in_flight_bytes += size
             self._next_id += 1
-            # What is below the client's producer for event loops, which wakes the loop for every message.
+            # The layer below the client's producer for event loops, which wakes the loop for every message.
             self._producer._producer.send_async(sent, partial(self._answer, number))
 
     def _answer(self, number: int, result: Any, message_id: Any) -> None:
-        # On a thread of the client, or within send_async.
+        # This runs on a thread of the client, or within send_async.
         keep_state()
         self._answers.append((number, result, message_id))
         if not self._is_woken:
@@ -282,7 +286,7 @@ class EntryWriter:
         try:
             self._loop.call_soon_threadsafe(self._take_answers)
         except RuntimeError:
-            # The loop is closed: nobody waits for answers any more.
+            # The loop is closed: no caller waits for answers any more.
             self._ended = True
 
     def _take_answers(self) -> None:
@@ -293,7 +297,7 @@ class EntryWriter:
         if self._answers:
             self._last_answer_time = self._loop.time()
             if len(self._sent_bytes) >= BUSY_ENTRIES:
-                # Each waking costs more than many answers.
+                # Waking the loop costs more than many answers.
                 self._is_woken = True
                 self._loop.call_later(BUSY_PAUSE_SECONDS, self._take_answers)
         while self._answers and failure is None:
@@ -348,14 +352,14 @@ async def open_writer(
     settle: Callable[[SettledEntry], None],
     schema: Schema | None = None,
 ) -> EntryWriter:
-    """Takes the topic, if nobody else writes to it. `schema` is the topic's, None if it has none.
+    """Take the topic, if no other writer has it. `schema` is the topic's schema; None if it has none.
 
-    Producers are named `seqdedupe-<instance_name>-<name number>`, from the first number on, which should be the one
-    after that of the opening before; `properties` is what others see of it in the topic's statistics. `settle` is
-    called on the event loop, never from within `append` or `was_read`.
+    Producers are named `seqdedupe-<instance_name>-<name number>`, from the first number on. That should be the number
+    after the previous opening's. `properties` is visible to others in the topic's statistics. `settle` is called on the
+    event loop, never from within `append` or `was_read`.
 
-    Raises NOT_OWNER if there is another writer, PULSAR_FORBIDS, LOG_REFUSED for all that may pass. If this is
-    cancelled, the producer is closed should it come to be.
+    Raises NOT_OWNER if there is another writer; PULSAR_FORBIDS; LOG_REFUSED for all that may pass. If this is
+    cancelled, and the producer is still made, it is closed.
     """
     busy: SeqdedupeError | None = None
     for step in range(PRODUCER_NAMES):
@@ -385,20 +389,20 @@ async def _opened(
         producer_name=name,
         schema=schema.of_client() if schema is not None else None,
         properties=dict(properties),
-        # Never with fencing: two that fence each other at once both get in.
+        # Never with fencing: if two producers fence each other at the same time, both get in.
         access_mode=pulsar.ProducerAccessMode.Exclusive,
         # In a batch Pulsar's deduplication knows the first sequence ID only.
         batching_enabled=False,
         max_pending_messages=MAX_IN_FLIGHT_ENTRIES,
         block_if_queue_full=False,
-        # The client's own time-out begins anew with every connection.
+        # The client's own time-out begins again with every connection.
         send_timeout_millis=0,
     )
     return await opened(opening, lambda producer: producer._producer.close_async(lambda _: None))
 
 
 def built(message: PulsarMessage, sequence_id: int) -> Any:
-    """The message as Pulsar's client sends it."""
+    """Return the message as Pulsar's client sends it."""
     builder = _pulsar.MessageBuilder()
     if message.payload is None:
         builder.set_null_value()
@@ -427,10 +431,10 @@ def _refused(topic: str, failure: pulsar.asyncio.PulsarException) -> SeqdedupeEr
 
 @dataclass(slots=True)
 class _SentEntry:
-    """A record of which not all entries are confirmed."""
+    """A record with entries that are not confirmed."""
 
     sizes_bytes: list[int]
-    """Of those that are not."""
+    """The sizes of the entries that are not confirmed."""
     rows: int
     is_batch: bool
     publish_time_ms: int
@@ -440,7 +444,8 @@ class _SentEntry:
 
 
 class PendingAppends:
-    """What an owner has under way, from its marker on. `settle` hears of it, until a failure."""
+    """The appends that an owner has in flight, from its marker on. `settle` receives their outcomes, until a
+    failure."""
 
     def __init__(
         self,
@@ -452,23 +457,23 @@ class PendingAppends:
     ) -> None:
         self.owner = owner
         self.max_entry_bytes = max_entry_bytes
-        """The most that its broker and its policies have taken since it began."""
+        """The highest limit of its broker and its policies since the opening began."""
         self.writer = writer
         self.failed = False
         self._settle = settle
         self._places = places
         self._sent: deque[_SentEntry] = deque()
         self._runs: list[Run] = []
-        """Of the oldest append, as far as it is confirmed."""
+        """The runs of the oldest append, as far as it is confirmed."""
         self._confirmed: list[Runs] = []
         self.next_number = 1
         self.next_index = places.end.next_index
-        """Of what is appended next, if all before is stored."""
+        """The index of the next append, if all appends before it are stored."""
         self.settled = places.end
-        """Before it are the appends that are confirmed whole."""
+        """The appends before this point are confirmed as a whole."""
 
     def append(self, records: Sequence[Record], publish_time_ms: int) -> None:
-        """Hands over the entries of one append."""
+        """Hand over the entries of one append."""
         left = len(records)
         for entries, rows, is_batch in records:
             left -= 1
@@ -479,7 +484,7 @@ class PendingAppends:
             self.next_index += len(entries) * rows
 
     def confirm(self, confirmed: Confirmed, now_ms: int) -> None:
-        """So many of the oldest entries are confirmed by their receipts. `tell` has to follow."""
+        """Record that receipts confirm this number of the oldest entries. `tell` must follow."""
         left, (ledger_id, entry_id) = confirmed.entries, confirmed.first[:2]
         while left:
             sent, end = self._sent[0], self._places.end
@@ -498,24 +503,25 @@ class PendingAppends:
             self._take(entries, runs, to)
 
     def found(self, several: Sequence[FoundEntry]) -> None:
-        """The oldest entries were read. `tell` has to follow."""
+        """Record that the oldest entries were read. `tell` must follow."""
         for one in several:
             self._take(1, one.runs, one.after)
 
     def tell(self) -> None:
-        """Settles the appends of which all is confirmed."""
+        """Settle the appends that are confirmed as a whole."""
         confirmed, self._confirmed = self._confirmed, []
         if confirmed:
             self._settle(Outcome(confirmed))
 
     def fail(self, why: str) -> None:
-        """What became of the rest is unknown, and nothing more is taken."""
+        """Report that the outcome of the rest is unknown. Nothing more is taken."""
         if not self.failed:
             self.failed = True
             self._settle(Outcome([], Failure.UNKNOWN, why))
 
     def _take(self, entries: int, runs: Runs, after: Point) -> None:
-        """So many of the oldest record's entries are confirmed; its append is, if they were the last ones of it."""
+        """Confirm this number of entries of the oldest record. If they are the last of its append, the append is
+        confirmed."""
         for run in runs:
             last = self._runs[-1] if self._runs else None
             if last and run.batch_index < 0 and last.message_id(last.rows) == run.message_id(0):
