@@ -265,7 +265,7 @@ class TcpConnections:
         return False
 
     def end(self, peer: str) -> None:
-        """End this peer's connection, if a look has found it. On a Unix socket, connections cannot be told apart."""
+        """End this peer's connection, if a look has found it. A Unix socket does not identify connections."""
         one = self._places.get(_place_of_peer(peer))
         if one is not None and not one.has_ended:
             self.ended["unread"] += one.end()
@@ -449,7 +449,7 @@ def address_that_counts(address: bytes) -> bytes:
 def origin_of(peer: str) -> bytes | str:
     """Return a call's origin from its peer as gRPC writes it: the address that counts, or on this machine a connection.
 
-    (Connections on Unix sockets cannot be told apart.)"""
+    (A Unix socket does not identify connections.)"""
     place = _place_of_peer(peer)
     return (place and address_that_counts(place.address)) or peer
 

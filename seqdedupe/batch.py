@@ -184,7 +184,7 @@ class Batch:
         return parts
 
     def take(self, rows: Int64s) -> "Batch":
-        """Return the batch of these rows, in ascending order. A producer's link becomes its last row before the first kept."""
+        """Return the batch of these ascending rows. A producer's link becomes its last row before the first kept."""
         names, epochs, links, indexes, complete = self._take_producers(rows)
         property_offsets, picked = NO_INT32S, NO_INT64S
         if len(self.property_offsets):
