@@ -57,8 +57,7 @@ EXPORTS_AT_ONCE = 8
 """The most exports at once. Each holds a copy of all numbers of its topic until its end. One caller may have half."""
 
 CONNECTION_SHARE = 2
-"""One TCP connection may have this fraction (1/n) of all streams. (A Unix socket does not identify connections.)
-apart.)"""
+"""One TCP connection may have this fraction (1/n) of all streams. (A Unix socket does not identify connections.)"""
 
 CALLER_SHARE = 2
 """One caller may have this fraction (1/n) of all streams, and more only while no other caller needs a place."""
