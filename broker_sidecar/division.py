@@ -123,8 +123,7 @@ def _change(folder: Path, split: Split, count: int) -> None:
 
 
 def places(folder: Path, workers: int) -> list[tuple[Path, frozenset[int]]]:
-    """Return the parts of a directory with this number of workers, and their shards. With one worker it is the only
-    part."""
+    """Return the parts of a directory with this number of workers, and their shards. With one, it is the part."""
     if workers == 1:
         return [(folder, ALL_SHARDS)]
     return [(of_worker(folder, worker), shards_of_worker(worker, workers)) for worker in range(workers)]
@@ -232,8 +231,7 @@ async def _make_all(folder: Path, split: Split, old: Sequence[_Part]) -> None:
 
 
 async def _fill(new: Store, shards: frozenset[int], old: Sequence[_Part]) -> None:
-    """Copy the topics with these shards, and all namespaces' policies, each from the part that has the namespace's
-    shard."""
+    """Copy topics with these shards, and all namespaces' policies, each from the part with the namespace's shard."""
     records = []
     for part in old:
         for namespace, policy in part.store.namespace_policies():
@@ -280,8 +278,7 @@ def _move_logs(folder: Path, split: Split, old: Sequence[_Part]) -> None:
 
 
 def _take_places(folder: Path, split: Split) -> None:
-    """Put each new part in its place. A part that is still in `moved` has not moved, and the old one is in its
-    place."""
+    """Put each new part in its place. If it is still in `moved`, the old one is in its place."""
     targets = [place for place, _ in places(folder, split.to or 0)]
     others = [place for place, _ in places(folder, split.workers) if place not in targets]
     for place in targets:

@@ -129,8 +129,7 @@ class Gate(Wrapping):
         return receiving
 
     async def _of_the_whole(self, method: str, context: Context, why_unknown: SeqdedupeError) -> bytes:
-        """Return the request of an unknown caller that asks for the whole's health. Else raise why the caller is
-        unknown."""
+        """Return an unknown caller's request for the health of the whole. Else raise why it is unknown."""
         if method in _HEALTH:
             request = await self._unknown.receive(context)
             if _is_of_the_whole(request):

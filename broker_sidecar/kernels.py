@@ -196,8 +196,7 @@ class CompilingBeside:
         self._thread = threading.Thread(target=self._take_over, name="seqdedupe-compiling", daemon=True)
 
     def watch(self) -> None:
-        """Take over the compiled kernels when they are complete, and log the result. Call this after all kernel
-        imports."""
+        """Take over the kernels when they are complete, and log the result. Call this after all kernel imports."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -191,8 +191,7 @@ class Wrapping(grpc.GenericRpcHandler, ABC):
 
     @abstractmethod
     def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
-        """Return the handler of this method, by its full name, around `handle`, which belongs to `found`. Called
-        once."""
+        """Return the handler of this method, by its full name, around `handle` from `found`. Called once."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Return the handler, as gRPC asks for it. Raises TypeError for a handler that is not a coroutine function."""

@@ -384,8 +384,7 @@ async def _end_without(lock: Lock) -> None:
 def run(config: Config, lock: Lock, on_serving: OnServing | None = None, **repairs: bool) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit status. An error at the start is one clear line.
 
-    `lock` is the data directory's. `repairs` are the arguments of `Data`, for this start alone. `on_serving` is called
-    once.
+    `lock` is the data directory's. `repairs` are for `Data`, at this start only. `on_serving` is called once.
     """
     telemetry.configure(config.log_level, config.log_format)
     if config.backup_directory and not Path(config.backup_directory).is_dir():

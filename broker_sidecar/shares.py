@@ -18,13 +18,11 @@ BURST_SECONDS = 1.0
 """A caller that was silent for this time may send at once the bytes that this time allows."""
 
 MAX_CURSORS_A_CALLER = 8
-"""The most cursors of a caller in one topic, for callers with rules and no such limit: a quarter of a topic's
-maximum."""
+"""The most cursors of a caller in one topic, for callers with rules but no such limit: a quarter of the maximum."""
 
 MOVES_PER_SECOND = 10
 MOVED_BYTES_PER_SECOND = 2_500
-"""The limits of cursor moves in a topic, for one caller. In an hour these are 9 MB of its log, for notes of any
-size."""
+"""The limits of cursor moves in a topic, for one caller. In an hour, these are 9 MB of its log for any notes."""
 
 MAX_MOVE_WAIT_SECONDS = 5.0
 """The longest wait of a move. A move that would wait longer is refused."""
@@ -120,8 +118,7 @@ class Use:
         return wait_seconds
 
     def check(self, what: str, count: int, *, otherwise: int | None = None) -> None:
-        """Raise SHARE_EXCEEDED if `count` is above the limit `what`. `otherwise` is the limit if there is no such
-        one."""
+        """Raise SHARE_EXCEEDED if `count` is above the limit `what`. `otherwise` is the limit if none is set."""
         limit = getattr(self.limits, what)
         limit = otherwise if limit is None else limit
         if limit is not None and count > limit:
@@ -240,7 +237,7 @@ class Budget:
 
     @property
     def gives_to_anybody(self) -> bool:
-        """Whether any request is granted, because a large one, or one of a publisher, would otherwise wait for ever."""
+        """Whether any request is granted: a large one, or one behind publishers, could otherwise wait for ever."""
         return self.within is not None and not self.held_bytes
 
     def take(self, use: Use, size: int) -> None:
@@ -280,8 +277,7 @@ class Budget:
         self._waiting.pop(share, None)
 
     def _look(self) -> None:
-        """Wake waiting streams: first of the callers that hold least; within a caller, of clients that have shown they
-        read."""
+        """Wake waiting streams: first those of callers that hold least, and of clients that have shown they read."""
         for share in sorted(self._waiting, key=lambda share: (self._held_by[share.use], not share.has_been_read)):
             share.look()
 

@@ -74,8 +74,7 @@ class SocketPath:
             raise
 
     def listen(self, add_port: Callable[[SidecarAddress], int]) -> None:
-        """Make a server listen at the path. Raises CANNOT_LISTEN if another process listens there; RuntimeError;
-        OSError."""
+        """Make a server listen at the path. Raises CANNOT_LISTEN if another process does; RuntimeError; OSError."""
         self._own()
         # A process of another container may have the same number as this one, and the same folder.
         own = self._path.with_name(f".{secrets.token_hex(_NAME_BYTES)}")

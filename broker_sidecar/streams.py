@@ -150,8 +150,7 @@ class Stream:
         """Return when there is memory for an answer of `size` bytes, or of a little less, at least `least`. Return the
         size.
 
-        The memory of the last answer is kept for the next one, unless a stream waits whose client has shown that it
-        reads.
+        The last answer's memory is kept for the next one, unless a stream waits whose client has shown that it reads.
         """
         kept = self._reserved_bytes
         if kept and not self.share.is_others_turn():
@@ -312,9 +311,8 @@ class Streams:
         answer: Callable[[M, Stream], Awaitable[Message]],
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """Return the handler of a call that takes a `kind` and has one answer, and that holds much memory: read bytes
-        of a log, or the answer. From its begin until the client has the answer, it takes turns with readers for the
-        memory (`reserve_in_turn`). `find` looks for its topic first, so that a call about an unknown topic does not
-        wait."""
+        of a log, or the answer. From its begin until the client has the answer, it takes turns with readers
+        for memory (`reserve_in_turn`). `find` looks for its topic first, so a call about an unknown topic does not wait."""
 
         async def serve(data: bytes, context: Context, stream: Stream) -> None:
             request: Any = parse_small(kind, data)

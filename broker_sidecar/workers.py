@@ -35,8 +35,8 @@ logger = logging.getLogger("seqdedupe.workers")
 def count_of(config: Config) -> int:
     """Return the number of workers to run. 1: the calling process is the sidecar, as without workers.
 
-    Raises INVALID_CONFIGURATION if the data directory is changing to another number, if it belongs to a worker of a
-    directory that is, or if its topics are on another log; and the errors of `read_split`.
+    Raises INVALID_CONFIGURATION if the data directory, or the one above a worker's, is changing to another number, or
+    if its topics are on another log. Raises the errors of `read_split`.
     """
     folder = Path(config.data_directory)
     if (whole := directories.whole_of(folder)) is not None:
@@ -82,8 +82,8 @@ def divide(config: Config, count: int) -> None:
 def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
     """Run `count` workers with these flags until SIGTERM or SIGINT, and start those that end again.
 
-    Return the exit status, 0 if all have drained. `lock` is the directory's. Raises CANNOT_LISTEN, and the errors of
-    `make`; OSError.
+    Return the exit status, 0 if all have drained. `lock` is the directory's. Raises CANNOT_LISTEN, OSError, and as
+    `make`.
     """
     telemetry.configure(config.log_level, config.log_format)
     with contextlib.ExitStack() as held:
@@ -220,7 +220,7 @@ class Worker:
         """Kill the worker (-9) if it serves and has reported nothing for the allowed number of beats: its event loop is
         stuck.
 
-        Call this at each beat. It counts calls, not time: after a pause of the whole machine, workers go on."""
+        Call this at each beat. It counts calls, not time: if parent and workers were stopped together, they go on."""
         self._looks += 1
         if self._process is not None and self.serves and self._looks > BEATS_WITHIN_PATIENCE:
             logger.error("worker stands still", extra={"worker": self._number, "pid": self._process.pid})
@@ -229,8 +229,7 @@ class Worker:
                 self._process.kill()
 
     async def run(self, stopping: asyncio.Event) -> int:
-        """Run the worker until it has ended after `stopping`. Return its exit status, 0 if there was nothing to
-        drain."""
+        """Run the worker until it has ended after `stopping`. Return its status, 0 if nothing was to drain."""
         delay_seconds = FIRST_DELAY_SECONDS
         while True:
             began = asyncio.get_running_loop().time()
@@ -252,8 +251,7 @@ class Worker:
             delay_seconds = min(2 * delay_seconds, LONGEST_DELAY_SECONDS)
 
     async def _run_once(self, stopping: asyncio.Event) -> int:
-        """Run the worker from its start to its end, and return the exit status. Raises OSError if it cannot be
-        started."""
+        """Run the worker once, and return the exit status. Raises OSError if it cannot be started."""
         self.serves = False
         command = [sys.executable, "-m", "broker_sidecar", *self._flags]
         self._process = process = await asyncio.create_subprocess_exec(

@@ -65,8 +65,7 @@ def _invalid(text: str) -> SeqdedupeError:
 
 
 def cannot_listen(address: SidecarAddress, e: Exception, key: str = "listen") -> SeqdedupeError:
-    """Return why a server cannot listen where `key` says. gRPC gives no reason, so this tries again with a plain
-    socket."""
+    """Return why a server cannot listen where `key` says. gRPC gives no reason, so try a plain socket."""
     why, hint = str(e), None
     path = Path(address.path)
     try:

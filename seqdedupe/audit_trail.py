@@ -82,8 +82,7 @@ def encode(after: TrailLink, time: str, event: str, fields: Mapping[str, object]
 
 
 def cut(text: str, most_bytes: int) -> str:
-    """Return the text if it takes at most `most_bytes` in a line; else its beginning, with a sign that there was
-    more."""
+    """Return the text if it takes at most `most_bytes` in a line; else its beginning, and a mark of the cut."""
     if len(text) <= most_bytes and _written_bytes(text) <= most_bytes:
         return text
     room = most_bytes - _written_bytes(_CUT)

@@ -19,8 +19,7 @@ FRESH_SECONDS = 0.5
 
 
 class Exposition(Collector):
-    """The route: the metrics of `collect`, and the process's own. Numbers of one answer may be some milliseconds
-    apart."""
+    """The route: the metrics of `collect`, and the process's own. Numbers may be some milliseconds apart."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self._collect = collect

@@ -71,7 +71,7 @@ def is_open(topic: admin_pb2.Topic) -> bool:
 
 
 def beyond_snapshot(topic: admin_pb2.Topic) -> int | None:
-    """Return the number of messages that no durable snapshot covers, which a start would read; None if it is not known."""
+    """Return the number of messages that a start would read, after the last durable snapshot; None if not known."""
     return topic.last.index + 1 - topic.snapshot_index if is_open(topic) else None
 
 

@@ -37,7 +37,7 @@ MAX_BATCH_BYTES = 8 * 1024 * 1024
 MAX_BATCH_ROWS = 65_536
 MAX_DEDUPLICATION_ID_BYTES = 255
 MIN_WINDOW_MEMORY_IN_MB = 4
-"""The least `deduplication_window_memory_in_mb`. Less has no room for a chunk, which moves to a run or goes at once."""
+"""The least `deduplication_window_memory_in_mb`. Less has no room for a chunk, the unit moved to a run or dropped."""
 MAX_PAYLOAD_BYTES = 5 * 1024 * 1024
 """Pulsar's `maxMessageSize`."""
 MAX_PARTITIONS = 1024

@@ -32,8 +32,7 @@ class Lock:
 
     @staticmethod
     def take(path: Path) -> "Lock":
-        """Lock the file, and make it if it does not exist. Raises BlockingIOError, whose `strerror` names the owner;
-        OSError."""
+        """Lock the file, made if missing. Raises BlockingIOError, whose `strerror` names the owner; OSError."""
         while True:
             lock = Lock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
             try:

@@ -49,8 +49,7 @@ class MessageId(NamedTuple):
 
     @staticmethod
     def of(incarnation: int, index: int) -> "MessageId":
-        """Return the ID of a message in the embedded log: its ledger is the topic's incarnation, its entry the
-        index."""
+        """Return a message's ID in the embedded log: its ledger is the topic's incarnation, its entry the index."""
         return MessageId(incarnation, index)
 
     @staticmethod
@@ -110,8 +109,7 @@ class Position(NamedTuple):
 
     @staticmethod
     def of(message_id: MessageId) -> "Position":
-        """Return the position after a message of the embedded log. Its ownership is unknown. Raises
-        INVALID_POSITION."""
+        """Return the position after a message of the embedded log. Its ownership is 0. Raises INVALID_POSITION."""
         incarnation, index, batch_index = message_id
         if min(incarnation, index) < 0 or batch_index >= 0:
             raise error("INVALID_POSITION", f"{message_id} is not the ID of a message of the embedded log, as 123:45")

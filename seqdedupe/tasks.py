@@ -54,8 +54,7 @@ async def again_until(
 
 
 def retrieve(done: asyncio.Future[Any]) -> None:
-    """Retrieve the error of work whose caller may have gone, for `add_done_callback`. Otherwise asyncio would report
-    it."""
+    """Retrieve the error of work whose caller may have gone: asyncio would report it. For `add_done_callback`."""
     if not done.cancelled():
         done.exception()
 

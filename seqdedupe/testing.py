@@ -262,10 +262,9 @@ class Sidecar:
     Its data directory is made in `folder`, and stays. Without `folder`, it is temporary and is removed after the block.
     `keys` are keys of the configuration (docs/reference/configuration.md). `environment` is added to this process's
     own. `module` is what `python -m` runs. Keys may be changed between two starts. Needs the extra
-    `seqdedupe[sidecar]`.
-    It uses no authentication, so clients need no token, unless `keys` has `authentication="token"`.
-    Several `workers` listen on Unix sockets, and `address` has all of them, with commas between.
-    Its methods block, and must be called from one thread.
+    `seqdedupe[sidecar]`. It uses no authentication, so clients need no token, unless `keys` has
+    `authentication="token"`. Several `workers` listen on Unix sockets, and `address` has all of them, with commas
+    between. Its methods block, and must be called from one thread.
     """
 
     def __init__(

@@ -160,8 +160,7 @@ _ORDER = (Fault.DATABASE, Fault.REPEAT, Fault.UNKNOWN, Fault.MESSAGE)
 
 
 def fault_of(failure: BaseException) -> Fault:
-    """Return whose fault it is. An error that is not a database's, such as a handler's own exception, is the
-    message's."""
+    """Return whose fault it is. An error of no database, as a handler's own, is the message's."""
     return _cause(_first(failure)).fault
 
 
@@ -185,8 +184,7 @@ def refuses_entry(failure: BaseException | None) -> bool:
 
 
 def ended(failure: BaseException) -> bool:
-    """Return whether the statement or the connection was ended. A message can cause that, and a server that goes
-    away."""
+    """Return whether the statement or the connection was ended. A message can do that, and a lost server."""
     return fault_of(failure) is Fault.UNKNOWN or lost_connection(failure)
 
 
