@@ -167,7 +167,7 @@ class Closed(grpc.GenericRpcHandler):
 
 
 class _Receiving:
-    """Receives the requests of one caller, or of all unknown ones: few at once, and none for long.
+    """A receiver for the requests of one caller, or of all unknown ones: few at once, and none for long.
 
     Free places go in turn to the origins of the waiting calls. So calls from one origin, in any number, do not delay
     calls from the others for long.
@@ -272,7 +272,7 @@ def _is_of_the_whole(request: bytes) -> bool:
 
 
 class Guard:
-    """Identifies callers once it has begun, decides what they may do, and writes the audit trail.
+    """The access control: it identifies callers once it has begun, checks permissions, and writes the audit trail.
 
     `on_read_again` is called after a file was read again that an operator may replace: see `watching`.
     """

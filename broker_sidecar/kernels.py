@@ -37,7 +37,7 @@ _COMPLETE = "complete"
 """A file next to the kernels: all that the sidecar needs was compiled once. An interrupted start does not write it."""
 
 _NEEDS_ALL = "broker_sidecar.server"
-"""Imports every module with kernels for a sidecar. Spark jobs use this module, but nothing of that one."""
+"""A module that imports every module with kernels for a sidecar. Spark jobs use this file, but nothing of that one."""
 
 _NICENESS = 10
 """The niceness of the process that compiles: the sidecar serves meanwhile."""
@@ -130,7 +130,7 @@ def _compile_now(goes_on: Callable[[], bool] = lambda: True) -> bool:
 
 
 class _Progress:
-    """Prints on standard error that this process compiles, and every _PROGRESS_SECONDS its progress."""
+    """The report on standard error that this process compiles, and of its progress every _PROGRESS_SECONDS."""
 
     def __init__(self) -> None:
         self.kernels = 0
@@ -168,7 +168,7 @@ def compiled(data_directory: str = "") -> None:
 
 
 class CompilingBeside:
-    """Has another process fill the folder that `prepare` has chosen. Until then, this process runs plain functions.
+    """Another process that fills the folder chosen by `prepare`. Until it is done, this process runs plain functions.
 
     Make it before importing any kernels, then call `watch`, and `stop` before the process ends. Raises OSError if there
     is no such folder, or no process can be started: then nothing has happened.

@@ -87,7 +87,7 @@ class Manager:
 
 
 class Listener:
-    """Receives the reports of processes that this one starts, which they would send to a service manager.
+    """A receiver for the reports that child processes would send to a service manager.
 
     `on_told` is called with the process's number and the reported values. The kernel identifies the sender, so no other
     process can report for it. It reads on the event loop on which it was made, until `close`.
@@ -130,8 +130,8 @@ TELL_SECONDS = 2
 
 
 class Watchdog:
-    """Watches the event loop on which it was made, in a thread, until the process ends. Then it calls `end` in that
-    thread.
+    """A thread that watches the event loop on which it was made. If the loop is stuck, it calls `end`, which ends the
+    process.
 
     It does not notice a loop that is blocked by code that never releases the interpreter's lock.
     """

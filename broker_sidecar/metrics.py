@@ -347,7 +347,7 @@ DELAY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 
 
 class LoopDelay:
-    """Measures the delay every LOOK_SECONDS, from now on until `close`, on the running event loop."""
+    """A measurement of the delay every LOOK_SECONDS, from now on until `close`, on the running event loop."""
 
     def __init__(self) -> None:
         self.seconds = Buckets(DELAY_SECONDS)

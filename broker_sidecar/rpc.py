@@ -286,7 +286,7 @@ def method_of_call() -> Method:
 
 
 OTHERS = "unknown"
-"""Stands for the name of a method that no service has."""
+"""The name in place of a method that no service has."""
 
 
 class MethodCounts:

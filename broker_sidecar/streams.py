@@ -311,8 +311,8 @@ class Streams:
         answer: Callable[[M, Stream], Awaitable[Message]],
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """Return the handler of a call that takes a `kind` and has one answer, and that holds much memory: read bytes
-        of a log, or the answer. From its begin until the client has the answer, it takes turns with readers
-        for memory (`reserve_in_turn`). `find` looks for its topic first, so a call about an unknown topic does not wait."""
+        of a log, or the answer. From its begin until the client has the answer, it takes turns with readers for memory
+        (`reserve_in_turn`). `find` looks for its topic first, so calls about unknown topics do not wait."""
 
         async def serve(data: bytes, context: Context, stream: Stream) -> None:
             request: Any = parse_small(kind, data)

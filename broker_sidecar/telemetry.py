@@ -66,8 +66,8 @@ def _is_of_grpc(record: logging.LogRecord) -> bool:
 
 
 class WithoutValues(logging.Filter):
-    """Reduces gRPC's own log records to place and kind, without values. Otherwise they would contain data of calls,
-    such as a token followed by a byte that is not UTF-8."""
+    """A filter that reduces gRPC's own log records to place and kind, without values. Otherwise they would contain data
+    of calls, such as a token followed by a byte that is not UTF-8."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if _is_of_grpc(record) and not hasattr(record, "left_out"):
@@ -124,7 +124,7 @@ def _later(seconds: float, tell: Callable[[], None]) -> None:
 
 
 class Limit(logging.Filter):
-    """Passes LINES of a kind in WINDOW_SECONDS, and then one line with the number of omitted ones (`left_out`).
+    """A filter that passes LINES of a kind in WINDOW_SECONDS, then one line with the number omitted (`left_out`).
 
     A message that a client or a failing disk can cause a thousand times says nothing new, and fills the disk. Lines are
     of one kind if they come from the same place with the same level. Their values do not matter.
@@ -308,7 +308,7 @@ _Place = tuple[str, int]
 
 
 class LastWarnings(logging.Handler):
-    """Keeps the newest KEPT records of level WARNING and above, from any thread.
+    """The newest KEPT records of level WARNING and above, from any thread.
 
     Repeated records of one place make room for the others, since a client may cause them. gRPC's own records are about
     data that its callers send, and are not kept.

@@ -80,7 +80,7 @@ def divide(config: Config, count: int) -> None:
 
 
 def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
-    """Run `count` workers with these flags until SIGTERM or SIGINT, and start those that end again.
+    """Run `count` workers with these flags until SIGTERM or SIGINT. Start a worker again if it ends.
 
     Return the exit status, 0 if all have drained. `lock` is the directory's. Raises CANNOT_LISTEN, OSError, and as
     `make`.

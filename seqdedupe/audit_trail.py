@@ -25,7 +25,7 @@ MAX_TEXT_BYTES = 2048
 """The most bytes of a text as written in a line. A longer text is cut. A request that names a topic is shorter."""
 
 _CUT = "…"
-"""Marks the end of a text that was cut."""
+"""The mark at the end of a cut text."""
 
 
 @dataclass(frozen=True, slots=True)

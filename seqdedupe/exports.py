@@ -181,7 +181,7 @@ class WindowBlock(NamedTuple):
 
 
 class WindowWriter:
-    """Takes the IDs of a file; `writing_window` yields it."""
+    """The writer of a file's IDs; `writing_window` yields it."""
 
     def __init__(self, put: Callable[[bytes], None]) -> None:
         self.ids = 0

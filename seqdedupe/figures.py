@@ -8,7 +8,7 @@ from seqdedupe.v1 import admin_pb2
 
 
 class Buckets:
-    """Counts values by the first of some ascending bounds that they do not exceed; larger values are counted last.
+    """Counts of values by the first of some ascending bounds that they do not exceed; larger values are counted last.
 
     One thread adds. Other threads may read: each number is right, but the numbers may come from different moments.
     """

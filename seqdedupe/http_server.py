@@ -78,7 +78,7 @@ def text(body: str, status: HTTPStatus = HTTPStatus.OK) -> Response:
 
 
 Route = Callable[[Request], Response]
-"""Makes the answer, in a thread of the connection. It calls code of the event loop by `on_loop`."""
+"""A function that makes the answer, in a thread of the connection. It calls code of the event loop by `on_loop`."""
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -91,7 +91,7 @@ def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Coroutine[Any, A
 
 
 class WebServer:
-    """Listens when it is made, and serves `routes`, by path, once it has begun.
+    """The server. It listens when it is made, and serves `routes`, by path, once it has begun.
 
     If the address is loopback, a request's Host must be loopback too. Otherwise a foreign web page could use a host
     name that points to this machine, and have a browser here read the pages. Raises INVALID_CONFIGURATION if it cannot

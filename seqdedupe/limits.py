@@ -16,7 +16,7 @@ MIN_RSA_BITS = 2048
 
 MAX_SEQUENCE_ID = 2**63 - 1
 NO_SEQUENCE_ID = -1
-"""Means *none*: no message yet, no predecessor."""
+"""The value for *none*: no message yet, no predecessor."""
 
 MIN_EVENT_TIME_MS = -(2**63)
 MAX_EVENT_TIME_MS = 2**63 - 1

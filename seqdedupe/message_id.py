@@ -171,7 +171,7 @@ class Position(NamedTuple):
 
     @staticmethod
     def from_bytes(data: bytes) -> "Position":
-        """Raises INVALID_POSITION if the bytes are not a position's."""
+        """Return the position. Raises INVALID_POSITION if the bytes are not a position's."""
         try:
             return Position.from_proto(batch_pb2.Position.FromString(data))
         except DecodeError as e:

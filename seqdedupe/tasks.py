@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 class Broadcast:
-    """Wakes all waiting tasks, once. A task that is cancelled while waiting leaves nothing behind."""
+    """News for all waiting tasks: each wakes once. A task that is cancelled while waiting leaves nothing behind."""
 
     def __init__(self) -> None:
         # A dict keeps the order: tasks continue in the order in which they came.
