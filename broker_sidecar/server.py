@@ -228,8 +228,8 @@ class SidecarServer:
             fatal(f"its gRPC server at {address} has ended, and nobody has stopped it")
 
     async def _keep_listening(self, key: str) -> None:
-        """Listen again if the path of a Unix socket is removed or replaced, as any user who may write to its folder can
-        do.
+        """Listen again if a Unix socket's path is removed or replaced: any user who may write to its folder can do
+        that.
 
         Streams of clients that came over an earlier socket go on."""
         told = ""
@@ -431,8 +431,8 @@ _WHILE_SERVING = ((_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 64 << 20), (_MMAP_THRES
 def give_back_freed_memory() -> None:
     """Return large blocks to the system as soon as start-up frees them, if the C library is glibc.
 
-    Each thread frees into a separate heap, and a block that stays at a heap's end blocks its return later. That would
-    be tens of megabytes for each thread that reads a log or a snapshot.
+    Each thread frees into a separate heap. Memory left at a heap's end cannot be returned later: tens of megabytes
+    for each thread that reads a log or a snapshot.
     """
     _set(_AT_START)
 

@@ -277,7 +277,7 @@ class Budget:
         self._waiting.pop(share, None)
 
     def _look(self) -> None:
-        """Wake waiting streams: first those of callers that hold least, and of clients that have shown they read."""
+        """Wake waiting streams, those of callers that hold least first; among equals, those whose clients have read."""
         for share in sorted(self._waiting, key=lambda share: (self._held_by[share.use], not share.has_been_read)):
             share.look()
 
