@@ -1,4 +1,5 @@
-"""All the problems for which a start would refuse a configuration, found without a start: it locks and writes nothing.
+"""All the problems for which a start would refuse a configuration, found without a start: nothing is locked, made or
+written.
 
 `config.py` checks the keys. This module checks the directories, files and addresses that they name. A problem that may
 not exist for the sidecar's own user, or that only exists because a sidecar runs, is a warning.

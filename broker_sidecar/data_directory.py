@@ -77,7 +77,7 @@ def check_usable(folder: Path, there: Path) -> None:
 
 
 def check_owner(folder: Path, owner_of_new_files: Callable[[Path], int]) -> None:
-    """Raise INVALID_CONFIGURATION if another user owns the data, as after one start as root."""
+    """Raise INVALID_CONFIGURATION if another user owns the data: a start as root would leave files it cannot open."""
     there = [folder / name for name in _OWN if (folder / name).exists()]
     owners = [(path, path.stat().st_uid) for path in there or [folder]]
     path, owner = next((one for one in owners if one[1] != os.geteuid()), (folder, os.geteuid()))

@@ -93,9 +93,9 @@ def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Coroutine[Any, A
 class WebServer:
     """The server. It listens when it is made, and serves `routes`, by path, once it has begun.
 
-    If the address is loopback, a request's Host must be loopback too. Otherwise a foreign web page could use a host
-    name that points to this machine, and have a browser here read the pages. Raises INVALID_CONFIGURATION if it cannot
-    listen.
+    If the address is loopback, a request's Host must be localhost or an IP address. Otherwise a foreign web page could
+    use a host name that points to this machine, and have a browser here read the pages. Raises INVALID_CONFIGURATION if
+    it cannot listen.
     """
 
     def __init__(self, address: SidecarAddress, routes: Mapping[str, Route], key: str) -> None:
