@@ -1,4 +1,4 @@
-"""`python -m broker_sidecar`: the sidecar. Every key of the configuration is a flag too."""
+"""`python -m broker_sidecar`: the sidecar. Every configuration key is also a flag."""
 
 import argparse
 import difflib
@@ -18,25 +18,25 @@ from typing import Any, NoReturn
 
 _VARIABLE = "GRPC_EXPERIMENTS"
 _THE_OLDER_WAY = "-event_engine_client,-event_engine_listener"
-"""Of gRPC's ways to wait for sockets."""
+"""The older of gRPC's ways to wait for sockets."""
 
 _NEWEST_THAT_KNOWS = (1, 85)
-"""A later gRPC may not have these names any more, and says so on standard error, at each start."""
+"""Later gRPC versions may no longer have these names, and would report that on standard error at each start."""
 
 
 def turn_off_event_engine() -> None:
-    """Has the thread that waits for gRPC's events wait for the sockets itself, instead of for other threads that do.
+    """Make the thread that waits for gRPC's events wait for the sockets itself, not for other threads that do.
 
-    That saves a wake-up each way (`python -m bench one_in_flight steady`). What the environment says already stays. It
-    has to come before gRPC is imported.
+    This saves a wake-up in each direction (`python -m bench one_in_flight steady`). A value in the environment stays.
+    The call must come before the import of gRPC.
     """
     major, minor = version("grpcio").split(".")[:2]
     if (int(major), int(minor)) <= _NEWEST_THAT_KNOWS:
         os.environ.setdefault(_VARIABLE, _THE_OLDER_WAY)
 
 
-# Before gRPC is imported, as some of these do. It would write a line for each compressed call, and for each handshake
-# that fails: whoever can connect could fill a disk.
+# Before the import of gRPC, which some modules below import. It would write a line for each compressed call and each
+# failed handshake: any client that can connect could fill a disk.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 turn_off_event_engine()
 
@@ -53,12 +53,12 @@ from seqdedupe.errors import EXIT_WRONG, SeqdedupeError, exit_status  # noqa: E4
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # One line, as every error: the usage would be a screen of flags above it.
+        # One line, like every error: argparse's usage would put a screen of flags above it.
         self.exit(EXIT_WRONG, f"seqdedupe: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help.\n")
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the sidecar's flags."""
+    """Add the sidecar's flags."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with keys of the configuration")
     parser.add_argument(
         "--dev",
@@ -87,14 +87,14 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
-    """Serves; returns the exit status."""
+    """Run the sidecar, and return the exit status."""
     about = "Runs the sidecar. Every key of the configuration is a flag too."
-    # An abbreviation means something else, or nothing, as soon as there is another key.
+    # An abbreviation would get another meaning, or none, when a key is added.
     parser = arguments(_Parser(prog=prog, description=about, allow_abbrev=False))
     found, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag_of(name) for name in KEYS]
-        # What follows may be a secret.
+        # The text after `=` may be a secret.
         typed = unknown[0].partition("=")[0]
         near = [flag for flag in flags if flag.startswith(typed)] or difflib.get_close_matches(typed, flags, 1)
         parser.error(f"there is no {typed}" + (f": do you mean {near[0]}?" if near else ""))
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
 
 
 def _dev_config(file: Path | None, given: dict[str, Any], held: ExitStack) -> Config:
-    """The configuration of `--dev`. Its folder is removed when `held` ends, also by SIGTERM before the server runs."""
+    """Return the configuration of `--dev`. Its folder is removed when `held` ends, also by SIGTERM before serving."""
     from broker_sidecar.sockets import check_nobody_listens
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -152,7 +152,7 @@ def _run(
     from broker_sidecar.sockets import check_nobody_listens
 
     if faulthandler.is_enabled():
-        # Whoever wants its stacks (`seqdedupe.testing`) does not have to end it for them.
+        # So `seqdedupe.testing` can get the stacks without ending the process.
         faulthandler.register(signal.SIGUSR2)
     folder = Path(config.data_directory)
     try:
@@ -170,9 +170,9 @@ def _run(
     beside: kernels.CompilingBeside | None = None
     if kernels.prepare(config.data_directory):
         telemetry.configure(config.log_level, config.log_format)
-        # Several workers would each have a process beside them; recovery takes far longer uncompiled.
+        # Several workers would each start such a process. Recovery takes far longer with uncompiled code.
         if config.log == "embedded" and not config.shards and not data_directory.has_data(folder):
-            # Where that cannot be it is as if there were something to recover.
+            # If the process cannot be started, compile first, as if there were data to recover.
             with suppress(OSError):
                 beside = kernels.CompilingBeside(config.data_directory)
         if beside is None:

@@ -1,8 +1,8 @@
-"""What the sidecar can be told: its keys, what they cannot be, and where their values come from.
+"""The sidecar's configuration: its keys, their invalid values, and the sources of values.
 
-`Config` has all keys, `PulsarConfig` those of the table `[pulsar]`; `check` says which values contradict or lack each
-other; `load` takes them from a TOML file, `SEQDEDUPE_*` in the environment and flags. A new key is a field, and its
-bounds in `check`. `docs/reference/configuration.md` has the table of keys; a test holds it and this file together.
+`Config` has all keys, `PulsarConfig` those of the table `[pulsar]`. `check` finds values that contradict each other or
+lack another one. `load` takes values from a TOML file, `SEQDEDUPE_*` in the environment and flags. A new key is a
+field, and its bounds go into `check`. `docs/reference/configuration.md` has the table of keys; a test compares the two.
 """
 
 import difflib
@@ -27,18 +27,18 @@ from seqdedupe.names import from_text, namespace_name
 from seqdedupe.store.directories import CLUSTER_ID, MAX_WORKERS
 from seqdedupe.topic import policy
 
-# -- What a key of the configuration is: a field of a dataclass, with its default and its meaning.
+# -- A key of the configuration: a field of a dataclass, with its default and its meaning.
 
 ENVIRONMENT_PREFIX = "SEQDEDUPE_"
 
 
 def key(default: Any, about: str) -> Any:
-    """A field that is a key. None is a secret: the keys name files that hold them."""
+    """Return a field that is a key. No key is a secret: keys name the files that hold secrets."""
     return field(default=default, metadata={"about": about})
 
 
 def keys_of(config: type, prefix: str = "") -> dict[str, Field[Any]]:
-    """All keys by name. Those of a table, a dataclass within, have its name before theirs: `pulsar.admin_url`."""
+    """Return all keys by name. Keys of a table, a dataclass within, have its name as a prefix: `pulsar.admin_url`."""
     found: dict[str, Field[Any]] = {}
     for item in fields(config):
         if "about" in item.metadata:
@@ -49,21 +49,21 @@ def keys_of(config: type, prefix: str = "") -> dict[str, Field[Any]]:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a key."""
+    """Return the flag of a key."""
     return "--" + name.replace("_", "-").replace(".", "-")
 
 
 def environment_of(name: str) -> str:
-    """The name of a key in the environment."""
+    """Return the name of a key in the environment."""
     return ENVIRONMENT_PREFIX + name.replace(".", "_").upper()
 
 
 Problems = Iterator[SeqdedupeError]
-"""What is wrong with some keys. A start says the first, and a check all of them."""
+"""The problems of some keys. A start reports the first one, and a check reports all."""
 
 
 def invalid(name: str, why: str) -> SeqdedupeError:
-    """A key has a value that cannot be."""
+    """Return the error of a key with an invalid value."""
     return error("INVALID_CONFIGURATION", f"{name} {why}", key=name)
 
 
@@ -75,7 +75,7 @@ _ENTRY_FORMATS = ("plain", "packed")
 
 @dataclass(frozen=True, kw_only=True)
 class PulsarConfig:
-    """All of them. Those about TLS are named as in Pulsar's `client.conf`."""
+    """All keys of the table `[pulsar]`. Those about TLS have the names of Pulsar's `client.conf`."""
 
     service_url: str = key("", "Where Pulsar's brokers are: `pulsar://host:6650`, or `pulsar+ssl://host:6651`.")
     admin_url: str = key("", "Where their admin calls go: `http://host:8080`, or `https://host:8443`.")
@@ -106,11 +106,11 @@ class PulsarConfig:
         return [name.strip() for name in self.namespaces.split(",")]
 
     def problems(self) -> Problems:
-        """For a sidecar whose log is Pulsar."""
+        """Return the problems, if the sidecar's log is Pulsar."""
         for name, url in (("service_url", self.service_url), ("admin_url", self.admin_url)):
             if not url:
                 yield invalid(f"pulsar.{name}", "is missing: with log = pulsar both URLs are needed")
-        # What is in a URL may be a password, and is not shown.
+        # A URL may contain a password, so it is not shown.
         if self.service_url and not _SERVICE_URL.fullmatch(self.service_url):
             yield invalid("pulsar.service_url", "should be like pulsar://host:6650 or pulsar+ssl://host:6651")
         if self.admin_url:
@@ -158,7 +158,7 @@ RETENTION = ("default_retention_size_in_mb", "default_retention_time_in_minutes"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All keys, their defaults and meanings. Names are Pulsar's where it has one."""
+    """All keys, their defaults and meanings. Names are Pulsar's where Pulsar has one."""
 
     data_directory: str = key("", "Folder for the store and the logs. Required. One sidecar owns it.")
     backup_directory: str = key(
@@ -269,15 +269,15 @@ class Config:
     log_format: str = key("json", "`json` (one object a line) or `text`.")
     pulsar: PulsarConfig = field(default_factory=PulsarConfig)
     retention_was_chosen: bool = False
-    """Whether somebody has said how long messages are kept, be it for ever. It is no key."""
+    """Whether somebody has set how long messages are kept, also if that is for ever. It is not a key."""
 
 
 KEYS = keys_of(Config)
-"""By name, as they are written: `pulsar.service_url` is `service_url` of the table `[pulsar]`."""
+"""By name as written: `pulsar.service_url` is `service_url` of the table `[pulsar]`."""
 
 
 def table() -> str:
-    """The table of keys for the documentation, in Markdown."""
+    """Return the table of keys for the documentation, in Markdown."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, item in KEYS.items():
         default = str(item.default).lower() if isinstance(item.default, bool) else item.default
@@ -285,7 +285,7 @@ def table() -> str:
     return "\n".join(rows)
 
 
-# -- What a configuration cannot be: values that none of them has, and keys that contradict or lack each other.
+# -- Invalid configurations: bad values of a single key, and keys that contradict each other or lack another one.
 
 _WORDS = {
     "authentication": ("token", "none"),
@@ -293,12 +293,12 @@ _WORDS = {
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("json", "text"),
 }
-"""What the keys may say that take one of a few words."""
+"""The words that these keys may have as values."""
 
 _OF_POLICIES = {
     f"default_{name}" if name.startswith("retention_") else name: least for name, least in policy.LEAST.items()
 }
-"""Keys that a policy has too, with its bounds, and their least values."""
+"""The keys that are also in a policy, with the same bounds, and their least values."""
 
 _LEAST = {
     **_OF_POLICIES,
@@ -306,7 +306,7 @@ _LEAST = {
     "max_topics": 1,
     "max_streams": 1,
 }
-"""Of all other numbers it is 0."""
+"""The least values of keys. For all other numbers it is 0."""
 
 _NEEDS = (
     ("token_keys_file", "token_audience"),
@@ -318,37 +318,37 @@ _NEEDS = (
     ("tls_client_crl_file", "tls_client_ca_file"),
     ("peer_tls_ca_file", "tls_certificate_file"),
 )
-"""The first is of no use without the second."""
+"""Pairs of keys: the first has no use without the second."""
 
 _SOCKET_MODE = re.compile(r"0?[0-7]{3}")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _EVERYWHERE = ("0.0.0.0", "[::]", "*")
-"""Hosts to listen on that are no host to connect to."""
+"""Hosts that a server can listen on, but no client can connect to."""
 
 
 def problems_of(config: Config) -> Problems:
-    """All that is wrong, each INVALID_CONFIGURATION or INSECURE_LISTEN."""
+    """Yield all problems, each INVALID_CONFIGURATION or INSECURE_LISTEN."""
     told: set[str] = set()
     for look in _CHECKS:
         try:
             for problem in look(config):
                 told.add(str(problem))
                 yield problem
-        except SeqdedupeError as e:  # of an address that several of them need
+        except SeqdedupeError as e:  # an invalid address that several checks need
             if str(e) not in told:
                 told.add(str(e))
                 yield e
 
 
 def check(config: Config) -> None:
-    """Raises the first of `problems_of`."""
+    """Raise the first of `problems_of`."""
     for problem in problems_of(config):
         raise problem
 
 
 def _check_values(config: Config) -> Problems:
-    """Of each key by itself."""
+    """Yield the problems of each key alone."""
     if not config.data_directory:
         yield invalid("data_directory", "is required")
     for name in KEYS:
@@ -401,7 +401,7 @@ def _check_metrics_listen(config: Config) -> Problems:
 
 
 def _check_reach(config: Config, name: str, address: SidecarAddress, is_open: str) -> Problems:
-    """Nobody on another machine may reach an address that is so open, unless the operator says so."""
+    """Report an address that other machines can reach without protection, unless the operator has allowed it."""
     if not address.is_local and not config.allow_insecure_listen:
         why = f"{name} = {getattr(config, name)!r} can be reached from other machines, and {is_open}"
         yield error("INSECURE_LISTEN", why, key=name)
@@ -487,7 +487,7 @@ def _no_address(config: Config, name: str, should_be: str) -> SeqdedupeError:
 
 
 def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> Problems:
-    """Of a name that may be left out; the patterns of both such names take the same."""
+    """Yield the problem of a name that may be unset. The message fits the patterns of both such names."""
     if (value := getattr(config, name)) and not pattern.fullmatch(value):
         yield invalid(name, f"is {value!r}: it should be 1 to 64 ASCII letters, digits and any of ._-")
 
@@ -495,14 +495,14 @@ def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> Probl
 # -- Where the configuration comes from: a TOML file, `SEQDEDUPE_*` in the environment, and flags; the later one wins.
 
 NO_KEYS = VARIABLES | {f"{ENVIRONMENT_PREFIX}ADDRESS", f"{ENVIRONMENT_PREFIX}PROFILE"}
-"""Of clients: where the sidecar is, and what they show it."""
+"""Variables of clients: where the sidecar is, and the credentials they show it."""
 
 _BY_ENVIRONMENT = {environment_of(name): name for name in KEYS}
 _NEEDED = {bool: "true or false", int: "a whole number", str: "text in quotes"}
 
 
 def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> Config:
-    """The configuration from a TOML file, the environment and flags by key (None: not given).
+    """Return the configuration from a TOML file, the environment and flags by key (None: not given).
 
     Raises INVALID_CONFIGURATION.
     """
@@ -580,11 +580,11 @@ _NOT_IN_DEV = {
     "rules_file",
     "standby",
 }
-"""With `--dev` nobody says where data are, who may connect, or which other sidecars there are."""
+"""Keys that cannot be set with `--dev`: the place of data, access by others, and other sidecars."""
 
 
 def for_dev(file: Path | None, flags: Mapping[str, Any], folder: str, listen: str) -> Config:
-    """The configuration of `--dev`: data in this folder, on loopback, no token. Other keys are taken as `load` does.
+    """Return the configuration of `--dev`: data in this folder, on loopback, no token. Other keys are as in `load`.
 
     Raises INVALID_CONFIGURATION, also for a key that contradicts it.
     """
@@ -598,7 +598,7 @@ def for_dev(file: Path | None, flags: Mapping[str, Any], folder: str, listen: st
                 hint=f"Omit --dev, or {name}.",
                 key=name,
             )
-    # It need not be said that messages are kept for ever: they are not.
+    # No warning that messages are kept for ever is needed: they are not.
     dev = {"listen": listen, "log_format": "text", "default_retention_size_in_mb": -1}
     config, problems = _examined(dev | values | {"data_directory": folder, "authentication": "none"}, sources)
     for problem in problems:
@@ -607,7 +607,7 @@ def for_dev(file: Path | None, flags: Mapping[str, Any], folder: str, listen: st
 
 
 def _in_file(file: Path) -> dict[str, Any]:
-    """The values of a TOML file, by key."""
+    """Return the values of a TOML file, by key."""
     try:
         tables = tomllib.loads(read_named(file).decode())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
@@ -623,7 +623,7 @@ def _in_file(file: Path) -> dict[str, Any]:
 
 
 def _converted(values: Mapping[str, Any]) -> tuple[Config, list[SeqdedupeError]]:
-    """The configuration of the values that are of their keys' types, and what is wrong with the others."""
+    """Return the configuration of the values that have their keys' types, and the problems of the others."""
     tables: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     problems: list[SeqdedupeError] = []
     for name, value in values.items():
@@ -642,7 +642,7 @@ def _converted(values: Mapping[str, Any]) -> tuple[Config, list[SeqdedupeError]]
 
 
 def _convert(name: str, value: Any) -> Any:
-    """A value from a file, the environment or a flag, as the key's type."""
+    """Return a value from a file, the environment or a flag in the key's type."""
     kind = type(KEYS[name].default)
     if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
@@ -658,5 +658,5 @@ def _convert(name: str, value: Any) -> Any:
 
 
 def from_process(file: Path | None, flags: Mapping[str, Any]) -> Config:
-    """`load` with this process's environment."""
+    """Return the result of `load` with this process's environment."""
     return load(file, os.environ, flags)

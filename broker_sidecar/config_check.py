@@ -1,7 +1,8 @@
-"""What a start would refuse of a configuration, all of it and without a start: nothing is locked, made or written.
+"""All the problems for which a start would refuse a configuration, found without a start: nothing is locked, made or
+written.
 
-`config.py` judges the keys. Here is looked at what they name: directories, files, addresses. What may be otherwise for
-the sidecar's own user, or only because a sidecar runs, is a warning.
+`config.py` checks the keys. This module checks the directories, files and addresses that they name. A problem that may
+not exist for the sidecar's own user, or that only exists because a sidecar runs, is a warning.
 """
 
 import errno
@@ -22,17 +23,17 @@ from seqdedupe.locks import in_use, owner_of
 
 
 class Problem(NamedTuple):
-    """What is wrong, and whether a start would end with it."""
+    """A problem, and whether a start would end with it."""
 
     error: SeqdedupeError
     ends_start: bool = True
 
 
 def find_problems(file: Path | None, environment: Mapping[str, str]) -> list[Problem]:
-    """All that can be found, in the order of a start: of the keys, and of what those name that are right themselves.
+    """Return all problems that can be found, in the order of a start: of the keys, then of what the valid keys name.
 
-    Of the files of TLS together only the first problem is found. Not looked at are the data, and whatever another
-    process or machine has: sidecars, a Pulsar cluster.
+    The TLS files are checked together, and only their first problem is returned. The data are not checked, and neither
+    are other processes and machines: sidecars, a Pulsar cluster.
     """
     try:
         config, wrong = examine(file, environment, {})
@@ -64,7 +65,7 @@ def _data_directory(config: Config) -> Iterator[Problem]:
         yield Problem(e, ends_start=False)
     if (owner := owner_of(folder)) is not None:
         yield Problem(in_use(folder, owner), ends_start=False)
-    # Not before: it imports what takes long.
+    # Import it here: its imports take long.
     from broker_sidecar.workers import count_of
 
     count_of(config)
@@ -153,7 +154,7 @@ def _addresses(config: Config) -> Iterator[Problem]:
             try:
                 yield from _address(SidecarAddress.parse(text), key)
             except SeqdedupeError as e:
-                yield Problem(e, ends_start=False)  # somebody listens there: it may be the sidecar itself
+                yield Problem(e, ends_start=False)  # a process listens there: it may be the sidecar itself
 
 
 def _address(address: SidecarAddress, key: str) -> Iterator[Problem]:
@@ -191,4 +192,4 @@ _LOOKS: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]], ...
     ((), _peers),
     (("log", "pulsar.tls_trust_certs_file_path"), _pulsar),
 )
-"""In the order of a start, each with the keys that have to be right for it."""
+"""The checks in the order of a start, each with the keys that must be valid for it."""

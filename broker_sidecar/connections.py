@@ -1,13 +1,13 @@
-"""The TCP connections to this sidecar: those that do not say who they are leave the places to others.
+"""The TCP connections to this sidecar, and the rules that close unauthenticated ones to free places for others.
 
 gRPC for Python neither lists its connections nor ends a single one. So this module finds their sockets among the
 process's descriptors, and compares them with the addresses from which calls came. To end a connection it shuts its
 socket down. gRPC then reads the end of the connection, and closes its descriptor as for any client that goes away.
 
-gRPC's threads may close a descriptor at any time, and its number may then be another file's. So everything is done with
-a duplicate, and after a look at it: the inode of a socket is that of no other one. (gRPC may also close its descriptor
-while there is a duplicate. Until that is closed, microseconds later, epoll may report the old socket once more: gRPC
-keeps what such an event refers to, and takes it for one of no use.)
+gRPC's threads may close a descriptor at any time, and another file may then get its number. So this module works on a
+duplicate, and first compares the inode: each socket has its own. (gRPC may also close its descriptor while a duplicate
+exists. Until the duplicate is closed, microseconds later, epoll may report the old socket once more. gRPC keeps the
+memory that such an event refers to, and ignores the event.)
 """
 
 import asyncio
@@ -34,87 +34,87 @@ from broker_sidecar.security.subject import Subject
 logger = logging.getLogger("seqdedupe.server")
 
 CALL_SECONDS = 10.0
-"""By then a connection has made an authenticated call, or asked for the sidecar's health."""
+"""The time by which a connection must make an authenticated call, or ask for the sidecar's health."""
 
 HEALTH_SECONDS = 60.0
-"""For this long a connection that asked for the sidecar's health may be silent."""
+"""The time that a connection may be silent after it asked for the sidecar's health."""
 
 IDLE_SECONDS = 300
-"""gRPC ends a connection that has had no call for this long. It is the one rule that holds on a Unix socket too."""
+"""gRPC ends a connection that has had no call for this time. No other rule here holds on a Unix socket too."""
 
 HANDSHAKE_SECONDS = 10
-"""By then the handshake of TLS and the first frame of HTTP/2 have come."""
+"""The time by which the TLS handshake and the first HTTP/2 frame must have come."""
 
 UNKNOWN_PART = 2
-"""Unknown connections, those without an authenticated call, take at most the n-th part of all places."""
+"""Unknown connections (without an authenticated call) take at most this fraction (1/n) of all places."""
 
 UNKNOWN_PER_ADDRESS = 64
-"""Unknown connections from one address. Where there are more, the oldest ones end."""
+"""The most unknown connections from one address. If there are more, the oldest ones are ended."""
 
 UNKNOWN_CALLS = 200
-"""Calls of unknown callers from one address within CALLS_SECONDS. Where there are more, the address is loud."""
+"""The most calls of unknown callers from one address within CALLS_SECONDS. With more, the address is loud."""
 
 CALLS_SECONDS = 10.0
-"""Calls of unknown callers are counted for so long, and then from zero again."""
+"""The period over which calls of unknown callers are counted. The count then begins again at zero."""
 
 LOUD_SECONDS = 30.0
-"""An address stays loud for so long."""
+"""The time that an address stays loud."""
 
 LOUD_SPARED = 1
-"""Calls of unknown callers, within CALLS_SECONDS, that a connection from a loud address may have answered while it has
-made no authenticated one: so a probe is answered, and whoever shows an old token is told that it is old."""
+"""The calls of unknown callers, within CALLS_SECONDS, that are answered on one connection from a loud address, if it
+has made no authenticated call. So a probe gets an answer, and a caller with an old token learns that it has expired."""
 
 HELD_SECONDS = 10.0
-"""Further ones get no answer, and after this time their connection ends."""
+"""The time that further calls wait without an answer. Then their connection is ended."""
 
 MAX_HELD_CALLS = 6_000
-"""That wait for this, of some 30 KB each. Where there are more, connections end at once."""
+"""The most calls that wait in this way, of about 30 KB each. If there are more, connections are ended at once."""
 
 MAX_HELD_BYTES = 16 * 1024 * 1024
-"""What connections may receive meanwhile, all that have such calls together: gRPC takes UNREAD_BYTES of each call."""
+"""The most bytes that all connections with such calls may receive meanwhile: gRPC takes UNREAD_BYTES of each call."""
 
 GONE_SECONDS = 10.0
-"""By then nothing waits any more that came over a connection that has been ended."""
+"""The time after which nothing waits any more that came over an ended connection."""
 
 NETWORK_BYTES = 8
-"""The part of an IPv6 address that counts: a host can have every address of its network."""
+"""The bytes of an IPv6 address that count: a host can have every address of its network."""
 
 LOCAL_PART = 16
-"""The n-th part of all places is kept for callers on this machine."""
+"""The fraction (1/n) of all places that is kept for callers on this machine."""
 
 LOOK_SECONDS = 0.5
-"""Between looks at all connections."""
+"""The time between looks at all connections."""
 
 LOOK_SOON_SECONDS = 0.05
-"""The same after a look that has ended some: whoever made them may make new ones at once."""
+"""The same after a look that ended connections: their client may open new ones at once."""
 
 LOOK_PART = 20
-"""Looks take at most the n-th part of the time, however many connections there are."""
+"""Looks take at most this fraction (1/n) of the time, for any number of connections."""
 
 LOOK_STEP = 256
-"""The number of descriptors that are looked at in one step of the event loop."""
+"""The number of descriptors that one step of the event loop looks at."""
 
 UNREAD_BYTES = 1024 * 1024
-"""gRPC takes so much of a stream that the sidecar does not read."""
+"""The bytes that gRPC takes of a stream that the sidecar does not read."""
 
 MAX_HALF_BYTES = 64 * 1024 * 1024
-"""Of messages that have come in part gRPC may hold so much for all connections, beyond UNREAD_BYTES a stream."""
+"""The most bytes of incomplete messages that gRPC may hold for all connections, beyond UNREAD_BYTES per stream."""
 
 _BYTES_SENT_AND_RECEIVED = struct.Struct("=120xQQ")
-"""In Linux's `tcp_info`."""
+"""The byte counts in Linux's `tcp_info`."""
 _ROUND_BYTES, _FRAME_BYTES, _RECEIVED_PART, _SENT_PART = 4096, 64, 64, 128
-"""What a connection may receive in addition to messages: in one look, with each message, and for what it receives and
-sends. That is frames of HTTP/2, records of TLS, headers. More than that counts as messages that have come in part."""
+"""The bytes that a connection may receive in addition to messages: per look, per message, and per byte received and
+sent (1/n). They are HTTP/2 frames, TLS records and headers. Any more counts as incomplete messages."""
 
 WARN_SECONDS = 60.0
-"""Between lines in the log about connections that were ended."""
+"""The time between log lines about ended connections."""
 
 _LOCAL = b""
 """The address of all callers on this machine."""
 
 
 class Taken:
-    """The messages that have been received as a whole from one peer."""
+    """The number and bytes of complete messages received from one peer."""
 
     __slots__ = ("__weakref__", "messages", "size")
 
@@ -131,35 +131,35 @@ class PeerEnd(NamedTuple):
 
 @dataclass(slots=True)
 class TcpConnection:
-    """A TCP connection, as the looks have found it. Times are those of the looks' clock."""
+    """A TCP connection, as the looks found it. Its times are on the clock of the looks."""
 
     inode: int
     descriptor: int
     """Its number at the last look."""
     place: PeerEnd
     address: bytes
-    """What it counts under: a host, a network, or this machine."""
+    """The address under which it is counted: a host, a network, or this machine."""
     first_look: int
     heard_at: float
-    """When it began, or last asked for the sidecar's health."""
+    """When it began, or when it last asked for the sidecar's health."""
     silent_at: float
-    """When it has been silent for too long."""
+    """When it will have been silent for too long."""
     is_known: bool = False
     """Whether it has made an authenticated call."""
     has_stream: bool = False
-    """Whether it has one now: that of an unknown caller watches the sidecar's health."""
+    """Whether it has a stream now. A stream of an unknown caller watches the sidecar's health."""
     has_ended: bool = False
     held_calls: int = 0
-    """Of unknown callers, that get no answer."""
+    """Calls of unknown callers that get no answer."""
     half_bytes: int = 0
-    """What it has received beyond messages that came as a whole."""
+    """The bytes received beyond complete messages."""
     taken: Taken | None = None
-    """None before the first look at how much it has received."""
+    """None before the first look at the bytes received."""
     counted: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """At the last look: bytes sent and received, and what had been taken, messages and bytes."""
+    """At the last look: bytes sent and received, and messages and bytes taken."""
 
     def count_half(self) -> None:
-        """Takes over what was received and taken since the last look. Raises OSError."""
+        """Add the bytes received and taken since the last look. Raises OSError."""
         if self.taken is None:
             self.taken = _taken_at(self.place)
         with _duplicate(self.descriptor, self.inode) as duplicate:
@@ -173,7 +173,7 @@ class TcpConnection:
         self.half_bytes = max(0, self.half_bytes + received - size - overhead)
 
     def end(self) -> bool:
-        """Ends it, if it is still open: whether it was."""
+        """End the connection. Return whether it was still open."""
         try:
             with _duplicate(self.descriptor, self.inode) as duplicate:
                 duplicate.shutdown(socket.SHUT_RDWR)
@@ -184,43 +184,43 @@ class TcpConnection:
 
 
 class TcpConnections:
-    """The TCP connections to the sidecar's ports, at most `limit`. `streaming` tells which peers have a stream."""
+    """The TCP connections to the sidecar's ports, at most `limit`. `streaming` returns the peers that have a stream."""
 
     def __init__(self, limit: int, streaming: Callable[[], Iterable[str]]) -> None:
         self._limit = limit
         self._streaming = streaming
         self._open: dict[int, TcpConnection] = {}
-        """By inode. Every look makes another one."""
+        """By inode. Every look replaces it."""
         self._places: dict[PeerEnd | None, TcpConnection] = {}
         """The same, by the peer's end."""
         self._others: set[int] = set()
-        """Inodes of sockets that are none of these."""
+        """The inodes of all other sockets."""
         self._known: dict[PeerEnd, int] = {}
-        """Where authenticated calls came from, and after which look the last one came."""
+        """The places that made authenticated calls, with the number of the look before the last call."""
         self._asked: dict[PeerEnd, float] = {}
-        """Where questions for the health came from that were not authenticated, and when."""
+        """The places that asked for the health without authentication, and when."""
         self._unknown_calls: Counter[PeerEnd] = Counter()
-        """Since the counting began, those that nobody knew who made."""
+        """The calls of unknown callers since the counting began."""
         self._counting_until = CALLS_SECONDS
         self._loud_until: dict[bytes, float] = {}
-        """By address, as it counts."""
+        """By the address that counts."""
         self._held_calls = 0
         self._gone: dict[PeerEnd, float] = {}
-        """Where connections came from that were ended within GONE_SECONDS, and when."""
+        """The places of connections that were ended within GONE_SECONDS, and when."""
         self._looks = 0
         self._now = 0.0
-        """It does not run while the event loop stands still, with calls waiting in it."""
+        """It stops while the event loop is blocked with calls waiting in it."""
         self._warns_at = 0.0
         self.ended: Counter[str] = Counter(silent=0, crowded=0, loud=0, unread=0, half=0)
         """The number of connections that were ended, by reason."""
 
     def count(self) -> tuple[int, int]:
-        """How many have made an authenticated call, and how many have not."""
+        """Return the number of connections with an authenticated call, and of those without."""
         known = [one.is_known for one in self._open.values()]
         return sum(known), len(known) - sum(known)
 
     def server_options(self) -> tuple[tuple[str, int], ...]:
-        """What gRPC does itself, on a Unix socket too. It counts the connections of each port separately."""
+        """Return gRPC's own limits, which hold on a Unix socket too. It counts each port's connections separately."""
         return (
             ("grpc.max_allowed_incoming_connections", self._limit),
             ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1000)),
@@ -228,7 +228,7 @@ class TcpConnections:
         )
 
     def called(self, subject: Subject) -> None:
-        """A call came from this caller. One without a name may ask for the sidecar's health alone."""
+        """Note a call from this caller. A caller without a name may only ask for the sidecar's health."""
         if (place := _place_of_peer(subject.address)) is None:
             return
         if subject.name:
@@ -237,14 +237,15 @@ class TcpConnections:
             self._asked[place] = self._now
 
     async def has_to_answer(self, peer: str) -> bool:
-        """Whether a call from this peer, of which it is not known who makes it, is answered. Where such calls are too
-        many, this returns late: their client has so many open at once, and makes no other ones meanwhile."""
+        """Return whether to answer a call from this peer, whose caller is unknown.
+
+        If there are too many such calls, this returns late. Meanwhile the client has its maximum open."""
         if not peer:
-            # gRPC has ended it by now, such as one that is compressed, and says no more where it came from.
+            # gRPC has already ended the call, for example a compressed one, and no longer says where it came from.
             return False
         if (place := _place_of_peer(peer)) is None:
             return True
-        # gRPC hands over what has waited, also calls of connections that have ended.
+        # gRPC delivers calls that have waited, also those of ended connections.
         if place in self._gone:
             return False
         self._unknown_calls[place] += 1
@@ -264,13 +265,13 @@ class TcpConnections:
         return False
 
     def end(self, peer: str) -> None:
-        """Ends the connection of this peer, if a look has found it: nobody sees which one it is on a Unix socket."""
+        """End this peer's connection, if a look has found it. A Unix socket does not identify connections."""
         one = self._places.get(_place_of_peer(peer))
         if one is not None and not one.has_ended:
             self.ended["unread"] += one.end()
 
     async def keep_looking(self, ports: Set[int]) -> None:
-        """Looks at the connections to these ports again and again, and ends those that have to go."""
+        """Look at the connections to these ports again and again, and end those that break a rule."""
         pause_seconds = LOOK_SECONDS
         while True:
             began = time.monotonic()
@@ -279,7 +280,7 @@ class TcpConnections:
             try:
                 work_seconds = await self._look(ports)
             except OSError as e:
-                # Of descriptors that have run out the log is full already.
+                # If descriptors have run out, the log is already full of such lines.
                 if e.errno not in (errno.EMFILE, errno.ENFILE):
                     logger.warning("the connections cannot be looked at: %s", e)
                 continue
@@ -290,7 +291,7 @@ class TcpConnections:
             )
 
     async def _look(self, ports: Set[int]) -> float:
-        """Finds the connections that are open, and what is known of them; returns how long it worked."""
+        """Find the open connections and update their state. Return the seconds of work."""
         self._looks += 1
         found: dict[int, TcpConnection] = {}
         others: set[int] = set()
@@ -310,7 +311,7 @@ class TcpConnections:
                 if one is None and inode not in self._others:
                     one = self._new(descriptor, inode, ports)
             except OSError:
-                # It has been closed meanwhile, or is connected to nobody, or there is no descriptor left.
+                # The socket was closed meanwhile or is not connected, or no descriptor is left.
                 continue
             if one is None:
                 others.add(inode)
@@ -325,7 +326,7 @@ class TcpConnections:
         return work_seconds + time.perf_counter() - began
 
     def _new(self, descriptor: int, inode: int, ports: Set[int]) -> TcpConnection | None:
-        """The connection with this descriptor; None if it is none to these ports. Raises OSError."""
+        """Return the connection with this descriptor, None if it is not to these ports. Raises OSError."""
         with _duplicate(descriptor, inode) as duplicate:
             if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
@@ -337,23 +338,23 @@ class TcpConnections:
         return TcpConnection(inode, descriptor, peer, address, self._looks, self._now, self._now + CALL_SECONDS)
 
     def _learn(self) -> None:
-        """Takes over who has called since the look before."""
+        """Note the callers since the last look."""
         streaming = {_place_of_peer(peer) for peer in self._streaming()}
         places = self._places = {one.place: one for one in self._open.values()}
         for one in self._open.values():
-            # It began after the look before the one that found it: an older call was another connection's.
+            # The connection began after the look before the one that found it. An older call used another connection.
             one.is_known = one.is_known or self._known.get(one.place, -1) >= one.first_look - 1
             one.has_stream = one.place in streaming
             if (asked_at := self._asked.get(one.place)) is not None:
                 one.heard_at = max(one.heard_at, asked_at)
                 one.silent_at = max(one.silent_at, asked_at + HEALTH_SECONDS)
         self._gone = {place: at for place, at in self._gone.items() if at + GONE_SECONDS > self._now}
-        # The next look may find the connection of a call that has come since this one began.
+        # The next look may find the connection of a call that came after this look began.
         self._known = {place: look for place, look in self._known.items() if place in places or look >= self._looks}
         self._asked = {place: at for place, at in self._asked.items() if place in places or at >= self._now}
 
     def _listen_for_loud(self) -> None:
-        """Finds the addresses from which unknown callers make many calls, over connections that have ended too."""
+        """Find the addresses from which unknown callers make many calls, also over connections that have ended."""
         calls: Counter[bytes] = Counter()
         for place, count in self._unknown_calls.items():
             one = self._places.get(place)
@@ -365,13 +366,13 @@ class TcpConnections:
             self._counting_until = self._now + CALLS_SECONDS
 
     def _is_loud(self, one: TcpConnection) -> bool:
-        """Whether unknown callers make many calls from its address, several over this connection, and no other ones."""
+        """Whether the address is loud, and this connection has made several calls, none of them authenticated."""
         if one.is_known or one.place in self._known or one.address not in self._loud_until:
             return False
         return self._unknown_calls[one.place] > LOUD_SPARED
 
     def _holding_halves(self) -> Iterator[tuple[TcpConnection, str]]:
-        """Those to be ended so that no more than MAX_HALF_BYTES are held; first the one that holds most."""
+        """Yield connections to end so that at most MAX_HALF_BYTES are held, the largest first."""
         streams = Counter(_place_of_peer(peer) for peer in self._streaming())
         beyond: list[tuple[int, TcpConnection]] = []
         for one in self._open.values():
@@ -382,12 +383,12 @@ class TcpConnections:
         yield from ((one, "half") for one in _largest(beyond, MAX_HALF_BYTES))
 
     def _holding_calls(self) -> Iterator[tuple[TcpConnection, str]]:
-        """The same for calls that get no answer, and MAX_HELD_BYTES."""
+        """Do the same for calls that get no answer, with MAX_HELD_BYTES."""
         holding = [(one.half_bytes, one) for one in self._open.values() if one.held_calls and not one.has_ended]
         yield from ((one, "loud") for one in _largest(holding, MAX_HELD_BYTES))
 
     def _end(self, chosen: Iterable[tuple[TcpConnection, str]]) -> bool:
-        """Ends these, each for a reason. Whether there were any."""
+        """End these connections, each for a reason. Return whether any were ended."""
         before = self.ended.copy()
         for one, why in chosen:
             self.ended[why] += one.end()
@@ -400,8 +401,9 @@ class TcpConnections:
 
 
 def choose(connections: Iterable[TcpConnection], limit: int, now: float) -> Iterator[tuple[TcpConnection, str]]:
-    """Those of the connections that have to end, and why. Of the known ones the oldest stay, which are in use; of the
-    others the newest, which have had the least time to make a call."""
+    """Yield the connections to end, each with the reason.
+
+    The oldest known ones stay: they are in use. The newest unknown ones stay: they had the least time for a call."""
     open_now = [one for one in connections if not one.has_ended]
     known = sorted((one for one in open_now if one.is_known or one.has_stream), key=lambda one: one.first_look)
     unknown = sorted(
@@ -428,7 +430,7 @@ def choose(connections: Iterable[TcpConnection], limit: int, now: float) -> Iter
 
 
 def _largest(sizes: list[tuple[int, TcpConnection]], limit: int) -> Iterator[TcpConnection]:
-    """Those without which the rest is no more than the limit."""
+    """Yield the largest ones until the rest is within the limit."""
     left = sum(size for size, _ in sizes)
     for size, one in sorted(sizes, key=lambda each: each[0], reverse=True):
         if left <= limit:
@@ -438,15 +440,16 @@ def _largest(sizes: list[tuple[int, TcpConnection]], limit: int) -> Iterator[Tcp
 
 
 def address_that_counts(address: bytes) -> bytes:
-    """What a peer's address counts as."""
+    """Return the address under which a peer is counted."""
     if ip_address(address).is_loopback:
         return _LOCAL
     return address[:NETWORK_BYTES]
 
 
 def origin_of(peer: str) -> bytes | str:
-    """Where a call came from, by its peer as gRPC writes it: an address as it counts, or on this machine a connection.
-    (Of Unix sockets nobody says which connection it is.)"""
+    """Return a call's origin from its peer as gRPC writes it: the address that counts, or on this machine a connection.
+
+    (A Unix socket does not identify connections.)"""
     place = _place_of_peer(peer)
     return (place and address_that_counts(place.address)) or peer
 
@@ -455,7 +458,7 @@ _all_taken: "WeakValueDictionary[PeerEnd, Taken]" = WeakValueDictionary()
 
 
 def taken_from(peer: str) -> Taken:
-    """What has been taken from this peer, for its calls to add to. Of a Unix socket it counts for nothing."""
+    """Return the counts of this peer, to which its calls add. A Unix socket's counts have no effect."""
     place = _place_of_peer(peer)
     return Taken() if place is None else _taken_at(place)
 
@@ -467,7 +470,9 @@ def _taken_at(place: PeerEnd) -> Taken:
 
 
 def _duplicate(descriptor: int, inode: int) -> socket.socket:
-    """The socket with this inode, by a descriptor of its own. Raises OSError if it is none, or another one by now."""
+    """Return the socket with this inode under a separate descriptor.
+
+    Raises OSError if the descriptor is no socket, or already another one."""
     number = os.dup(descriptor)
     try:
         if os.fstat(number).st_ino != inode:
@@ -479,7 +484,7 @@ def _duplicate(descriptor: int, inode: int) -> socket.socket:
 
 
 def _place_of(name: tuple[Any, ...]) -> PeerEnd:
-    """The address and port of a socket of TCP. One of IPv4 is the same whichever way the socket has it."""
+    """Return the address and port of a TCP socket. An IPv4 address is the same in both of its forms."""
     address = ip_address(str(name[0]).partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return PeerEnd((mapped or address).packed, int(name[1]))
@@ -487,7 +492,7 @@ def _place_of(name: tuple[Any, ...]) -> PeerEnd:
 
 @lru_cache(1 << 16)
 def _place_of_peer(peer: str) -> PeerEnd | None:
-    """The same of a peer as gRPC writes it, such as `ipv6:%5B::1%5D:6650`; None if it is not one of TCP."""
+    """Return the same for a peer as gRPC writes it, such as `ipv6:%5B::1%5D:6650`; None if it does not use TCP."""
     family, _, rest = unquote(peer).partition(":")
     if family not in ("ipv4", "ipv6"):
         return None

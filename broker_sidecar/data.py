@@ -1,4 +1,4 @@
-"""What a data directory holds, opened: the store, the logs, and the topics on them."""
+"""The contents of a data directory, opened: the store, the logs, and the topics on them."""
 
 import asyncio
 import logging
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("seqdedupe.server")
 
 LOOK_SECONDS = 60.0
-"""A topic that another sidecar makes is known after so long, or when somebody opens a producer on it."""
+"""The time after which a topic made by another sidecar is known, unless a client opens a producer on it earlier."""
 
 RETENTION_SECONDS = 300.0
-"""What is too old by retention by time is looked for so often, also where no messages come."""
+"""The time between searches for messages that retention by time may drop, also where no messages come."""
 
 EXIT_FATAL = 70
-"""Exit status when the log can no longer be trusted: recovery at the next start decides."""
+"""The exit status when the log can no longer be trusted. Recovery at the next start decides."""
 
 
 def fatal(why: str) -> None:
-    """Ends the process."""
-    # At once: whatever would still run could acknowledge what is not on the disk.
+    """End the process."""
+    # At once: code that still ran could acknowledge messages that are not on the disk.
     logger.critical("the sidecar ends: %s", why)
     logging.shutdown()
     os._exit(EXIT_FATAL)
@@ -55,8 +55,8 @@ def fatal(why: str) -> None:
 class Data:
     """The data directory of a sidecar: `topics` if it writes the logs itself, `brokers_topics` if a broker does.
 
-    Raises INVALID_CONFIGURATION if there are logs though `log` says that they are elsewhere, and what `Store.open` and
-    `LogCluster` raise.
+    Raises INVALID_CONFIGURATION if there are logs although `log` says that they are elsewhere; and the errors of
+    `Store.open` and `LogCluster`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Data:
 
     @property
     def all_topics(self) -> Topics[Any]:
-        """Whichever there are."""
+        """The topics of either kind."""
         topics = self.topics or self.brokers_topics
         if topics is None:
             raise RuntimeError("a data directory has topics of one kind")
@@ -142,21 +142,22 @@ class Data:
 
     @property
     def committer(self) -> Committer | None:
-        """The thread that writes the sidecar's own logs, if it runs by now."""
+        """The thread that writes the sidecar's own logs, if it already runs."""
         return self.logs.running_committer if self.logs is not None else None
 
     @property
     def clock_ahead_ms(self) -> int:
-        """By how much the clock was ahead of the last believed time at the start, if that is suspicious; else 0."""
+        """By how many milliseconds the clock was ahead of the last trusted time at the start, if suspicious; else 0."""
         return self._clock.ahead_ms
 
     def has_moved(self, record: TopicRecord) -> bool:
-        """Whether another sidecar has a topic that was this one's. Raises OSError."""
+        """Return whether another sidecar now has a topic that was this one's. Raises OSError."""
         return self.logs is not None and self.logs.has_moved(record.incarnation)
 
     def begin_looking(self) -> None:
-        """From now on looks in the background: at the clock; for what retention has to drop; for damage if the
-        configuration says so; in a cluster for new topics and for the state of those of which there is none here."""
+        """Start the background checks: of the clock; for messages that retention drops; for damage, if configured.
+
+        In a cluster, also look for new topics, and fetch the state of topics that have none here."""
         self.all_topics.in_background(self._clock.keep_looking())
         if self.logs is not None and self.topics is not None:
             self.topics.in_background(_keep_trimming(self.topics))
@@ -168,7 +169,7 @@ class Data:
             self.all_topics.in_background(fetching.run())
 
     def listens(self, address: SidecarAddress) -> None:
-        """Where, which is what the sidecar advertises unless it was told something else."""
+        """Note the address at which the sidecar listens. It is advertised unless the configuration has another one."""
         advertised = self._config.advertised_address
         reached_at = str(SidecarAddress.parse(advertised) if advertised else address)
         if self.cluster is not None and not advertised:
@@ -179,7 +180,7 @@ class Data:
             self.all_topics.in_background(self.peers.keep_looking(fatal))
 
     async def close(self) -> None:
-        """Lets go of files, locks, connections and threads."""
+        """Close files, locks, connections and threads."""
         if self.logs is not None:
             await self.logs.close()
         if self.cluster is not None:
@@ -188,17 +189,18 @@ class Data:
 
 
 def _names(store: Store) -> dict[int, tuple[str, int]]:
-    """The topics that are there, with their numbers of partitions, by incarnation."""
+    """Return the active topics by incarnation, with their numbers of partitions."""
     active = (record for record in store.topics() if record.state is TopicState.ACTIVE)
     return {record.incarnation: (record.name, record.partitions) for record in active}
 
 
 def _remove_arrivals(store: Store, logs: EmbeddedLogs) -> None:
-    """What was coming from other sidecars when the process ended does not come on. What cannot be removed now is by a
-    later start: the folders go last, for they say what the store has of it."""
+    """Drop topics that were still arriving from other sidecars when the process ended.
+
+    A later start removes what cannot be removed now. The folders go last: they show which parts the store still has."""
     try:
         coming = logs.empty_arrivals()
-        # No more is needed of one that was here before, and has not come back.
+        # If a topic has moved away and did not finish coming back, its snapshots are not needed either.
         here = {one.incarnation for one in store.topics() if one.state is TopicState.ACTIVE}
         coming -= {one for one in here & coming if not logs.has_moved(one)}
         if coming:
@@ -218,7 +220,7 @@ async def _keep_looking(topics: Topics[Any]) -> None:
 
 
 async def _keep_trimming(topics: Topics[Topic]) -> None:
-    """One topic after the other, so that others have their turn however many there are."""
+    """Trim one topic after the other, so that other work gets its turn for any number of topics."""
     while True:
         await asyncio.sleep(RETENTION_SECONDS)
         for entry in topics.registry:
@@ -228,9 +230,9 @@ async def _keep_trimming(topics: Topics[Topic]) -> None:
 
 
 def _peers(config: Config, store: Store) -> Peers | None:
-    """Those that have the other shards, None if there are none. What the directory is to claim is durable on return.
+    """Return the sidecars with the other shards, None if there are none. The directory's claim is durable on return.
 
-    Raises SHARD_CLAIMED_TWICE if it has a topic of another shard; and as `claim_of`.
+    Raises SHARD_CLAIMED_TWICE if the directory has a topic of another shard; and as `claim_of`.
     """
     claim, is_said = claim_of(config)
     if claim is None:
@@ -256,7 +258,7 @@ def _cluster(config: Config, store: Store) -> "LogCluster":
 
 
 def _check_no_logs(log: str, folder: Path) -> None:
-    """Raises INVALID_CONFIGURATION if there are any: without the store's records nobody else would notice them."""
+    """Raise INVALID_CONFIGURATION if there are logs: without records in the store they would go unnoticed."""
     if folder.is_dir() and incarnations(folder):
         raise error(
             "INVALID_CONFIGURATION", f"log = {log!r}: the data directory has logs of a sidecar's own, in {folder}",
@@ -265,7 +267,7 @@ def _check_no_logs(log: str, folder: Path) -> None:
 
 
 def _applied(config: Config) -> Applied:
-    """What the sidecar's configuration says, and a topic or namespace may say otherwise."""
+    """Return the values of the configuration that the policy of a topic or namespace may override."""
     return Applied(
         deduplication_entries_interval=config.deduplication_entries_interval,
         deduplication_snapshot_interval_seconds=config.deduplication_snapshot_interval_seconds,

@@ -1,4 +1,4 @@
-"""The data directory: made if need be, locked, and looked at before anything is opened in it. What it holds is
+"""The data directory: made if necessary, locked, and checked before anything in it is opened. Its contents:
 `data.py`."""
 
 import asyncio
@@ -17,10 +17,10 @@ from seqdedupe.locks import DIRECTORY_LOCK, Lock, locked_directory
 from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
 
 PRIVATE = 0o077
-"""The umask: nobody but the user that the sidecar runs as may read what it writes."""
+"""The umask: only the user that the sidecar runs as may read what it writes."""
 
 LOOK_SECONDS = 1.0
-"""The lock's file is looked at so often."""
+"""The time between looks at the lock's file."""
 
 _HINTS = {
     errno.EROFS: "Mount the file system for writing, or choose a directory on another one.",
@@ -36,12 +36,13 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 _DATA = ("store", "logs")
 _OWN = (DIRECTORY_LOCK, *_DATA, SHARDS_FILE, WORKERS_FILE)
-"""What a sidecar makes in its directory, which nobody but its user may read."""
+"""The files that a sidecar makes in its directory, and that only its user may read."""
 
 
 def prepare(folder: Path) -> None:
-    """Makes it if it is not there. Raises INVALID_CONFIGURATION if it cannot be made or written to, or is another
-    user's."""
+    """Make the directory if it does not exist.
+
+    Raises INVALID_CONFIGURATION if it cannot be made or written to, or belongs to another user."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -54,7 +55,7 @@ def prepare(folder: Path) -> None:
 
 
 def check_usable(folder: Path, there: Path) -> None:
-    """Raise INVALID_CONFIGURATION unless this process can read and write in `there`: no later try would help.
+    """Raise INVALID_CONFIGURATION unless this process can read and write in `there`: later tries would not help.
 
     `there` is the data directory, a part of it, or for a directory that does not exist its nearest parent.
     """
@@ -76,11 +77,11 @@ def check_usable(folder: Path, there: Path) -> None:
 
 
 def check_owner(folder: Path, owner_of_new_files: Callable[[Path], int]) -> None:
-    """One start as root would leave files that the service's user cannot open. Raises INVALID_CONFIGURATION."""
+    """Raise INVALID_CONFIGURATION if another user owns the data: a start as root would leave files it cannot open."""
     there = [folder / name for name in _OWN if (folder / name).exists()]
     owners = [(path, path.stat().st_uid) for path in there or [folder]]
     path, owner = next((one for one in owners if one[1] != os.geteuid()), (folder, os.geteuid()))
-    # An empty volume may be root's and its group's, whose member this process is.
+    # An empty volume may belong to root and to a group that has this process as a member.
     if owner == os.geteuid() or (not there and owner == 0) or owner == owner_of_new_files(folder):
         return
     name, user = _user(owner), _user(os.geteuid())
@@ -93,7 +94,7 @@ def check_owner(folder: Path, owner_of_new_files: Callable[[Path], int]) -> None
 
 
 def _owner_of_new_files(folder: Path) -> int:
-    """Not always this process's user: a file system of another machine may know one user alone."""
+    """Return the owner. It need not be this process's user: a network file system may map all users to one."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_uid
@@ -103,7 +104,7 @@ def _owner_of_new_files(folder: Path) -> int:
 
 @contextmanager
 def taken(folder: Path) -> Iterator[Lock]:
-    """The directory, which no other process has during the block. Raises as `prepare`; DIRECTORY_IN_USE; OSError."""
+    """Lock the directory against other processes during the block. Raises as `prepare`; DIRECTORY_IN_USE; OSError."""
     os.umask(PRIVATE)
     prepare(folder)
     with locked_directory(folder) as lock:
@@ -111,12 +112,12 @@ def taken(folder: Path) -> Iterator[Lock]:
 
 
 def has_data(folder: Path) -> bool:
-    """Whether a start may have something to recover."""
+    """Return whether a start may have something to recover."""
     return any((folder / name).exists() for name in _DATA)
 
 
 def check_is_no_backup(folder: Path) -> None:
-    """Other backups share its files, which a sidecar would append to. Raises INVALID_CONFIGURATION."""
+    """Raise INVALID_CONFIGURATION for a backup: a sidecar would append to files that it shares with other backups."""
     for part in (folder, *folder.glob("worker-*")):
         if (part / MANIFEST_FILE).exists():
             raise error(
@@ -128,17 +129,17 @@ def check_is_no_backup(folder: Path) -> None:
 
 
 async def lost(lock: Lock) -> str:
-    """Returns when another process may have taken the directory, and says why."""
+    """Wait until another process may have taken the directory, and return the reason."""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
-        # A disk that answers with an error now may answer later.
+        # A disk that fails now may work again later.
         with suppress(OSError):
             if not await asyncio.to_thread(lock.is_held):
                 return f"{lock.path} is not the file that this process has locked: it was moved or removed"
 
 
 def ended_by(e: SeqdedupeError | OSError, folder: Path) -> int:
-    """Says in one line what has ended a sidecar on this directory; returns its exit status."""
+    """Print in one line why a sidecar on this directory has ended, and return its exit status."""
     failure = e if isinstance(e, SeqdedupeError) else _failed(folder, e)
     is_tried_again = failure.reason in _TRIED_AGAIN and failure.hint == REASONS[failure.reason].hint
     print(f"seqdedupe: {failure} {_AT_END if is_tried_again else failure.hint}", file=sys.stderr)
@@ -146,13 +147,13 @@ def ended_by(e: SeqdedupeError | OSError, folder: Path) -> int:
 
 
 _TRIED_AGAIN = ("STORE_UNAVAILABLE", "LOG_REFUSED", "LOG_UNREADABLE", "AUDIT_UNAVAILABLE")
-"""A sidecar that runs tries these again, as their hints say. One that has ended does not."""
+"""Errors that a running sidecar retries, as their hints say. A sidecar that has ended does not."""
 
 _AT_END = "Cure what the message names, and start the sidecar again."
 
 
 def _failed(folder: Path, e: OSError) -> SeqdedupeError:
-    """An error of the system. A full disk names no file."""
+    """Return the error for an error of the operating system. A full disk gives no file name."""
     number, why = e.errno or 0, os.strerror(e.errno) if e.errno else str(e)
     if e.filename is None and number in _HINTS:
         return _unusable(folder, number, why)
@@ -166,7 +167,7 @@ def _unusable(folder: Path, number: int, why: str) -> SeqdedupeError:
 
 
 def _reason(number: int) -> str:
-    """Of an error of the system: whether the next start may go better."""
+    """Return the reason code of an operating system error: it says whether the next start may succeed."""
     return "INVALID_CONFIGURATION" if number in _HINTS and number not in _NO_ROOM else "STORE_UNAVAILABLE"
 
 

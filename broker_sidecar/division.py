@@ -1,8 +1,8 @@
-"""Another number of workers for a data directory that has topics: each log goes to who is to have its shard.
+"""Change the number of workers of a data directory that has topics: each log moves to the new owner of its shard.
 
-The new parts are made beside the old ones, in the folder `moving`: a store with the records of its topics, a claim, and
-the logs, which are renamed. The old stores stay as they are, so whatever is broken off is done again from them. When
-all is there `moving` becomes `moved`; from then on the old stores are not needed, and each new part takes its place.
+The new parts are made next to the old ones, in the folder `moving`: a store with the records of its topics, a claim,
+and the logs, which are renamed. The old stores do not change, so an interrupted change starts again from them. When all
+is complete, `moving` becomes `moved`. From then on the old stores are not needed, and each new part takes its place.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _OF_A_WORKER = {*_OF_A_PART, DIRECTORY_LOCK, "kernels", f"{STORE}.creating", f"{
 _NOTHING_MOVED = "Nothing was moved. Start with the number that the data directory has, or see docs/guides/workers.md."
 
 TRIES = 120
-"""Of writing a snapshot to a store that takes nothing now."""
+"""The number of tries to write a snapshot to a store that accepts nothing now."""
 PAUSE_SECONDS = 0.5
 
 
@@ -56,16 +56,16 @@ class _Part:
     store: Store
 
     def active(self) -> list[TopicRecord]:
-        """What is left of the others, begun or being deleted, is not kept, as at any start."""
+        """Return the active topics. Remains of topics that were being made or deleted are dropped, as at any start."""
         return [record for record in self.store.topics() if record.state is TopicState.ACTIVE]
 
 
 def change(folder: Path, count: int) -> None:
-    """Goes from the number of workers that the directory has to this one, or goes on with that. Blocks.
+    """Change the directory's number of workers to `count`, or resume such a change. Blocks.
 
-    The caller has the directory's lock. Whatever stops it, the next call goes on. Raises DIRECTORY_IN_USE if a worker
-    still runs; before anything is moved INVALID_CONFIGURATION, LOG_DAMAGED, STORE_MISSING, STORE_DAMAGED,
-    SHARD_CLAIMED_TWICE if it cannot be done; STORE_UNAVAILABLE; OSError.
+    The caller has the directory's lock. If this is interrupted at any point, the next call resumes. Raises
+    DIRECTORY_IN_USE if a worker still runs. Before anything is moved, raises INVALID_CONFIGURATION, LOG_DAMAGED,
+    STORE_MISSING, STORE_DAMAGED, SHARD_CLAIMED_TWICE if the change is impossible. Raises STORE_UNAVAILABLE; OSError.
     """
     split = directories.read_split(folder) or Split(secrets.token_hex(directories.CLUSTER_ID_BYTES), 1)
     if split == Split(split.cluster_id, count):
@@ -78,20 +78,20 @@ def change(folder: Path, count: int) -> None:
 
 
 def _change(folder: Path, split: Split, count: int) -> None:
-    """From one number of workers to another:
+    """Change from one number of workers to another:
 
-    1. The stores of the old parts are opened.
-    2. Nothing speaks against the change, and every log is whole without its journal.
-    3. The directory says that it is on its way.
-    4. The new parts are made in `moving`, with all records of the stores.
-    5. The logs are renamed into them.
-    6. `moving` becomes `moved`: the old stores are not needed any more.
-    7. Each new part takes its place.
+    1. Open the stores of the old parts.
+    2. Check that nothing prevents the change, and that every log is complete without its journal.
+    3. Record in the directory that it is changing.
+    4. Make the new parts in `moving`, with all records of the stores.
+    5. Rename the logs into them.
+    6. Rename `moving` to `moved`: the old stores are not needed any more.
+    7. Put each new part in its place.
 
-    What was broken off between 3 and 6 goes on with 1 and 4; after 6, with 7.
+    A change interrupted between 3 and 6 resumes with 1 and 4; after 6, with 7.
     """
     if (folder / MOVED).exists() and split.to is not None:
-        # The process that gave it this name may have been killed before its sync, and old stores go now.
+        # The process that made this name may have been killed before its sync, and the old stores are removed next.
         sync_folder(folder)
         _take_places(folder, split)
         return
@@ -109,7 +109,7 @@ def _change(folder: Path, split: Split, count: int) -> None:
         if split.to is None:
             _check(folder, split, count, old)  # 2
             if (folder / MOVED).exists():
-                # It has no files. It means something from here on.
+                # It has no files. From here on its existence has a meaning.
                 shutil.rmtree(folder / MOVED)
                 sync_folder(folder)
             split = Split(split.cluster_id, split.workers, count)
@@ -123,7 +123,7 @@ def _change(folder: Path, split: Split, count: int) -> None:
 
 
 def places(folder: Path, workers: int) -> list[tuple[Path, frozenset[int]]]:
-    """The parts of a directory with so many workers, and their shards; with one it is itself the part."""
+    """Return the parts of a directory with this number of workers, and their shards. With one, it is the part."""
     if workers == 1:
         return [(folder, ALL_SHARDS)]
     return [(of_worker(folder, worker), shards_of_worker(worker, workers)) for worker in range(workers)]
@@ -133,7 +133,7 @@ def places(folder: Path, workers: int) -> list[tuple[Path, frozenset[int]]]:
 
 
 def _check(folder: Path, split: Split, count: int, old: Sequence[_Part]) -> None:
-    """Every log is whole without its journal on return, and can be renamed. Raises as `change`."""
+    """Make every log complete without its journal, and check that it can be renamed. Raises as `change`."""
     if split.workers == 1 and (folder / SHARDS_FILE).exists():
         raise _refused(f"{folder} has shards of a cluster over several machines")
     for place in {place for place, _ in places(folder, count)} - {part.folder for part in old}:
@@ -189,8 +189,9 @@ def _check_topic(part: _Part, record: TopicRecord, replay: JournalReplay) -> Non
 
 
 def _has_moved(folder: Path, name: str) -> bool:
-    """Whether another sidecar has the topic, and knows so. Raises INVALID_CONFIGURATION where a sidecar still has to
-    ask, or to be asked: workers do not."""
+    """Return whether another sidecar has the topic, and knows that.
+
+    Raises INVALID_CONFIGURATION if two sidecars still have to agree on it: workers do not do that."""
     is_known = log_folder.moved_to(folder) is not None
     if log_folder.leaving_to(folder) is not None or (folder / log_folder.ARRIVED_FILE).exists():
         raise _refused(f"{name} is being moved from one sidecar to another, and only one of them knows")
@@ -212,7 +213,7 @@ def _refused(why: str) -> Exception:
 
 
 async def _make_all(folder: Path, split: Split, old: Sequence[_Part]) -> None:
-    """The new parts, but for their logs; what is there of them is made again."""
+    """Make the new parts, except for their logs. Existing remains are made again."""
     for place, shards in places(folder / MOVING, split.to or 0):
         (place / LOGS).mkdir(parents=True, exist_ok=True)
         if (place / STORE).exists():
@@ -230,7 +231,7 @@ async def _make_all(folder: Path, split: Split, old: Sequence[_Part]) -> None:
 
 
 async def _fill(new: Store, shards: frozenset[int], old: Sequence[_Part]) -> None:
-    """Topics with these shards, and all namespaces' policies, each as the part has it that has the namespace."""
+    """Copy topics with these shards, and all namespaces' policies, each from the part with the namespace's shard."""
     records = []
     for part in old:
         for namespace, policy in part.store.namespace_policies():
@@ -240,7 +241,7 @@ async def _fill(new: Store, shards: frozenset[int], old: Sequence[_Part]) -> Non
             if shard_of(record.name) in shards:
                 records.append(record)
                 await _copy(part.store, new, record.incarnation)
-    # No incarnation is given again, not even one of a topic that is deleted.
+    # No incarnation is used twice, not even that of a deleted topic.
     new.next_incarnation(max(part.store.next_incarnation(0) for part in old))
     await new.put_topics(*records)
 
@@ -251,7 +252,7 @@ async def _copy(old: Store, new: Store, incarnation: int) -> None:
             await stored_records.copy(old, new, incarnation)
             return
         except UnavailableError:
-            # The store takes nothing while its background work has too much before it.
+            # The store accepts nothing while its background work is too far behind.
             if not left:
                 raise
             await asyncio.sleep(PAUSE_SECONDS)
@@ -277,7 +278,7 @@ def _move_logs(folder: Path, split: Split, old: Sequence[_Part]) -> None:
 
 
 def _take_places(folder: Path, split: Split) -> None:
-    """Each new part takes its place. What is still in `moved` has not, and there the old one is."""
+    """Put each new part in its place. If it is still in `moved`, the old one is in its place."""
     targets = [place for place, _ in places(folder, split.to or 0)]
     others = [place for place, _ in places(folder, split.workers) if place not in targets]
     for place in targets:

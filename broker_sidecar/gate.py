@@ -1,6 +1,6 @@
-"""The one place that every call passes before its handler: who calls, what they may do, what is written down of it.
+"""The single place that every call passes before its handler: authentication, permissions and the audit trail.
 
-`Gate` has the steps of a call; `Closed` refuses those that there are not. `Guard` is what they ask, from the
+`Gate` has the steps of a call. `Closed` refuses calls that do not exist. Both ask `Guard`, which is made from the
 configuration and the files that it names.
 """
 
@@ -40,40 +40,41 @@ from seqdedupe.errors import SeqdedupeError, error
 _HEALTH = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 
 UNKNOWN_AT_ONCE = 2
-"""Requests of unknown callers that are received at once. gRPC may hold 16 MiB of each."""
+"""The requests of unknown callers that are received at once. gRPC may hold 16 MiB of each."""
 UNKNOWN_WAITING = 16
-"""Calls of unknown callers that wait for that. gRPC may hold 1 MiB of each."""
+"""The calls of unknown callers that may wait for that. gRPC may hold 1 MiB of each."""
 UNKNOWN_SECONDS = 1.0
-"""An unknown caller's request is there after this time."""
+"""The time by which an unknown caller's request must have come."""
 UNKNOWN_HURRY_SECONDS = 0.1
-"""The same while others wait. The request of a probe comes together with its headers."""
+"""The same while others wait. A probe's request comes together with its headers."""
 
 KNOWN_AT_ONCE = 8
-"""Requests of one known caller that are received at once. gRPC may hold 16 MiB of each, and none of it is counted."""
+"""The requests of one known caller that are received at once. gRPC may hold 16 MiB of each, which is not counted."""
 KNOWN_WAITING = 1_000
-"""Calls of one known caller that wait for that."""
+"""The calls of one known caller that may wait for that."""
 KNOWN_SECONDS = 30.0
-"""A known caller's request is there after this time. 16 MiB take so long over 5 Mbit/s."""
+"""The time by which a known caller's request must have come. 16 MiB over 5 Mbit/s take this time."""
 KNOWN_HURRY_SECONDS = 10.0
-"""The same while others of this caller's wait."""
+"""The same while other calls of this caller wait."""
 
 
 class Gate(Wrapping):
-    """A service as `handler` serves it, for callers who are known and may make the call. `caller` is theirs within its
-    handlers. A call passes these steps, in this order:
+    """A service as `handler` serves it, for known callers who may make the call. `caller` is set within its handlers.
 
-    1. It is counted, whatever becomes of it.
-    2. Who calls is found out, before anything is received. Where unknown callers make too many calls, they wait.
-    3. The request is received, if it is one message: few of one caller's at once, and none for long. A stream is left
-       to its handler.
+    A call passes these steps, in this order:
+
+    1. It is counted, in any case.
+    2. The caller is identified, before anything is received. If unknown callers make too many calls, they wait.
+    3. The request is received, if it is one message: few requests of one caller at once, and none for long. A stream is
+       left to its handler.
     4. The rules judge the call, and its request.
-    5. What an operator changes stands in the audit trail before it is done, and before it is answered.
-    6. The handler answers. That of a stream is in `Streams.handler`, which finds a place for it.
+    5. An operator's change is written to the audit trail before it is made, and before it is answered.
+    6. The handler answers. A stream's handler is in `Streams.handler`, which finds a place for it.
 
     gRPC itself receives a request that is one message before it asks any handler. So to gRPC every call here is a
-    stream, which is the same on the wire. Of a stream that nobody reads, gRPC takes no more than `UNREAD_BYTES`.
+    stream, which is the same on the wire. gRPC takes at most `UNREAD_BYTES` of a stream that nobody reads.
 
-    The gate tells everybody the health of the whole: what asks for it, such as a probe, has no token.
+    The gate tells every caller the health of the whole sidecar: a probe that asks for it has no token.
     """
 
     reads_itself = True
@@ -85,7 +86,7 @@ class Gate(Wrapping):
         counts: MethodCounts,
         has_to_answer: Callable[[str], Awaitable[bool]],
     ) -> None:
-        """`has_to_answer` says whether a call from this peer is answered, of which it is not known who makes it."""
+        """`has_to_answer` returns whether to answer a call from this peer, whose caller is unknown."""
         super().__init__(handler)
         self._guard = guard
         self._counts = counts
@@ -94,7 +95,7 @@ class Gate(Wrapping):
             "calls without a valid token", UNKNOWN_AT_ONCE, UNKNOWN_WAITING, UNKNOWN_SECONDS, UNKNOWN_HURRY_SECONDS
         )
         self._known: WeakValueDictionary[str, _Receiving] = WeakValueDictionary()
-        """By caller, as long as something of it is received."""
+        """By caller, as long as one of its requests is received or waits."""
 
     def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
         counts, guard = self._counts.of(method), self._guard
@@ -120,7 +121,7 @@ class Gate(Wrapping):
         return guarded
 
     def _receiving_of(self, subject: Subject) -> "_Receiving":
-        """What receives the requests of this caller: however many its calls are, others have their own."""
+        """Return the object that receives this caller's requests. Each caller has one, for any number of calls."""
         if (receiving := self._known.get(subject.name)) is None:
             receiving = self._known[subject.name] = _Receiving(
                 f"calls of {subject.name!r}", KNOWN_AT_ONCE, KNOWN_WAITING, KNOWN_SECONDS, KNOWN_HURRY_SECONDS
@@ -128,7 +129,7 @@ class Gate(Wrapping):
         return receiving
 
     async def _of_the_whole(self, method: str, context: Context, why_unknown: SeqdedupeError) -> bytes:
-        """The request of an unknown caller, if it asks for the health of the whole. Else raises why it is unknown."""
+        """Return an unknown caller's request for the health of the whole. Else raise why it is unknown."""
         if method in _HEALTH:
             request = await self._unknown.receive(context)
             if _is_of_the_whole(request):
@@ -139,9 +140,9 @@ class Gate(Wrapping):
 
 
 class Closed(grpc.GenericRpcHandler):
-    """All calls that no service has. gRPC itself would answer them, whoever makes them and however many there are.
+    """All calls that no service has. gRPC itself would answer them, for any caller and in any number.
 
-    Who is not known learns no more than of any other call, and waits where unknown callers make too many calls.
+    An unknown caller learns no more here than from any other call, and waits if unknown callers make too many calls.
     """
 
     def __init__(self, guard: "Guard", counts: MethodCounts, has_to_answer: Callable[[str], Awaitable[bool]]) -> None:
@@ -151,7 +152,7 @@ class Closed(grpc.GenericRpcHandler):
         self._handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     def service(self, _: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
-        """As gRPC asks for it, after all others."""
+        """Return the handler. gRPC asks for it after all others."""
         return self._handler
 
     async def _refuse(self, _: Any, context: Context) -> None:
@@ -166,10 +167,10 @@ class Closed(grpc.GenericRpcHandler):
 
 
 class _Receiving:
-    """Receives the requests of one caller, or of all unknown ones: few at once, and none for long.
+    """A receiver for the requests of one caller, or of all unknown ones: few at once, and none for long.
 
-    The places go in turn to everybody who waits, by where the calls come from. However many come from one origin, those
-    from others are soon received.
+    Free places go in turn to the origins of the waiting calls. So calls from one origin, in any number, do not delay
+    calls from the others for long.
     """
 
     def __init__(self, whose: str, at_once: int, most_waiting: int, seconds: float, hurry_seconds: float) -> None:
@@ -178,14 +179,14 @@ class _Receiving:
         self._seconds = seconds
         self._hurry_seconds = hurry_seconds
         self._free = at_once
-        """As long as somebody waits, none."""
+        """Free places. While a call waits there are none."""
         self._limits: dict[asyncio.Timeout, None] = {}
-        """Of the requests that are being received."""
+        """The time limits of the requests that are being received."""
         self._waiting: dict[bytes | str, deque[asyncio.Future[bool]]] = {}
-        """By origin; the one whose turn it is comes first. What each is told is whether it has a place."""
+        """By origin; the next origin comes first. Each future's result says whether the call gets a place."""
 
     async def receive(self, context: Context) -> bytes:
-        """The request. Raises QUEUE_FULL, STREAM_IDLE, MALFORMED_MESSAGE."""
+        """Return the request. Raises QUEUE_FULL, STREAM_IDLE, MALFORMED_MESSAGE."""
         if self._free:
             self._free -= 1
         else:
@@ -202,7 +203,7 @@ class _Receiving:
             self._release()
 
     async def _wait(self, origin: bytes | str) -> None:
-        """Returns when there is a place for a call from there. Raises QUEUE_FULL."""
+        """Return when there is a place for a call from this origin. Raises QUEUE_FULL."""
         self._hurry()
         own = self._waiting.get(origin, ())
         if sum(map(len, self._waiting.values())) >= self._most_waiting:
@@ -213,7 +214,7 @@ class _Receiving:
         turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(origin, deque()).append(turn)
         try:
-            # The turn itself is never cancelled: whatever is in a queue can be told.
+            # The future itself is never cancelled, so every future in a queue can still get a result.
             if not await asyncio.shield(turn):
                 raise self._full()
         except asyncio.CancelledError:
@@ -227,7 +228,7 @@ class _Receiving:
             raise
 
     def _release(self) -> None:
-        """Gives a place to whoever comes next."""
+        """Give the place to the next waiting call."""
         if not self._waiting:
             self._free += 1
             return
@@ -241,7 +242,7 @@ class _Receiving:
         return error("QUEUE_FULL", f"{self._most_waiting} {self._whose} wait to be received: call again")
 
     def _hurry(self) -> None:
-        """Somebody waits: requests that come slowly end soon."""
+        """Shorten the limits of slow requests, because a call waits."""
         until = asyncio.get_running_loop().time() + self._hurry_seconds
         for limit in self._limits:
             if not limit.expired() and (ends := limit.when()) is not None and until < ends:
@@ -249,7 +250,7 @@ class _Receiving:
 
 
 async def _receive(context: Context) -> bytes:
-    """The request of a call that has one message. Raises MALFORMED_MESSAGE if there is none."""
+    """Return the request of a call with one message. Raises MALFORMED_MESSAGE if there is none."""
     data: Any = await context.read()
     if data is grpc.aio.EOF:
         raise error("MALFORMED_MESSAGE", "the call has no request")
@@ -267,13 +268,13 @@ def _is_of_the_whole(request: bytes) -> bool:
         return False
 
 
-# -- Who may use a sidecar: all that its configuration says of it, in one place.
+# -- Access to a sidecar: all that its configuration says about it, in one place.
 
 
 class Guard:
-    """Knows callers from the time that it has begun, judges what they may do, and writes down what it is to.
+    """The access control: it identifies callers once it has begun, checks permissions, and writes the audit trail.
 
-    `on_read_again` is called when a file that an operator may replace was read again: see `watching`.
+    `on_read_again` is called after a file was read again that an operator may replace: see `watching`.
     """
 
     def __init__(self, config: Config, on_read_again: Callable[[], None]) -> None:
@@ -285,7 +286,7 @@ class Guard:
         self.permissions = Permissions(self._rules.value if self._rules else NO_RULES, self.trail.denied)
 
     def begin(self, streams: Streams, called: Callable[[Subject], None]) -> None:
-        """Finds out from now on who calls, and tells `called`. Makes the data directory's token if there is none.
+        """Identify callers from now on, and report them to `called`. Make the data directory's token if there is none.
 
         Raises INVALID_CONFIGURATION; OSError.
         """
@@ -297,8 +298,9 @@ class Guard:
     async def find_caller(
         self, context: Context, has_to_answer: Callable[[str], Awaitable[bool]]
     ) -> SeqdedupeError | None:
-        """Finds out who makes a call: `caller` is theirs from now on. Returns why that is not known: UNAUTHENTICATED,
-        TOKEN_EXPIRED; and raises CancelledError for such a call that is not to be answered."""
+        """Find the caller, and set `caller` to it. If it is unknown, return why: UNAUTHENTICATED, TOKEN_EXPIRED.
+
+        Raises CancelledError for a call of an unknown caller that must not be answered."""
         try:
             subject = self.authentication(context)
         except SeqdedupeError as e:
@@ -310,7 +312,7 @@ class Guard:
         return None
 
     def reload(self) -> None:
-        """Reads all of them again, and goes on in the file that has the audit trail's name."""
+        """Read all these files again, and continue in the file with the audit trail's name."""
         self.trail.rotated()
         self.watching.reload()
 

@@ -1,11 +1,11 @@
-"""Where compiled kernels are kept from one start to the next, and what a start does while there are none.
+"""The folder that keeps compiled kernels from one start to the next, and a start's work while there are none.
 
 `seqdedupe compile` compiles once for all users of an installation (`compile_for_installation`); a start copies from
 there.
 
-numba unpickles what it finds there, so whoever can write to that folder, or put another one in its place, runs code in
-this process. Compiling takes up to a minute, which every restart after a crash would pay. A first start does not wait
-for it: `CompilingBeside` has another process compile, which is this module's `main`.
+numba unpickles the files of that folder. So a user who can write to it, or replace it, can run code in this process.
+Compiling takes up to a minute, which every restart after a crash would otherwise pay. A first start does not wait for
+it: `CompilingBeside` has another process compile, by this module's `main`.
 """
 
 import hashlib
@@ -34,32 +34,32 @@ from seqdedupe.format import jit
 logger = logging.getLogger("seqdedupe.server")
 
 _COMPLETE = "complete"
-"""A file beside what is kept: all that the sidecar needs was compiled once. A first start may have been broken off."""
+"""A file next to the kernels: all that the sidecar needs was compiled once. An interrupted start does not write it."""
 
 _NEEDS_ALL = "broker_sidecar.server"
-"""Imports every module that has kernels of a sidecar's. Spark jobs use this file, and nothing of that one."""
+"""A module that imports every module with kernels for a sidecar. Spark jobs use this file, but nothing of that one."""
 
 _NICENESS = 10
-"""Of the process that compiles: the sidecar serves meanwhile."""
+"""The niceness of the process that compiles: the sidecar serves meanwhile."""
 
 _PROGRESS_SECONDS = 5.0
-"""A start that compiles first says this often how far it is."""
+"""The time between progress lines of a start that compiles first."""
 
 COMPILE_LIMIT_SECONDS = 1800.0
-"""A process that compiles next to a sidecar is killed after this time: it hangs. Usually it takes a minute."""
+"""The time after which a process that compiles next to a sidecar is killed: it hangs. Usually it takes a minute."""
 
 _STOP_SECONDS = 5.0
-"""So long a stop waits at most for a process that was killed, and for what takes over."""
+"""The longest wait of a stop for a killed process, and for the thread that takes over its kernels."""
 
 MAX_LINKS = 40
-"""Symbolic links on the way to a folder, as for the kernel."""
+"""The most symbolic links on the way to a folder, as for the kernel."""
 
 
 def prepare(data_directory: str = "") -> bool:
-    """To be called before anything that has kernels is imported. Returns whether they will be compiled now.
+    """Choose the folder for kernels. Return whether they will be compiled now. Call this before importing any kernels.
 
-    They are kept in the user's cache folder if it and all folders above it belong to us (or root) and nobody else can
-    write there; otherwise in the data directory, if one is given; if neither can be written, nowhere.
+    The folder is in the user's cache folder, if that and all folders above it belong to us (or root), and nobody else
+    can write there. Otherwise it is in the data directory, if one is given. If neither is writable, there is no folder.
     """
     folder = _folder(data_directory)
     if folder is None:
@@ -71,8 +71,9 @@ def prepare(data_directory: str = "") -> bool:
 
 
 def compile_first(data_directory: str = "") -> None:
-    """Compiles all that a sidecar needs, and says why nothing else happens for a while, and how far it is. Where that
-    fails kernels are plain functions: the log says why."""
+    """Compile all that a sidecar needs. Print why the start takes long, and the progress.
+
+    If this fails, kernels are plain functions, and the log has the reason."""
     with _Progress() as progress:
         _import_all()
         progress.kernels = jit.plain_kernels()
@@ -81,10 +82,10 @@ def compile_first(data_directory: str = "") -> None:
 
 
 def compile_for_installation() -> Path:
-    """Compiles all that a sidecar needs, for all who use this installation; returns the folder where it is kept.
+    """Compile all that a sidecar needs, for all users of this installation. Return the folder where it is kept.
 
-    That is a folder of the installation, which all may read, or the user's cache folder if the user cannot write there.
-    Returns at once if it is complete. Raises PermissionError if neither can be written, OSError, and what numba raises.
+    It is a folder of the installation that all may read, or the user's cache folder if the user cannot write there.
+    Return at once if it is complete. Raises PermissionError if neither is writable, OSError, and numba's errors.
     """
     folder = _installed_folder()
     is_for_all = _made(folder.parents[1], folder.parent.name, folder.name) and _is_closed(folder)
@@ -111,7 +112,7 @@ def _import_all() -> None:
 
 
 def _compile_now(goes_on: Callable[[], bool] = lambda: True) -> bool:
-    """Whether that succeeded; otherwise the log says why not."""
+    """Compile. Return whether that succeeded; otherwise the log has the reason."""
     kernels = jit.plain_kernels()
     try:
         jit.compile_now(goes_on)
@@ -129,11 +130,11 @@ def _compile_now(goes_on: Callable[[], bool] = lambda: True) -> bool:
 
 
 class _Progress:
-    """Says on standard error that this process compiles, and every _PROGRESS_SECONDS how far it is."""
+    """The report on standard error that this process compiles, and of its progress every _PROGRESS_SECONDS."""
 
     def __init__(self) -> None:
         self.kernels = 0
-        """All that are to be compiled; 0 while that is not known."""
+        """The number of kernels to compile; 0 while it is not known."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._say, name="seqdedupe-progress", daemon=True)
 
@@ -158,29 +159,30 @@ def _tell(text: str) -> None:
 
 
 def compiled(data_directory: str = "") -> None:
-    """To be called after `prepare`, once all of the sidecar is imported: later starts need not compile."""
+    """Note that later starts need not compile. Call this after `prepare`, once all of the sidecar is imported."""
     folder = _folder(data_directory)
-    # A full disk keeps less, and is no reason not to start.
+    # On a full disk fewer kernels are kept. That is no reason not to start.
     with suppress(OSError):
         if folder is not None:
             (folder / _COMPLETE).touch()
 
 
 class CompilingBeside:
-    """Has another process fill the folder that `prepare` has chosen, with this one's kernels as plain functions until
-    that is done. To be made before anything that has kernels is imported; then `watch` it, and stop it before the
-    process ends. Raises OSError if there is no such folder, or no process can be started: nothing has happened then.
+    """Another process that fills the folder chosen by `prepare`. Until it is done, this process runs plain functions.
 
-    Results are the same all the while. Plain functions take up to a hundred times as long, and hold the event loop: a
-    large frame is felt by others. If the other process fails, kernels stay plain: the next start compiles first.
+    Make it before importing any kernels, then call `watch`, and `stop` before the process ends. Raises OSError if there
+    is no such folder, or no process can be started: then nothing has happened.
+
+    The results are always the same. Plain functions take up to a hundred times as long, and block the event loop: other
+    clients notice a large frame. If the other process fails, kernels stay plain, and the next start compiles first.
     """
 
     def __init__(self, data_directory: str) -> None:
         if (folder := _folder(data_directory)) is None:
             raise FileNotFoundError("there is nowhere to keep kernels")
         self._complete = folder / _COMPLETE
-        # Not from the folder that it is started in: who can write there may not be who runs a sidecar. It ends when
-        # its standard input does, so it does not outlive this process. Ctrl-C is for this one alone.
+        # Do not import from the current folder: other users may be able to write there. The process ends when its
+        # standard input does, so it does not outlive this one. Ctrl-C reaches only this process.
         path = "-I" if sys.flags.isolated else "-P"
         command = [sys.executable, path, "-m", "broker_sidecar.kernels", data_directory]
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
@@ -194,11 +196,11 @@ class CompilingBeside:
         self._thread = threading.Thread(target=self._take_over, name="seqdedupe-compiling", daemon=True)
 
     def watch(self) -> None:
-        """To be called when all that has kernels is imported: takes over what was compiled, and logs how it ends."""
+        """Take over the kernels when they are complete, and log the result. Call this after all kernel imports."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns soon, whether or not it is done."""
+        """Stop, whether or not it is done. Return soon."""
         self._is_stopped = True
         self._process.kill()
         if self._thread.ident is not None:
@@ -211,7 +213,7 @@ class CompilingBeside:
         with self._process as process:
             said = process.stderr.read() if process.stderr else ""
         limit.cancel()
-        # Not what its status says: another installation may have compiled for itself.
+        # Check the folder, not the exit status: another installation may have compiled for itself.
         is_complete = self._complete.exists()
         if is_complete and not _compile_now(lambda: not self._is_stopped):
             return
@@ -244,9 +246,9 @@ class CompilingBeside:
 
 
 def main() -> None:
-    """Compiles what a sidecar with this data directory needs (`python -m broker_sidecar.kernels DIRECTORY`)."""
+    """Compile the kernels for a sidecar with this data directory (`python -m broker_sidecar.kernels DIRECTORY`)."""
     threading.Thread(target=_end_with_input, daemon=True).start()
-    # Where it may not be nice to others, it is not.
+    # Without permission to change its niceness, it keeps the normal one.
     with suppress(OSError):
         os.nice(_NICENESS)
     data_directory = sys.argv[1]
@@ -266,7 +268,7 @@ def _folder(data_directory: str) -> Path | None:
     home = _cache_home()
     if home is not None and _made(home, "seqdedupe", name) and is_ours_alone(home / "seqdedupe" / name):
         return home / "seqdedupe" / name
-    # Whoever can write to the data directory has the messages in any case: its own place is not looked at.
+    # A user who can write to the data directory has the messages in any case, so the folders above it are not checked.
     if data_directory and _made(Path(data_directory), "kernels", name):
         kernels = Path(data_directory, "kernels")
         if _is_closed(kernels / name):
@@ -279,9 +281,9 @@ def _installed_folder() -> Path:
 
 
 def _copy_installed(folder: Path) -> None:
-    """Copies what `compile_for_installation` has kept: numba takes kernels only from a folder that it can write to."""
+    """Copy the kernels of `compile_for_installation`: numba only uses kernels from a folder that it can write to."""
     installed = _installed_folder()
-    # Whoever can write to the installation has the code in any case: its own place is not looked at.
+    # A user who can write to the installation has the code in any case, so the folders above it are not checked.
     with suppress(OSError):
         if not (installed / _COMPLETE).exists() or not _is_closed(installed):
             return
@@ -296,18 +298,18 @@ def _copy_installed(folder: Path) -> None:
 
 
 def _is_closed(kernels: Path) -> bool:
-    """Whether nobody but us and root can write to this folder of kernels, nor to the one that has it."""
+    """Whether only we and root can write to this folder of kernels, and to the folder that contains it."""
     return all(_is_safe(place) and not place.is_symlink() for place in (kernels.parent, kernels))
 
 
 def fits() -> str:
-    """What compiled kernels of this process fit, in words."""
+    """Return in words the CPU and versions that compiled kernels of this process fit."""
     python = ".".join(map(str, sys.version_info[:2]))
     return f"{_cpu()[0]}, seqdedupe {version('seqdedupe')}, numba {version('numba')}, Python {python}"
 
 
 def _cpu() -> tuple[str, str]:
-    """The CPU that numba compiles for: its name and its features."""
+    """Return the name and the features of the CPU that numba compiles for."""
     config: Any = numba.config
     name = config.CPU_NAME or binding.get_host_cpu_name()
     features = config.CPU_FEATURES
@@ -315,12 +317,12 @@ def _cpu() -> tuple[str, str]:
 
 
 def _name() -> str:
-    """Of the folder. All that decides whether numba takes a kernel from there is in it: otherwise a start would compile
-    without saying so."""
+    """Return the folder's name. It covers all conditions under which numba takes a kernel from there: otherwise a start
+    would compile without a message."""
     package = Path(seqdedupe.__file__).parent
     parts = (version("numba"), sys.implementation.cache_tag, str(package), *_cpu())
     found = hashlib.sha256("\0".join(map(str, parts)).encode())
-    # numba alone would not notice that a kernel which another file's kernel calls has changed.
+    # If a kernel changes that a kernel of another file calls, numba alone would not notice.
     for file in [*sorted(package.glob("format/*.py")), *sorted(package.glob("core/*.py")), package / "limits.py"]:
         found.update(file.read_bytes())
     return f"kernels-{found.hexdigest()[:16]}"
@@ -335,7 +337,7 @@ def _cache_home() -> Path | None:
 
 
 def _made(home: Path, *names: str) -> bool:
-    """Makes these folders in each other, and `home`, where they are not there yet; whether the last can be written."""
+    """Make `home` and these nested folders if they do not exist. Return whether the last one is writable."""
     last = home.joinpath(*names)
     try:
         for folder in (*reversed(home.parents), home, *(home.joinpath(*names[: i + 1]) for i in range(len(names)))):
@@ -347,7 +349,7 @@ def _made(home: Path, *names: str) -> bool:
 
 
 def is_ours_alone(path: Path) -> bool:
-    """Whether nobody but us and root can change what stands at this path, or what the path leads to."""
+    """Whether only we and root can change the file at this path, or the way to it."""
     try:
         return all(_is_safe(place) for place in _steps(path))
     except OSError:
@@ -358,13 +360,13 @@ def _is_safe(place: Path) -> bool:
     found = place.lstat()
     if found.st_uid not in (0, os.geteuid()):
         return False
-    # Of a link only the owner counts. In a sticky folder nobody can put something else in the place of what is ours.
+    # For a link only the owner counts. In a sticky folder other users cannot replace our files.
     others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
     return stat.S_ISLNK(found.st_mode) or not others_write
 
 
 def _steps(path: Path) -> Iterator[Path]:
-    """Every folder and every symbolic link that is passed on the way to a path, and what stands at its end."""
+    """Yield every folder and symbolic link on the way to a path, and the file at its end."""
     at = Path("/")
     yield at
     left = deque(Path(os.path.abspath(path)).parts[1:])

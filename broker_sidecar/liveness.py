@@ -1,9 +1,9 @@
-"""Whether this process lives, for whoever started it, and for itself.
+"""The liveness of this process, for the process that started it, and for itself.
 
-`Manager` tells a service manager, as `sd_notify(3)` has it: that the sidecar serves, how far it is, that it stops; and,
-if it wants that (`WatchdogSec`), again and again that the event loop runs. NOTIFY_SOCKET in the environment says where;
-without it nobody is told. That nobody listens there changes nothing. `Listener` hears what workers tell their parent
-so. `Watchdog` ends a process whose event loop stands still.
+`Manager` reports to a service manager, as in `sd_notify(3)`: that the sidecar serves, its progress, and that it stops.
+If the manager wants it (`WatchdogSec`), it also reports regularly that the event loop runs. NOTIFY_SOCKET in the
+environment is the manager's address; without it nothing is reported. A missing listener there changes nothing.
+`Listener` receives such reports from workers for their parent. `Watchdog` ends a process whose event loop is stuck.
 """
 
 import asyncio
@@ -20,43 +20,43 @@ from collections.abc import Callable, Mapping
 logger = logging.getLogger("seqdedupe.notify")
 
 BEAT_SECONDS = 5.0
-"""A change of the status is told after so long; more often if the manager's patience is shorter."""
+"""The time after which a change of the status is reported; less if the manager's patience is shorter."""
 BEATS_WITHIN_PATIENCE = 4
 
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
 PATIENCE_VARIABLE = "WATCHDOG_USEC"
-"""A process that says nothing for so many microseconds stands still."""
+"""The microseconds without a report after which a process counts as stuck."""
 PROCESS_VARIABLE = "WATCHDOG_PID"
 
 _MAX_NOTICE_BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of a sender, as the kernel says."""
+"""Process, user and group of a sender, as reported by the kernel."""
 
 
 def patience_seconds(environment: Mapping[str, str]) -> float | None:
-    """After how long without a word this process counts as one that stands still; None: never."""
+    """Return the time without a report after which this process counts as stuck; None: never."""
     microseconds = environment.get(PATIENCE_VARIABLE, "")
     is_ours = environment.get(PROCESS_VARIABLE, str(os.getpid())) == str(os.getpid())
     return int(microseconds) / 1e6 if is_ours and microseconds.isdecimal() and int(microseconds) else None
 
 
 class Manager:
-    """Whoever started this process, if that one wants to be told. Telling never waits and never fails."""
+    """The service manager that started this process, if it wants reports. Reporting never waits and never fails."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         where = environment.get(SOCKET_VARIABLE, "")
-        # With @ for the zero byte: a name that is in no file system.
+        # @ stands for the zero byte: a name that is in no file system.
         self._address = f"\0{where[1:]}" if where.startswith("@") else where
         self._patience_seconds = patience_seconds(environment)
         self._owed: dict[str, str] = {}
 
     @property
     def is_there(self) -> bool:
-        """Whether anybody is to be told."""
+        """Whether there is a manager that wants reports."""
         return bool(self._address)
 
     def tell(self, **values: str) -> None:
-        """Tells it. While the manager takes nothing it is kept, and told with what comes next."""
+        """Report these values. If the manager accepts nothing now, they are kept and sent with the next report."""
         if not self.is_there:
             return
         self._owed |= values
@@ -67,12 +67,12 @@ class Manager:
         except BlockingIOError:
             return
         except OSError as e:
-            # Gone, or never there: the sidecar serves without it.
+            # The manager has gone, or never existed: the sidecar serves without it.
             logger.debug("the service manager is not told: %s", e)
         self._owed.clear()
 
     async def keep_telling(self, status: Callable[[], str]) -> None:
-        """Tells that the event loop runs, and the status if there is another one, until it is cancelled."""
+        """Report that the event loop runs, and the status if it has changed, until cancelled."""
         beat_seconds = min(BEAT_SECONDS, (self._patience_seconds or BEAT_SECONDS) / BEATS_WITHIN_PATIENCE)
         told = ""
         while self.is_there:
@@ -87,23 +87,23 @@ class Manager:
 
 
 class Listener:
-    """Where the processes that this one starts tell what they would tell a service manager.
+    """A receiver for the reports that child processes would send to a service manager.
 
-    `on_told` is called with the number of the process and what it tells; the kernel says which one it is, so nobody
-    else can speak for it. Reads on the event loop it is made on, until `close`.
+    `on_told` is called with the process's number and the reported values. The kernel identifies the sender, so no other
+    process can report for it. It reads on the event loop on which it was made, until `close`.
     """
 
     def __init__(self, on_told: Callable[[int, dict[str, str]], None]) -> None:
         self._on_told = on_told
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        # The kernel finds a name that is free.
+        # The kernel chooses a free name.
         self._socket.bind("")
         self._name: bytes = self._socket.getsockname()
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
     def environment(self) -> dict[str, str]:
-        """For a process that is to be heard here."""
+        """Return the environment of a process that is to report here."""
         return {SOCKET_VARIABLE: f"@{self._name[1:].decode()}"}
 
     def close(self) -> None:
@@ -118,21 +118,22 @@ class Listener:
                 self._on_told(_CREDENTIALS.unpack(data)[0], dict(line.split("=", 1) for line in lines if "=" in line))
 
 
-# -- A process whose event loop stands still ends. The threads of Pulsar's client go on answering the broker's pings,
-# so that it would hold its topics for ever, and no other sidecar could have them.
+# -- A process whose event loop is stuck ends. Otherwise the threads of Pulsar's client would still answer the broker's
+# pings: the process would hold its topics for ever, and no other sidecar could have them.
 
 STANDS_STILL_SECONDS = 30.0
-"""As long as a broker waits for a ping, by default. No step of the event loop takes a second."""
+"""The time that a broker waits for a ping, by default. No step of the event loop takes a second."""
 LOOKS = 10
-"""So many looks in a row must find the event loop where it was. A process that was stopped as a whole, or had no
-processor, has not looked either, and goes on."""
+"""The number of looks in a row that must find the event loop in the same place. A process that was stopped as a whole,
+or had no processor, has not looked either, and goes on."""
 TELL_SECONDS = 2
 
 
 class Watchdog:
-    """Watches the event loop it is made on, by a thread, until the process ends. `end` is called there, and ends it.
+    """A thread that watches the event loop on which it was made. If the loop is stuck, it calls `end`, which ends the
+    process.
 
-    A loop that is kept by something that never lets go of the interpreter's lock is not noticed.
+    It does not notice a loop that is blocked by code that never releases the interpreter's lock.
     """
 
     def __init__(self, end: Callable[[str], None], limit_seconds: float = STANDS_STILL_SECONDS) -> None:
@@ -153,7 +154,7 @@ class Watchdog:
             time.sleep(self._limit_seconds / LOOKS)
             seen, looks = (seen, looks + 1) if self._beats == seen else (self._beats, 0)
             if looks == LOOKS:
-                # Should telling why not end, because nobody takes what is told.
+                # The report may block, because no process reads it. Then this alarm ends the process.
                 signal.alarm(TELL_SECONDS)
                 faulthandler.dump_traceback()
                 self._end(f"its event loop has stood still for {self._limit_seconds:.0f} s")

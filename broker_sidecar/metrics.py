@@ -1,4 +1,4 @@
-"""`/metrics`: what is counted and looked at, of topics and of the process, in the format that Prometheus asks for."""
+"""`/metrics`: counts and states of topics and of the process, in the Prometheus format."""
 
 import asyncio
 import os
@@ -32,23 +32,23 @@ from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Admitted
 from seqdedupe.topic.topic import Topic
 
-# -- All topics looked at together, for a scrape: sums of what they count, and how they are at the moment.
+# -- All topics looked at together, for a scrape: sums of their counts, and their current states.
 #
-# A few topics have series of their own, by name; the others share one. With a name for each of ten thousand topics a
-# scrape would be a hundred thousand lines, whose making takes the interpreter for half a second. Sums over the series
-# are right all the same, and `seqdedupe topics` knows which topic it is.
+# A few topics have separate series, by name; the others share one. With a name for each of ten thousand topics, a
+# scrape would have a hundred thousand lines, which block the interpreter for half a second. Sums over the series are
+# still right, and `seqdedupe topics` shows the single topics.
 
 MAX_NAMED = 100
-"""So many topics have series of their own: all if there are no more, else those that something was counted of first."""
+"""The most topics with separate series: all if there are no more, else those that first had a count above zero."""
 
 OTHER = "other"
-"""The others. No topic has such a full name."""
+"""The series of the other topics. No topic has this full name."""
 
 AT_ONCE = 128
-"""So many are looked at in one step of the event loop, within a millisecond or two."""
+"""The number of topics looked at in one step of the event loop, within a millisecond or two."""
 
 WAITING = "waiting"
-"""Of a topic that has not been opened since the start."""
+"""The state of a topic that has not been opened since the start."""
 
 STATES = (*(state.name.lower() for state in State), WAITING)
 
@@ -68,7 +68,7 @@ COUNTED = (
     "keeper.snapshotter.taken",
     "keeper.snapshotter.failed",
 )
-"""Numbers of a topic that rise only, by where they stand."""
+"""A topic's numbers that only increase, by their attribute path."""
 
 _counted = attrgetter(*COUNTED)
 _NOTHING = (0,) * len(COUNTED)
@@ -76,7 +76,7 @@ _NOTHING = (0,) * len(COUNTED)
 
 @dataclass(slots=True)
 class Now:
-    """How the topics of one series are: sums, and of what says max the largest."""
+    """The state of the topics of one series: sums, and for names with max the largest value."""
 
     in_flight_frames: int = 0
     in_flight_bytes: int = 0
@@ -102,18 +102,18 @@ class Now:
 
 @dataclass(slots=True)
 class Looked:
-    """What a look came to. By series: a topic's name, or OTHER."""
+    """The result of a look, by series: a topic's name, or OTHER."""
 
     now: dict[str, Now]
     counted: dict[str, list[float]]
-    """In the order of COUNTED, since this process began, or since there has been such a topic."""
+    """In the order of COUNTED, since this process began, or since the topic exists."""
     gone: list[float]
-    """What topics counted whose series have ended."""
+    """The counts of topics whose series have ended."""
     states: Counter[str]
 
 
 class TopicsTally:
-    """What the topics have counted since this process began, whichever of them are still there."""
+    """The counts of all topics since this process began, also of topics that no longer exist."""
 
     def __init__(self, topics: Topics[Any]) -> None:
         self._topics = topics
@@ -121,17 +121,17 @@ class TopicsTally:
         self._sums: dict[str, list[float]] = {}
         self._gone = [0.0] * len(COUNTED)
         self._seen: dict[str, tuple[object, tuple[float, ...]]] = {}
-        """By topic, its counters, and what they said."""
+        """By topic, its counters object, and the values seen last."""
 
     async def look(self, readings: Iterable[Reading]) -> Looked:
-        """Looks at all, some in each step of the event loop. One at a time."""
+        """Look at all topics, some in each step of the event loop. Only one look may run at a time."""
         topics = self._topics
         live = topics.registry.open_topics()
         states = Counter(dict.fromkeys(STATES, 0))
         states[WAITING] = len(topics.waiting)
         for closed in topics.registry.closed_topics():
             states[closed.state.name.lower()] += 1
-        # They are among those that are closed.
+        # They are also counted among the closed ones.
         states[State.RECOVERING.name.lower()] -= states[WAITING]
         are_few = len(topics.registry) <= MAX_NAMED
         now: dict[str, Now] = {}
@@ -162,7 +162,7 @@ class TopicsTally:
         return OTHER
 
     def _end_series(self) -> None:
-        """Those of topics that are gone: another one may have one instead."""
+        """End the series of topics that no longer exist, so that others may have one."""
         for name in self._named - self._topics.registry.names():
             self._named.discard(name)
             for k, gone in enumerate(self._sums.pop(name, ())):
@@ -171,9 +171,9 @@ class TopicsTally:
     def _add(self, series: str, topic: TopicBase, counted: tuple[float, ...]) -> None:
         counters, before = self._seen.get(topic.name, (None, _NOTHING))
         if counters is not topic.counters:
-            # It was opened again, or is another one, and counts from 0.
+            # The topic was opened again, or is another one, and counts from 0.
             before = _NOTHING
-        # At once: a look may be given up.
+        # Set this at once: a look may be cancelled.
         self._seen[topic.name] = topic.counters, counted
         if counted != before:
             sums = self._sums.setdefault(series, [0.0] * len(COUNTED))
@@ -203,7 +203,7 @@ def _look_at(topic: TopicBase, now: Now) -> None:
         now.window_imported += topic.policy.imported.ids if topic.policy.imported is not None else 0
         now.window_imported_missing += topic.ids.imported.is_missing
         for cursor in topic.policy.cursors:
-            # One of another incarnation, or topic, is before all of this.
+            # A cursor of another incarnation, or topic, is before all of this.
             is_of_this = cursor.position.incarnation == topic.incarnation
             first_index = max(topic.log.first_index, cursor.position.index + 1 if is_of_this else 0)
             now.max_cursor_lag_messages = max(now.max_cursor_lag_messages, topic.readable_index - first_index)
@@ -216,7 +216,7 @@ def _look_at(topic: TopicBase, now: Now) -> None:
             now.max_in_flight_seconds = max(now.max_in_flight_seconds, since)
 
 
-# -- The metrics, by name: what Prometheus is shown of what was counted and looked at.
+# -- The metrics, by name: how counts and states are shown to Prometheus.
 
 _VERDICTS = ("not_dup", "dup", "unknown")
 
@@ -294,7 +294,7 @@ _NOW_IN_ALL = {
 
 
 def of_topics(looked: Looked) -> Iterator[Metric]:
-    """What the topics count, and how they are."""
+    """Yield the counts and the states of the topics."""
     place = {name: k for k, name in enumerate(COUNTED)}
     verdicts = CounterMetricFamily("seqdedupe_messages", "Messages judged, by verdict.", labels=("topic", "verdict"))
     for topic, sums in looked.counted.items():
@@ -322,7 +322,7 @@ def of_topics(looked: Looked) -> Iterator[Metric]:
 
 
 def of_calls(methods: Iterable[Method]) -> Iterator[Metric]:
-    """What is counted of RPCs, under the names that they have everywhere."""
+    """Yield the counts of RPCs, under their usual names."""
     labels = ("grpc_type", "grpc_service", "grpc_method")
     started = CounterMetricFamily("grpc_server_started", "RPCs begun.", labels=labels)
     handled = CounterMetricFamily("grpc_server_handled", "RPCs ended, by code.", labels=(*labels, "grpc_code"))
@@ -340,14 +340,14 @@ def of_calls(methods: Iterable[Method]) -> Iterator[Metric]:
     yield from (started, handled, received, sent, seconds)
 
 
-# -- How late the event loop comes to what is due.
+# -- The delay of the event loop.
 
 LOOK_SECONDS = 0.1
 DELAY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class LoopDelay:
-    """Looks every LOOK_SECONDS, from now on until `close`, on the event loop that runs."""
+    """A measurement of the delay every LOOK_SECONDS, from now on until `close`, on the running event loop."""
 
     def __init__(self) -> None:
         self.seconds = Buckets(DELAY_SECONDS)
@@ -368,7 +368,7 @@ class LoopDelay:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where everything is counted."""
+    """The objects that have the counts."""
 
     config: Config
     data: Data
@@ -376,14 +376,14 @@ class Sources:
     connections: TcpConnections
     calls: MethodCounts
     reading: ReadService | None
-    """None where a broker's own log holds the messages."""
+    """None if a broker's own log holds the messages."""
     is_configuration_in_force: Callable[[], bool]
-    """Whether the files that an operator may replace are in force as they are now."""
+    """Whether the current versions of the files that an operator may replace are in force."""
     authentication: Authentication
 
 
 class Metrics:
-    """What a sidecar shows, to be made on the event loop; `route` is that of `/metrics`."""
+    """The metrics of a sidecar. Make it on the event loop; `route` is the route of `/metrics`."""
 
     def __init__(self, sources: Sources) -> None:
         self._from = sources
@@ -396,7 +396,7 @@ class Metrics:
         self._loop_delay.close()
 
     def _collect(self) -> Iterator[Metric]:
-        """All but those of the process, which are not made here."""
+        """Yield all metrics except those of the process, which are made elsewhere."""
         yield InfoMetricFamily(
             "seqdedupe_build", "Which version this is.", {"version": version("seqdedupe"), "log": self._from.config.log}
         )
@@ -413,8 +413,8 @@ class Metrics:
         yield from of_topics(on_loop(self._loop, self._look))
         yield from of_calls(list(self._from.calls.methods.values()))
         refusals = CounterMetricFamily("seqdedupe_refusals", "Errors that callers were told.", labels=("reason",))
-        # Those that nobody was told yet too: what rises from nothing at all, Prometheus does not see rise. And what a
-        # sidecar has passed on from another one, whatever that is.
+        # Include reasons that no caller has received yet: Prometheus sees no increase in a series that did not exist
+        # before. Also include any reason that this sidecar has passed on from another one.
         told = (reason for reason in REASONS if reason not in rpc.NOT_OF_SIDECARS or rpc.refusals[reason])
         yield by_label(refusals, ((reason, rpc.refusals[reason]) for reason in told))
         yield from self._of_credentials()

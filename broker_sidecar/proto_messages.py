@@ -1,4 +1,4 @@
-"""What messages hold, from and to the words of the library: policies and topics, as in `admin.proto`."""
+"""Conversion of policies and topics between the library's types and the messages of `admin.proto`."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from seqdedupe.v1 import admin_pb2
 
 
 def policy_to_proto(policy: Policy | Applied) -> admin_pb2.TopicPolicy:
-    """What is set, or what is in force."""
+    """Return a set policy, or the one in force, as a message."""
     message = admin_pb2.TopicPolicy()
     policy.fill(message)
     return message
@@ -56,11 +56,11 @@ _SUMMED = (
     "window_memory_bytes",
     "window_imported",
 )
-"""Fields that a partitioned topic has as sums of those of its partitions."""
+"""Fields for which a partitioned topic has the sum over its partitions."""
 
 
 def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | None], unused: int) -> admin_pb2.Topic:
-    """A partitioned topic as it is now; None is a partition that is not there."""
+    """Return a partitioned topic as it is now. None is a missing partition."""
     message = admin_pb2.Topic(
         name=whole,
         partitions=len(partitions),
@@ -73,7 +73,7 @@ def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | N
     for name in ("deduplication_mode", "deduplication_route"):
         setattr(message, name, max((getattr(part, name) for part in parts), default=0))
     if with_policy := [part for part in parts if part.HasField("policy")]:
-        # They share it. Should one have been set apart, it is said what can be relied on in all of them.
+        # The partitions share a policy. If one was set separately, report the guarantees that hold in all of them.
         weakest = min(with_policy, key=lambda part: part.policy.deduplication_enabled)
         message.policy.CopyFrom(weakest.policy)
     message.window_first_publish_time_ms = max(
@@ -93,7 +93,7 @@ def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | N
 
 
 def topic_to_proto(topic: TopicBase | Closed, partitions: int = 0) -> admin_pb2.Topic:
-    """A topic as it is now. `partitions` as in its record."""
+    """Return a topic as it is now. `partitions` is from its record."""
     message = _topic_to_proto(topic)
     if partitions:
         message.partition_of = whole_of(message.name) or ""
@@ -146,10 +146,10 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
 
 
 def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
-    """By what the topic's messages are told from each other, and how far back that goes."""
+    """Set how the topic's messages are distinguished, and how far back that reaches."""
     window = topic.window
     if window is None:
-        # Before its log is read that is not known of a topic without a snapshot.
+        # For a topic without a snapshot, this is not known before its log is read.
         if topic.knows_its_end:
             message.deduplication_mode = admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID
         return
@@ -159,7 +159,7 @@ def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
     message.window_first_index = message.window_forgotten = window.first_index
     message.window_first_publish_time_ms = window.first_time_ms
     if window.first_index and not len(window):
-        # All that it held is forgotten, since when cannot be told: only what comes from now on is known.
+        # All that it held is forgotten, and the time is not known: only messages from now on will be known.
         message.window_first_publish_time_ms = time.time_ns() // 1_000_000
     message.window_messages = len(window)
     message.window_memory_bytes = window.memory_bytes

@@ -1,8 +1,8 @@
-"""Between gRPC and the rest: errors become statuses, bytes become messages, and every method is counted, at one place.
+"""The layer between gRPC and the rest: errors become statuses, bytes become messages, and every method is counted.
 
-`abort` ends a call with an error, `parse` and its kin read requests, `unary` makes a handler of a coroutine. `Wrapping`
-is a service whose calls pass something on the way to their handlers, `Method` what is counted of one method's calls.
-What a call passes, and in which order, is in `gate.py`.
+`abort` ends a call with an error. `parse` and similar functions read requests. `unary` makes a handler from a
+coroutine. `Wrapping` is a service whose calls pass a step on the way to their handlers. `Method` has the counts of one
+method's calls. The steps of a call, and their order, are in `gate.py`.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ logger = logging.getLogger("seqdedupe.server")
 ERROR_DOMAIN = "seqdedupe"
 
 MAX_CALL_BYTES = 1024 * 1024
-"""A request, unless it publishes. (gRPC's own limit is one for all calls.)"""
+"""The most bytes of a request that does not publish. (gRPC's own limit is the same for all calls.)"""
 
 
 refusals: Counter[str] = Counter()
-"""How often callers were told which reason since the process began, as the status of a call or within a stream."""
+"""The number of times that callers received each reason since the process began, as a call's status or in a stream."""
 
 NOT_OF_SIDECARS = frozenset({
     "AMBIGUOUS_IDENTITY", "ANSWERS_INCONSISTENT", "CONSUMER_CHANGED", "CREDENTIALS_UNAVAILABLE", "CURSOR_DAMAGED",
@@ -48,8 +48,8 @@ NOT_OF_SIDECARS = frozenset({
     "SOURCE_DIFFERS", "SOURCE_INCOMPLETE", "SOURCE_UNAVAILABLE", "SOURCE_UNVERIFIED", "STANDARD_OUTPUT_FAILED",
     "TLS_FAILED", "TRANSACTION_ENDED", "UNSUPPORTED_MESSAGE", "UNSUPPORTED_STORE", "UNTRUSTED_LISTENER",
 })  # fmt: skip
-"""Reasons that no sidecar raises: those of clients, commands, services and jobs. `/metrics` has no series of them. All
-others have one from the start, with 0: an increase from nothing at all is none to Prometheus."""
+"""Reasons that no sidecar raises: those of clients, commands, services and jobs. `/metrics` has no series for them. All
+others have one from the start, with 0: Prometheus sees no increase in a series that did not exist before."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
@@ -57,7 +57,7 @@ R = TypeVar("R", bound=Message)
 
 
 def status_of(e: SeqdedupeError) -> grpc.Status:
-    """The gRPC status of an error: its code, and details with reason, numbers, hint and retry delay."""
+    """Return the gRPC status of an error: its code, and details with reason, numbers, hint and retry delay."""
     info = error_details_pb2.ErrorInfo(reason=e.reason, domain=ERROR_DOMAIN, metadata=e.numbers | {"hint": e.hint})
     details = [any_pb2.Any()]
     details[0].Pack(info)
@@ -71,14 +71,14 @@ def status_of(e: SeqdedupeError) -> grpc.Status:
 
 
 def known_code(code: Any) -> grpc.StatusCode | None:
-    """A call's code, which is a `StatusCode`, its number, or None where none was set."""
+    """Return a call's code, given as a `StatusCode` or its number; None if none was set."""
     return next((known for known in grpc.StatusCode if code is known or code == known.value[0]), None)
 
 
 async def abort(context: Context, e: Exception) -> NoReturn:
-    """Ends the call with this error. What is none of ours is a defect: logged, and told without its inside."""
+    """End the call with this error. Any other exception is a defect: it is logged, and the caller gets no details."""
     if isinstance(e, grpc.aio.InternalError):
-        # The call is over, because its client has gone or the server has stopped: there is nobody to tell.
+        # The call is over, because its client has gone or the server has stopped. There is no caller to answer.
         raise asyncio.CancelledError from e
     cause = e
     if isinstance(e, MemoryError):
@@ -86,8 +86,8 @@ async def abort(context: Context, e: Exception) -> NoReturn:
     elif not isinstance(e, SeqdedupeError):
         logger.error("a call failed", exc_info=e)
         e = error("INTERNAL", f"the call failed inside the sidecar: {type(e).__name__}")
-    # The frames in its traceback have messages, and it outlives them: until the client takes its status, and in a
-    # cycle with its stream until the collector finds that.
+    # The frames of its traceback hold messages, and the error outlives them: until the client has read its status, and
+    # in a cycle with its stream until the garbage collector finds that.
     cause.__traceback__ = cause.__context__ = cause.__cause__ = None
     try:
         await context.abort_with_status(status_of(e))
@@ -100,7 +100,7 @@ async def abort(context: Context, e: Exception) -> NoReturn:
 
 
 def parse(kind: type[M], data: bytes) -> M:
-    """The message in these bytes. Raises MALFORMED_MESSAGE."""
+    """Return the message in these bytes. Raises MALFORMED_MESSAGE."""
     try:
         return kind.FromString(data)
     except DecodeError as e:
@@ -108,10 +108,10 @@ def parse(kind: type[M], data: bytes) -> M:
 
 
 def parse_columns(alias: Any, published: type[Message], data: bytes) -> Any:
-    """The message in these bytes, of the alias schema of a published one. Raises MALFORMED_MESSAGE."""
+    """Return the message in these bytes, in the alias schema of a published one. Raises MALFORMED_MESSAGE."""
     request = parse(alias, data)
-    # Columns that come in pieces or not packed are legal, but of those the alias schema shows the last piece or none.
-    # So a message that is not as long as what is shown of it is read with the published schema.
+    # Columns in pieces or not packed are legal, but the alias schema shows only their last piece or nothing. So a
+    # message that is longer than the part shown is read with the published schema.
     request.DiscardUnknownFields()
     if request.ByteSize() == len(data):
         return request
@@ -119,27 +119,29 @@ def parse_columns(alias: Any, published: type[Message], data: bytes) -> Any:
 
 
 def parse_small(kind: type[M], data: bytes) -> M:
-    """`parse`, of a request that does not publish. Raises INVALID_REQUEST if it is longer than such a one may be."""
+    """Do as `parse`, for a request that does not publish. Raises INVALID_REQUEST if it is too long."""
     check_small(kind, data)
     return parse(kind, data)
 
 
 def check_small(kind: type[Message], data: bytes) -> None:
-    """Raises INVALID_REQUEST if a request that does not publish is longer than it may be."""
+    """Raise INVALID_REQUEST if a request that does not publish is too long."""
     if len(data) > MAX_CALL_BYTES:
         message = f"a {kind.DESCRIPTOR.name} of {len(data)} bytes: at most {MAX_CALL_BYTES} are accepted"
         raise error("INVALID_REQUEST", message, size_bytes=len(data), limit_bytes=MAX_CALL_BYTES)
 
 
 def columns(alias: Any, published: type[Message], data: bytes) -> Any:
-    """A request of the alias schema. Raises as `parse_small`."""
+    """Return a request of the alias schema. Raises as `parse_small`."""
     check_small(published, data)
     return parse_columns(alias, published, data)
 
 
 def field_tags(data: bytes, what: str, most: int) -> Iterator[bytes]:
-    """The first byte of the tag of each field of a message, which is not parsed. Raises INVALID_REQUEST if there are
-    more than that: too many to make objects of; MALFORMED_MESSAGE if it is not `what` it should be."""
+    """Yield the first byte of the tag of each field of a message, without parsing it.
+
+    Raises INVALID_REQUEST if there are more than `most` fields, too many to make objects of; MALFORMED_MESSAGE if it is
+    not the message `what`."""
     at = 0
     for _ in range(most):
         if at >= len(data):
@@ -153,7 +155,7 @@ def field_tags(data: bytes, what: str, most: int) -> Iterator[bytes]:
 
 
 def encoded(answer: Message, context: Context) -> bytes:
-    """The one answer to a call. With an empty one goes the trailing metadata that says that it is a sidecar's."""
+    """Return the single answer to a call. An empty one also sets the trailing metadata that identifies a sidecar."""
     data = answer.SerializeToString()
     if not data:
         context.set_trailing_metadata(((wire.EMPTY, "1"),))
@@ -161,7 +163,7 @@ def encoded(answer: Message, context: Context) -> bytes:
 
 
 def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """The handler of a unary call that takes a `kind`."""
+    """Return the handler of a unary call that takes a `kind`."""
 
     async def handle(data: bytes, context: Context) -> bytes:
         try:
@@ -172,16 +174,16 @@ def unary(kind: type[M], call: Callable[[M], Awaitable[R]]) -> "grpc.RpcMethodHa
     return grpc.unary_unary_rpc_method_handler(handle)
 
 
-# -- A gRPC service whose calls pass something on the way to their handlers.
+# -- A gRPC service whose calls pass a step on the way to their handlers.
 
 Handle = Callable[[Any, Context], Awaitable[Any]]
 
 
 class Wrapping(grpc.GenericRpcHandler, ABC):
-    """A service as `handler` serves it, each call by what `wrap` makes of its handler."""
+    """A service as `handler` serves it. Each call goes through the handler that `wrap` makes."""
 
     reads_itself = False
-    """Whether gRPC leaves the requests of all calls to what `wrap` makes, also where a request is one message."""
+    """Whether gRPC leaves the requests of all calls to the wrapped handlers, also a request that is one message."""
 
     def __init__(self, handler: grpc.GenericRpcHandler) -> None:
         self._handler = handler
@@ -189,10 +191,10 @@ class Wrapping(grpc.GenericRpcHandler, ABC):
 
     @abstractmethod
     def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
-        """The handler of this method, by its full name, around `handle`, which is that of `found`. Called once."""
+        """Return the handler of this method, by its full name, around `handle` from `found`. Called once."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """As gRPC asks for it. Raises TypeError for a handler that is no coroutine function."""
+        """Return the handler, as gRPC asks for it. Raises TypeError for a handler that is not a coroutine function."""
         method = handler_call_details.method
         if method not in self._wrapped:
             found = self._handler.service(handler_call_details)
@@ -214,11 +216,11 @@ class Wrapping(grpc.GenericRpcHandler, ABC):
 
 
 def _shape(*streaming: bool) -> str:
-    """gRPC's word for a handler, by whether the requests and the responses are streams."""
+    """Return gRPC's word for a handler, by whether the requests and the responses are streams."""
     return "_".join("stream" if streams else "unary" for streams in streaming)
 
 
-# -- RPCs by method, counted around everything else that is done for them.
+# -- RPCs by method, counted around all other work that is done for them.
 
 HANDLING_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -226,7 +228,7 @@ _WORDS = {
     grpc.StatusCode.OK: "OK",
     grpc.StatusCode.CANCELLED: "Canceled",
 }
-"""As Go writes them, and everybody's dashboards: those that are not just their words in one."""
+"""Codes as Go and all dashboards write them, if that is not just the code's words joined."""
 
 _KINDS = {
     (False, False): "unary",
@@ -234,11 +236,11 @@ _KINDS = {
     (False, True): "server_stream",
     (True, True): "bidi_stream",
 }
-"""By whether the requests and the responses are streams in the schema."""
+"""The kinds of calls, by whether the requests and the responses are streams in the schema."""
 
 
 class Method:
-    """What is counted of one method's calls."""
+    """The counts of one method's calls."""
 
     def __init__(self, service: str, name: str, kind: str) -> None:
         self.service = service
@@ -247,15 +249,15 @@ class Method:
         """`unary`, `client_stream`, `server_stream` or `bidi_stream`."""
         self.started = 0
         self.handled: Counter[str] = Counter()
-        """By code. What is under way is `started` without these."""
+        """By code. The number of running calls is `started` minus these."""
         self.received = 0
         self.sent = 0
         self.seconds = Buckets(HANDLING_SECONDS)
 
     @contextmanager
     def handling(self, context: Context) -> Iterator[None]:
-        """Counts a call from its beginning to its end. The reader of a request counts its messages (`Gate`, `Stream`),
-        and who answers the responses."""
+        """Count a call from its beginning to its end. The code that reads a request counts its messages (`Gate`,
+        `Stream`), and the code that answers counts the responses."""
         _method.set(self)
         self.started += 1
         began = time.perf_counter()
@@ -279,12 +281,12 @@ _NOWHERE = Method("", "", "")
 
 
 def method_of_call() -> Method:
-    """That of the call that is being handled; one that nobody looks at outside of a call."""
+    """Return the counts of the current call's method; outside of a call, an object that is never shown."""
     return _method.get(_NOWHERE)
 
 
 OTHERS = "unknown"
-"""In place of the name of a method that no service has."""
+"""The name in place of a method that no service has."""
 
 
 class MethodCounts:
@@ -294,11 +296,11 @@ class MethodCounts:
         self.methods: dict[str, Method] = {}
 
     def of_others(self) -> Method:
-        """The counts of all calls that no service has. Callers choose their names."""
+        """Return the counts of all calls that no service has. Callers choose their names, so they share one entry."""
         return self.methods.setdefault(OTHERS, Method("", OTHERS, "unary"))
 
     def of(self, method: str) -> Method:
-        """The counts of a method, by its full name. Called once for each."""
+        """Return the counts of a method, by its full name. Called once for each."""
         service, _, name = method.removeprefix("/").rpartition("/")
         schema: Any = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
         counts = self.methods[method] = Method(service, name, _KINDS[schema.client_streaming, schema.server_streaming])

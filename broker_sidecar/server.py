@@ -1,8 +1,8 @@
 """The sidecar's process: start, serve, drain.
 
-`run` is the process, from its arguments to its exit status; `SidecarServer` the sidecar in it, which joins data,
-services, web server and whoever may use them. SIGTERM or SIGINT drains: health says NOT_SERVING, what is in flight is
-finished, a last snapshot is durable, exit 0. SIGHUP reads again what an operator may replace.
+`run` is the process, from its arguments to its exit status. `SidecarServer` is the sidecar in it: it joins data,
+services, web server and access control. SIGTERM or SIGINT drains: health says NOT_SERVING, requests in flight are
+finished, a last snapshot is durable, exit 0. SIGHUP reads the files again that an operator may replace.
 """
 
 import asyncio
@@ -51,41 +51,41 @@ from seqdedupe.topic.base import State
 
 logger = logging.getLogger("seqdedupe.server")
 
-# -- A sidecar: its topics, its services, and who may use them.
+# -- A sidecar: its topics, its services, and its access control.
 
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
-"""Twice what a batch may have: one that is too large gets an answer that says so. What is larger still is broken
-off by gRPC, which does not say that sending it again cannot help."""
+"""The most bytes of a request: twice the limit of a batch, so a batch that is too large gets a clear answer. gRPC
+breaks off larger requests, and its error does not say that sending them again cannot help."""
 
 OnServing = Callable[[SidecarAddress], None]
 """Called with the address, once the sidecar serves."""
 
 STOP_GRACE_SECONDS = 2.0
-"""After draining: for clients to read their last answers."""
+"""The time after draining in which clients can read their last answers."""
 
 _NO_OTHER_LISTENER = ("grpc.so_reuseport", 0)
 _WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", UNREAD_BYTES))
-"""gRPC itself would find out how much is under way on a connection and then take as much of a stream that nobody reads,
-some 6 MB on a fast one, however many there are and whatever waits for the disk."""
+"""By default gRPC would measure how much is under way on a connection, and take as much of a stream that nobody reads:
+about 6 MB on a fast connection, for any number of streams, also while frames wait for the disk."""
 _MAX_REQUEST = ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)
 _COMPRESSION = ("grpc.compression_enabled_algorithms_bitset", 1)
-"""None: a few bytes of gzip would become a request of 16 MiB. gRPC ends a compressed call at its headers."""
+"""No compression: a few bytes of gzip would become a request of 16 MiB. gRPC ends a compressed call at its headers."""
 MAX_PENDING = 10_000
 _PENDING = (
     ("grpc.server.max_pending_requests", MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
 )
-"""Calls that have come and wait for their turn; gRPC has some 20 KB of each. Further ones it ends with CANCELLED,
-whoever makes them, since nobody has looked yet. gRPC itself would do that by chance from 1,000 on: there is no such
-middle here."""
+"""The most calls that wait for their turn; gRPC holds about 20 KB of each. It ends further ones with CANCELLED, from
+any caller, since the caller is not known yet. By default gRPC would begin at 1,000 to end calls at random: with two
+equal limits there is no such range."""
 _PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 1_000))
 """A client that waits for messages may ask every second whether the sidecar is still there."""
 
 LOOK_SECONDS = 1.0
-"""So often it is looked whether the path of the Unix socket still leads here."""
+"""The time between checks that the path of the Unix socket still leads to this sidecar."""
 
 UNARY_CALLS_A_CONNECTION = 100
-"""At once, beside its streams; more wait in the client."""
+"""The most unary calls at once on a connection, in addition to its streams. More wait in the client."""
 
 
 class SidecarServer:
@@ -98,7 +98,7 @@ class SidecarServer:
         logging.getLogger().addHandler(self._warnings)
         self._guard = Guard(config, self._files_read_again)
         self._streams = Streams(config.max_streams, self._guard.permissions, lambda peer: self._connections.end(peer))
-        # gRPC counts those of each address by itself.
+        # gRPC counts the connections of each address separately.
         places = connections // (2 if config.also_listen else 1)
         self._connections = TcpConnections(places, self._streams.peers)
         self._health = Health(
@@ -110,9 +110,9 @@ class SidecarServer:
         )
         self.address: SidecarAddress | None = None
         self._paths: dict[str, SocketPath] = {}
-        """Of the Unix sockets at which it listens, by their keys."""
+        """The paths of the Unix sockets on which it listens, by key."""
         self._servers: list[grpc.aio.Server] = []
-        """The last one listens. Others may have open streams."""
+        """The last one of an address listens. Earlier ones may have open streams."""
         self._is_stopping = False
         self._calls = MethodCounts()
         self._traces = Traces(os.environ)
@@ -120,7 +120,7 @@ class SidecarServer:
         self._web: WebServer | None = None
 
     async def listen(self) -> None:
-        """Opens store and logs, then listens; health says NOT_SERVING. Raises with nothing left running."""
+        """Open store and logs, then listen. Health says NOT_SERVING. If this raises, nothing is left running."""
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
         self._statistics = Statistics(self._topics, lambda: self._health.is_serving, self._warnings)
@@ -167,7 +167,7 @@ class SidecarServer:
             self._metrics.close()
 
     async def recover(self) -> None:
-        """Recovers the topics; then health says SERVING. One that is damaged has its own health."""
+        """Recover the topics. Then health says SERVING. A damaged topic has separate health."""
         if self._data.leaving is not None:
             self._data.leaving.go_on()
         await self._topics.recover_all()
@@ -194,8 +194,9 @@ class SidecarServer:
             path.close()
 
     async def _serve_at(self, key: str) -> SidecarAddress:
-        """Has one more server listen at the address that this key says; with the port, if that was to be any. Raises
-        INVALID_CONFIGURATION."""
+        """Start one more server on the address of this key, and return the address with its port, also for port 0.
+
+        Raises INVALID_CONFIGURATION."""
         address = SidecarAddress.parse(getattr(self._config, key))
         at_once = max(1, self._config.max_streams // CONNECTION_SHARE) + UNARY_CALLS_A_CONNECTION
         limits = (("grpc.max_concurrent_streams", at_once), *self._connections.server_options())
@@ -218,16 +219,19 @@ class SidecarServer:
         return address
 
     async def _end_without(self, server: grpc.aio.Server, address: SidecarAddress) -> None:
-        """gRPC ends a server after a defect of its own. Nobody would reach the sidecar there again, and a supervisor
-        would not notice."""
-        # Cancelled, gRPC's coroutine would leave a server that cannot be stopped.
+        """End the process if gRPC ends this server after an internal defect.
+
+        No client could reach the sidecar there any more, and a supervisor would not notice."""
+        # If gRPC's coroutine were cancelled, the server could no longer be stopped.
         await asyncio.shield(server.wait_for_termination())
         if not self._is_stopping:
             fatal(f"its gRPC server at {address} has ended, and nobody has stopped it")
 
     async def _keep_listening(self, key: str) -> None:
-        """The path of a Unix socket is anybody's who may write to its folder. Streams of clients that have come over
-        an earlier socket go on."""
+        """Listen again if a Unix socket's path is removed or replaced: any user who may write to its folder can do
+        that.
+
+        Streams of clients that came over an earlier socket go on."""
         told = ""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -239,12 +243,12 @@ class SidecarServer:
                 logger.warning("%s was removed or replaced: the sidecar listens there again", address)
                 told = ""
             except SeqdedupeError as e:
-                # It is tried again.
+                # The next look tries again.
                 if told != (told := str(e)):
                     logger.error("%s was removed or replaced, and nobody reaches the sidecar there: %s", address, e)
 
     def _services(self) -> tuple[list[Any], ReadService | None]:
-        """Their handlers; and the service for readers, if there is one."""
+        """Return the services' handlers; and the service for readers, None if there is none."""
         streams, permissions = self._streams, self._guard.permissions
         services: list[Any] = [self._admin, self._health]
         reading: ReadService | None = None
@@ -258,7 +262,7 @@ class SidecarServer:
         return [*handlers, Reflection([*names, REFLECTION_SERVICE], streams).handlers()], reading
 
     def reload(self) -> None:
-        """Reads again whatever an operator may replace, and goes on in the file that has the audit trail's name."""
+        """Read all files again that an operator may replace, and continue in the file with the audit trail's name."""
         self._guard.reload()
 
     def _files_read_again(self) -> None:
@@ -266,7 +270,7 @@ class SidecarServer:
         self._health.set(CONFIGURATION, SERVING if is_in_force else NOT_SERVING)
 
     def status(self) -> str:
-        """How far it is, in a line for people."""
+        """Return the progress in one line for people."""
         return self._health.summary()
 
     async def _others_serve(self) -> bool:
@@ -276,7 +280,7 @@ class SidecarServer:
         self._health.set(name, state and (SERVING if state is State.SERVING else NOT_SERVING))
 
     async def stop(self) -> None:
-        """Drains: takes nothing more, finishes what is in flight, takes durable snapshots, ends all calls."""
+        """Drain: accept no more, finish requests in flight, take durable snapshots, end all calls."""
         self._is_stopping = True
         self._health.drain()
         try:
@@ -293,16 +297,16 @@ class SidecarServer:
         logging.getLogger().removeHandler(self._warnings)
 
 
-# -- How many files and connections this process may have open, and what they are for.
+# -- The limits of open files and connections of this process, and their uses.
 #
-# A topic holds none while nobody publishes to it, so their number is no matter; connections do, one each.
+# A topic holds no file while nobody publishes to it, so the number of topics does not matter. A connection holds one.
 
 RESERVE = 64
-"""For the store, reading and making logs, and whatever the process itself has open."""
+"""Descriptors for the store, for reading and making logs, and for all else that the process has open."""
 
 
 def raise_limit() -> int:
-    """Raises the limit to the highest that the process may set itself; returns it."""
+    """Raise the limit to the highest value that the process may set itself. Return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -310,11 +314,12 @@ def raise_limit() -> int:
 
 
 def connections_within(limit: int) -> int:
-    """How many connections there may be, so that store and log never want for a descriptor.
+    """Return the number of connections that leaves the store and the log enough descriptors.
 
     Raises INVALID_CONFIGURATION if that is none.
     """
-    # What is open from one round of the commit thread to the next, what waits to be synced, and what a round opens.
+    # Files open from one round of the commit thread to the next, files that wait for a sync, and files that a round
+    # opens.
     others = 2 * open_files_within(limit) + MAX_ROUND + RESERVE
     connections = limit - others
     if connections < 1:
@@ -377,13 +382,13 @@ async def _end_without(lock: Lock) -> None:
 
 
 def run(config: Config, lock: Lock, on_serving: OnServing | None = None, **repairs: bool) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit status. An error at the start is one clear line.
+    """Serve until SIGTERM or SIGINT, and return the exit status. An error at the start is one clear line.
 
-    `lock` is the data directory's. `repairs` are those of `Data`, for this start alone. `on_serving` is called once.
+    `lock` is the data directory's. `repairs` are for `Data`, at this start only. `on_serving` is called once.
     """
     telemetry.configure(config.log_level, config.log_format)
     if config.backup_directory and not Path(config.backup_directory).is_dir():
-        # It may be a disk that is not mounted yet, and serving does not need it.
+        # The disk may not be mounted yet, and serving does not need it.
         logger.warning("no backup can be made before backup_directory is there: %s", config.backup_directory)
     give_back_freed_memory()
     try:
@@ -394,7 +399,7 @@ def run(config: Config, lock: Lock, on_serving: OnServing | None = None, **repai
 
 
 async def _served(config: Config, lock: Lock, on_serving: OnServing | None, repairs: dict[str, bool]) -> int:
-    """Serves; the exit status. What is wrong is said in one line."""
+    """Serve, and return the exit status. An error is printed in one line."""
     status = EXIT_FAILED
     try:
         await _serve(config, lock, on_serving, repairs)
@@ -407,13 +412,14 @@ async def _served(config: Config, lock: Lock, on_serving: OnServing | None, repa
     except (SeqdedupeError, OSError) as e:
         status = data_directory.ended_by(e, Path(config.data_directory))
     if config.log == "pulsar":
-        # Threads that still wait for a cluster would hold the process up, and abort it once the loop is closed.
+        # Threads that still wait for a cluster would delay the end of the process, and abort it after the loop is
+        # closed.
         logging.shutdown()
         os._exit(status)
     return status
 
 
-# -- What the C library does with freed memory.
+# -- The treatment of freed memory by the C library.
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's mallopt(3), with values in bytes."""
@@ -423,18 +429,18 @@ _WHILE_SERVING = ((_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 64 << 20), (_MMAP_THRES
 
 
 def give_back_freed_memory() -> None:
-    """Gives large blocks back as soon as start-up frees them, where the C library is glibc.
+    """Return large blocks to the system as soon as start-up frees them, if the C library is glibc.
 
-    Each thread frees into a heap of its own, and what stays at the end of one cannot be given back later: tens of
-    megabytes for each thread that reads a log or a snapshot.
+    Each thread frees into a separate heap. Memory left at a heap's end cannot be returned later: tens of megabytes
+    for each thread that reads a log or a snapshot.
     """
     _set(_AT_START)
 
 
 def keep_freed_memory() -> None:
-    """Gives back what start-up has freed, and keeps what is freed from now on, where the C library is glibc.
+    """Return to the system what start-up has freed, and keep memory freed from now on, if the C library is glibc.
 
-    Pages given back while serving have to be fetched again, at microseconds a page.
+    Pages returned while serving would have to be fetched again, at microseconds per page.
     """
     _set(_WHILE_SERVING)
 

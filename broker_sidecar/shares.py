@@ -1,8 +1,8 @@
-"""How much of a sidecar each caller may use at once: what the rules say, what each uses now, and the memory of all.
+"""The share of a sidecar that each caller may use at once: the rules' limits, the current use, and the memory of all.
 
-`CallerShares` finds the limits of a caller; `Use` has what it uses, of the bytes a second among it. `Budget` is the
-memory that clients make the sidecar hold, which is frames in flight, answers that wait to be read, and pages for
-readers; `Share` is what one stream or call holds of it, for its caller's `Use`.
+`CallerShares` finds the limits of a caller. `Use` has its current use, including bytes per second. `Budget` is the
+memory that clients make the sidecar hold: frames in flight, unread answers, and pages for readers. `Share` is the part
+of it that one stream or call holds, for its caller's `Use`.
 """
 
 import asyncio
@@ -15,57 +15,57 @@ from seqdedupe.core.patterns import Pattern
 from seqdedupe.errors import SeqdedupeError, error
 
 BURST_SECONDS = 1.0
-"""Who was silent for so long may send as much at once as in this time."""
+"""A caller that was silent for this time may send at once the bytes that this time allows."""
 
 MAX_CURSORS_A_CALLER = 8
-"""In one topic, of callers for whom rules count, where their share says nothing else: a quarter of all of a topic's."""
+"""The most cursors of a caller in one topic, for callers with rules but no such limit: a quarter of the maximum."""
 
 MOVES_PER_SECOND = 10
 MOVED_BYTES_PER_SECOND = 2_500
-"""Moving cursors of a topic, for one caller: in an hour these are 9 MB of its log, whatever the notes hold."""
+"""The limits of cursor moves in a topic, for one caller. In an hour, these are 9 MB of its log for any notes."""
 
 MAX_MOVE_WAIT_SECONDS = 5.0
-"""A move that would have to wait for longer is refused."""
+"""The longest wait of a move. A move that would wait longer is refused."""
 
 _MAX_MOVED_TOPICS = 1_000
-"""Of which is remembered when a caller may move cursors again; more, as long as it may not yet."""
+"""The number of topics for which a caller's next move time is kept; more while the caller may not move there yet."""
 
 DISK_SECONDS = 1.0
-"""What logs hold is looked at so often: so long a caller may go on that is over its share."""
+"""The time between looks at the size of logs, so a caller above its share may go on for this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallerLimits:
-    """At most so much; None: as much as there is."""
+    """The most of each that a caller may use; None: no limit."""
 
     connections: int | None = None
-    """From which streams are open. (Of Unix sockets nobody says which connection it is.)"""
+    """Connections with open streams. (A Unix socket does not identify connections.)"""
     streams: int | None = None
     bytes_per_second: int | None = None
-    """That are sent to the sidecar: on streams, by `Publish`, `Open` and `MoveCursor`."""
+    """Bytes sent to the sidecar: on streams, by `Publish`, `Open` and `MoveCursor`."""
     bytes_in_flight: int | None = None
-    """Frames that have no answer yet, and answers and pages that were not read yet."""
+    """Frames without an answer yet, and answers and pages that were not read yet."""
     producer_names: int | None = None
-    """In any one topic, under which it may publish: those that are known count, whoever has made them known."""
+    """Names in any one topic under which it may publish. All known names count, also those that others made known."""
     topics: int | None = None
-    """That it may create: those that are there count, whoever has made them."""
+    """Topics that it may create. All existing ones count, also those that others created."""
     bytes_on_disk: int | None = None
-    """In the logs of those topics, whoever has published to them."""
+    """Bytes in the logs of those topics, also those that others have published."""
     cursors: int | None = None
-    """In any one topic, with names that are its own: those that are there count, whoever has made them."""
+    """Cursors in any one topic with names that it may use. All existing ones count, also those that others made."""
 
 
 NO_LIMITS = CallerLimits()
 OF_NOBODY = CallerLimits(streams=16)
-"""Of those who are not known, all together, whatever the rules say: they watch the health of the whole."""
+"""The limits of all unknown callers together, for any rules: they watch the health of the whole."""
 
 IN_ALL = ("bytes_per_second", "producer_names")
-"""What can be limited for all callers together; the configuration limits the others."""
+"""The limits that can be set for all callers together. The configuration sets the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallerShare:
-    """What each caller with such a name may use."""
+    """The share of each caller with such a name."""
 
     name: str
     subjects: tuple[str, ...]
@@ -73,38 +73,39 @@ class CallerShare:
 
 
 class Use:
-    """What one caller uses, or all of them together."""
+    """The current use of one caller, or of all callers together."""
 
     def __init__(self, name: str, limits: CallerLimits) -> None:
         self.name = name
         self.limits = limits
         self.held_bytes = 0
-        """In flight."""
+        """Bytes in flight."""
         self.disk_bytes = 0
-        """On disk, at `disk_counted_at`."""
+        """Bytes on disk, at `disk_counted_at`."""
         self.disk_counted_at = -math.inf
         self._paid_until = 0.0
-        """When what has come will have been as much as may come."""
+        """The time until which the bytes received have used up the allowed rate."""
         self._moves_paid_until: dict[str, float] = {}
-        """The same of moved cursors, by topic."""
+        """The same for cursor moves, by topic."""
 
     def fits(self, size: int) -> bool:
-        """Whether so many more bytes may be in flight. One thing may always, or it never could."""
+        """Return whether `size` more bytes may be in flight. A single item always may, otherwise it never could."""
         limit = self.limits.bytes_in_flight
         return limit is None or not self.held_bytes or self.held_bytes + size <= limit
 
     def spend(self, size: int, now_seconds: float) -> None:
-        """So many bytes have come."""
+        """Count `size` received bytes."""
         if (limit := self.limits.bytes_per_second) is not None:
             self._paid_until = max(self._paid_until, now_seconds - BURST_SECONDS) + size / limit
 
     def rest_seconds(self, now_seconds: float) -> float:
-        """For how long nothing more is taken."""
+        """Return the time for which nothing more is taken."""
         return max(0.0, self._paid_until - now_seconds) if self.limits.bytes_per_second is not None else 0.0
 
     def move(self, topic: str, size: int, now_seconds: float) -> float:
-        """A cursor of the topic is to be moved, which adds so many bytes to its log. Returns for how long that has to
-        wait. Raises SHARE_EXCEEDED, and nothing has come, if that is too long."""
+        """Count a cursor move in the topic, which adds `size` bytes to its log. Return how long it must wait.
+
+        Raises SHARE_EXCEEDED, and counts nothing, if that is too long."""
         paid_until = self._moves_paid_until
         if len(paid_until) >= _MAX_MOVED_TOPICS:
             self._moves_paid_until = paid_until = {t: at for t, at in paid_until.items() if at > now_seconds}
@@ -117,8 +118,7 @@ class Use:
         return wait_seconds
 
     def check(self, what: str, count: int, *, otherwise: int | None = None) -> None:
-        """Raises SHARE_EXCEEDED if so many are more than it may have of this, one of the limits; `otherwise` is in
-        force where it is not limited."""
+        """Raise SHARE_EXCEEDED if `count` is above the limit `what`. `otherwise` is the limit if none is set."""
         limit = getattr(self.limits, what)
         limit = otherwise if limit is None else limit
         if limit is not None and count > limit:
@@ -127,14 +127,14 @@ class Use:
     def exceeded(
         self, what: str, message: str, retry_delay_ms: int | None = None, limit: int | None = None
     ) -> SeqdedupeError:
-        """The error for this limit; `limit` where it is not one of its own."""
+        """Return the error for this limit; `limit` is its value, if the caller has no such limit."""
         limit = getattr(self.limits, what) if limit is None else limit
         why = f"the share of {self.name}: {message}, and {limit} is the limit"
         return error("SHARE_EXCEEDED", why, retry_delay_ms=retry_delay_ms, share=what, limit=limit)
 
 
 class CallerShares:
-    """The shares in force, and what each caller uses of its own."""
+    """The shares in force, and the current use of each caller."""
 
     def __init__(self, shares: Sequence[CallerShare], in_all: CallerLimits) -> None:
         self._shares = shares
@@ -142,7 +142,7 @@ class CallerShares:
         self.in_all = Use("all callers together", in_all)
 
     def of(self, subject: str) -> Use:
-        """The use of the caller with this name; empty: of all who are not known."""
+        """Return the use of the caller with this name; empty: of all unknown callers."""
         if (use := self._uses.get(subject)) is None:
             use = self._uses[subject] = Use(
                 repr(subject) if subject else "all who are not known", self._limits_of(subject)
@@ -150,14 +150,14 @@ class CallerShares:
         return use
 
     def replace(self, shares: Sequence[CallerShare], in_all: CallerLimits) -> None:
-        """These are in force from now on."""
+        """Put these shares in force."""
         self._shares, self.in_all.limits = shares, in_all
         for subject, use in self._uses.items():
             use.limits = self._limits_of(subject)
-            use.disk_counted_at = -math.inf  # the rules say which topics count
+            use.disk_counted_at = -math.inf  # the rules decide which topics count
 
     def _limits_of(self, subject: str) -> CallerLimits:
-        """Those of the first share that is about this caller; of an empty name, nobody's."""
+        """Return the limits of the first share about this caller; for an empty name, those of unknown callers."""
         if not subject:
             return OF_NOBODY
         name = subject.encode(errors="surrogatepass")
@@ -165,16 +165,16 @@ class CallerShares:
         return next(about, NO_LIMITS)
 
     def rest_seconds(self, use: Use, now_seconds: float) -> float:
-        """For how long nothing more is taken from this caller."""
+        """Return the time for which nothing more is taken from this caller."""
         return max(use.rest_seconds(now_seconds), self.in_all.rest_seconds(now_seconds))
 
     def spend(self, use: Use, size: int, now_seconds: float) -> None:
-        """So many bytes have come from this caller."""
+        """Count `size` bytes received from this caller."""
         use.spend(size, now_seconds)
         self.in_all.spend(size, now_seconds)
 
     def check_rate(self, use: Use, size: int, now_seconds: float) -> None:
-        """Counts a unary call's bytes. Raises SHARE_EXCEEDED, with how long to wait, if nothing more is taken now."""
+        """Count a unary call's bytes. Raises SHARE_EXCEEDED, with the time to wait, if nothing more is taken now."""
         for one in (use, self.in_all):
             if rest_seconds := one.rest_seconds(now_seconds):
                 delay_ms = int(rest_seconds * 1000) + 1
@@ -182,30 +182,30 @@ class CallerShares:
         self.spend(use, size, now_seconds)
 
 
-# -- Memory that clients make the sidecar hold: frames in flight, answers that wait to be read, pages for readers.
+# -- Memory that clients make the sidecar hold: frames in flight, unread answers, pages for readers.
 
 MAX_HELD_BYTES = 96 * 1024 * 1024
-"""For all clients together. With what gRPC holds for 20 streams the process grows by less than 200 MB
+"""The most bytes for all clients together. With gRPC's memory for 20 streams, the process grows by less than 200 MB
 (`python -m bench stalled_disk`)."""
 
 READING_PART = 2
-"""Answers that only inform, such as pages, may take the n-th part of it. The rest is for those who publish."""
+"""Answers that only inform, such as pages, may take this fraction (1/n) of it. The rest is for publishing."""
 
 MAX_SHARE_BYTES = 16 * 1024 * 1024
-"""Of one stream that has so much, nothing more is taken."""
+"""From a stream that holds this many bytes, nothing more is taken."""
 
 TICK_SECONDS = 0.02
-"""While somebody waits for memory, this often it is looked whether there is some."""
+"""The time between looks for free memory while a stream waits for it."""
 
 
 class Budget:
-    """The memory of all clients. It is shared fairly: nobody may hold more than is left for the others.
+    """The memory of all clients. It is shared fairly: no stream may hold more than is left for the others.
 
-    So one alone gets half of it at most, a hundred a hundredth each, and however many there are, whoever asks for
-    little finds room. `relieve` is called now and then while somebody waits.
+    So a single stream gets half of it at most, and each of a hundred gets a hundredth. For any number of streams, a
+    small request finds room. `relieve` is called regularly while a stream waits.
 
-    A budget `within` another one is for memory that is given in turn (`Share.reserve`). There the same is true of all
-    that one caller has together: half of it is left for others. What the other budget has no room for it has none for.
+    A budget `within` another one is for memory that is given in turn (`Share.reserve`). There the same rule holds for
+    each caller's total: half is left for others. It also has no room when the outer budget has none.
     """
 
     def __init__(
@@ -215,33 +215,33 @@ class Budget:
         self.held_bytes = 0
         self.within = within
         self._held_by: Counter[Use] = Counter()
-        """Within another one: what each caller holds."""
+        """Within another budget: the bytes that each caller holds."""
         self.read_bytes = 0
-        """What has been read and is not admitted yet. It keeps others from being read, but not from being admitted:
-        else all could wait for each other."""
+        """The bytes that were read and are not admitted yet. They block further reads, but not admission: otherwise all
+        streams could wait for each other."""
         self._relieve = relieve
         self._waiting: dict[Share, None] = {}
         self._ticks = False
 
     @property
     def free_bytes(self) -> int:
-        """What nobody holds."""
+        """The bytes that no stream holds."""
         free = self.limit_bytes - self.held_bytes
         return free if self.within is None else min(free, self.within.free_bytes)
 
     def free_for(self, use: Use, *, to_read: bool = False) -> int:
-        """What of this a stream of the caller may take that holds nothing."""
+        """Return the bytes that a stream of this caller may take if it holds nothing."""
         if self.within is None:
             return self.limit_bytes - self.held_bytes - self.read_bytes * to_read
         return self.free_bytes - self._held_by[use]
 
     @property
     def gives_to_anybody(self) -> bool:
-        """Whether somebody would wait for ever otherwise: for something large, or for those who publish."""
+        """Whether any request is granted: a large one, or one behind publishers, could otherwise wait for ever."""
         return self.within is not None and not self.held_bytes
 
     def take(self, use: Use, size: int) -> None:
-        """The caller holds so much more, or less."""
+        """Add `size` to the bytes that the caller holds; it may be negative."""
         self.held_bytes += size
         if self.within is not None:
             self.within.take(use, size)
@@ -253,22 +253,22 @@ class Budget:
 
     @property
     def waiting(self) -> set[Use]:
-        """The callers of those who wait."""
+        """The callers of the waiting streams."""
         return {share.use for share in self._waiting}
 
     def is_others_turn(self) -> bool:
-        """Whether a stream waits whose client has shown that it reads."""
+        """Return whether a stream waits whose client has shown that it reads."""
         return any(share.has_been_read for share in self._waiting)
 
     def wait(self, share: "Share") -> None:
-        """`share.look` is called every now and then from here on."""
+        """Call `share.look` regularly from now on."""
         self._waiting[share] = None
         if not self._ticks:
             self._ticks = True
             asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def refuses(self, share: "Share") -> None:
-        """It does not wait: so it is looked at once whether others hold what they do not need."""
+        """Relieve at once, because this share does not wait: others may hold memory that they do not need."""
         self._waiting[share] = None
         self._relieve(self)
         self.wait_no_more(share)
@@ -277,7 +277,7 @@ class Budget:
         self._waiting.pop(share, None)
 
     def _look(self) -> None:
-        """First those go on whose callers hold least; of one caller, those whose clients have shown that they read."""
+        """Wake waiting streams, those of callers that hold least first; among equals, those whose clients have read."""
         for share in sorted(self._waiting, key=lambda share: (self._held_by[share.use], not share.has_been_read)):
             share.look()
 
@@ -290,32 +290,32 @@ class Budget:
 
 
 class Share:
-    """What one stream or call holds, which counts for the `use` of its caller."""
+    """The memory of one stream or call. It counts for the `use` of its caller."""
 
     def __init__(self, budget: Budget, use: Use) -> None:
         self._budget = budget
         self.use = use
         self.held_bytes = 0
         self.has_been_read = False
-        """Whether the client has taken something that was reserved for it."""
+        """Whether the client has taken an answer for which memory was reserved."""
         self._read_bytes = 0
         self._wanted_bytes = 0
         self._wants_to_read = False
         self._is_given = False
-        """Whether what is waited for is taken as soon as it is there."""
+        """Whether the wanted memory is taken as soon as it is free."""
         self._found: asyncio.Future[None] | None = None
 
     @property
     def free_part(self) -> float:
-        """Which part of the whole it could take if it held nothing."""
+        """The part of the whole that it could take if it held nothing."""
         return max(0, self._budget.free_for(self.use)) / self._budget.limit_bytes
 
     def is_others_turn(self) -> bool:
-        """Whether a stream waits whose client has shown that it reads."""
+        """Return whether a stream waits whose client has shown that it reads."""
         return self._budget.is_others_turn()
 
     def fits(self, size: int, *, to_read: bool = False) -> bool:
-        """Whether so much more may be taken, or read in order to be taken then."""
+        """Return whether `size` more may be taken, or with `to_read`, may be read and taken later."""
         held = self.held_bytes
         is_too_much = held + size > self._budget.free_for(self.use, to_read=to_read) or held >= MAX_SHARE_BYTES
         if is_too_much and not self._budget.gives_to_anybody:
@@ -323,7 +323,7 @@ class Share:
         return self.use.limits.bytes_in_flight is None or self.use.fits(size)
 
     def check(self, size: int, why: str) -> None:
-        """Raises QUEUE_FULL with this text, or SHARE_EXCEEDED, unless so much more may be taken."""
+        """Raise QUEUE_FULL with this text, or SHARE_EXCEEDED, unless `size` more may be taken."""
         if not self.use.fits(size):
             raise self.use.exceeded("bytes_in_flight", f"{self.use.held_bytes} bytes are in flight")
         if not self.fits(size):
@@ -331,7 +331,7 @@ class Share:
             raise error("QUEUE_FULL", why)
 
     def take(self, size: int) -> None:
-        """Takes it, whether it fits or not: what has come into being is counted."""
+        """Take it, whether it fits or not: existing memory must be counted."""
         self.held_bytes += size
         self.use.held_bytes += size
         budget = self._budget
@@ -341,7 +341,7 @@ class Share:
             budget.take(self.use, size)
 
     def has_read(self, size: int) -> None:
-        """The bytes of the message that has been read last and is not admitted yet."""
+        """Set the size of the last message read that is not admitted yet."""
         self._budget.read_bytes += size - self._read_bytes
         self._read_bytes = size
 
@@ -351,7 +351,7 @@ class Share:
             self.look()
 
     def look(self) -> None:
-        """Goes on if what is waited for fits now."""
+        """Continue the waiting code if the wanted memory fits now."""
         if self._found is not None and not self._found.done() and self._fits_now():
             if self._is_given:
                 self.take(self._wanted_bytes)
@@ -361,7 +361,7 @@ class Share:
         return self.fits(self._wanted_bytes, to_read=self._wants_to_read)
 
     async def wait_for(self, size: int, *, to_read: bool = False) -> None:
-        """Returns when so much more may be taken, or read."""
+        """Wait until `size` more may be taken, or read."""
         self._wanted_bytes, self._wants_to_read = size, to_read
         while not self._fits_now():
             self._found = asyncio.get_running_loop().create_future()
@@ -373,7 +373,7 @@ class Share:
                 self._budget.wait_no_more(self)
 
     async def reserve(self, size: int) -> None:
-        """Takes so much more when its turn has come."""
+        """Take `size` more when it is this share's turn."""
         if self.fits(size):
             self.take(size)
             return

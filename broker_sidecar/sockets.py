@@ -1,4 +1,4 @@
-"""Where a sidecar listens: addresses, and the path of a Unix socket."""
+"""The places where a sidecar listens: addresses, and the path of a Unix socket."""
 
 import errno
 import os
@@ -16,13 +16,14 @@ from seqdedupe.locks import Lock
 
 _LOCK_SUFFIX = ".lock"
 _NAME_BYTES = 3
-"""Of a name that is the socket's for a moment: the path of a socket may have no more than 107 letters."""
+"""The random bytes of a socket's temporary name: the path of a socket may have no more than 107 letters."""
 _CREDENTIALS = struct.Struct("3i")
 
 
 def check_nobody_listens(address: SidecarAddress, key: str) -> None:
-    """To be called before what takes long. Raises CANNOT_LISTEN if the port is taken; what else is wrong with
-    an address turns out when it is listened at."""
+    """Raise CANNOT_LISTEN if another process listens at the address. Call this before slow steps.
+
+    Other problems of an address appear when the sidecar listens there."""
     if address.path:
         path = Path(address.path)
         if path.exists() and not path.is_socket():
@@ -42,8 +43,8 @@ def check_nobody_listens(address: SidecarAddress, key: str) -> None:
 class SocketPath:
     """The path of a Unix socket, which this process owns until `close`.
 
-    gRPC removes what it finds at a path, and at its end what it finds there by then. So it listens at another name in
-    the same folder, and the socket is moved to the path.
+    gRPC removes any file that it finds at a path, both when it begins and when it ends. So it listens under another
+    name in the same folder, and the socket is then moved to the path.
     """
 
     def __init__(self, address: SidecarAddress, mode: int, key: str) -> None:
@@ -66,15 +67,14 @@ class SocketPath:
                 self._lock.close()
             self._lock = lock
         try:
-            # A process that knows of no such lock.
+            # Another process may listen that does not use such a lock.
             check_nobody_listens(self._address, self._key)
         except SeqdedupeError:
             self.close()
             raise
 
     def listen(self, add_port: Callable[[SidecarAddress], int]) -> None:
-        """Has a server listen at the path. Raises CANNOT_LISTEN if another process does; RuntimeError;
-        OSError."""
+        """Make a server listen at the path. Raises CANNOT_LISTEN if another process does; RuntimeError; OSError."""
         self._own()
         # A process of another container may have the same number as this one, and the same folder.
         own = self._path.with_name(f".{secrets.token_hex(_NAME_BYTES)}")
@@ -92,7 +92,7 @@ class SocketPath:
             return False
 
     def close(self) -> None:
-        """Removes the socket, unless it is another one by now. May be called again."""
+        """Remove the socket, unless another one has replaced it. May be called again."""
         if self.is_there():
             with suppress(OSError):
                 self._path.unlink()
@@ -103,13 +103,13 @@ class SocketPath:
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
-    """A file's number is given again; the time at which a socket was made does not change."""
+    """Return a file's identity. Inode numbers are used again, so it has the time at which the socket was made."""
     found = os.stat(path, follow_symlinks=False)
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _listener(path: Path) -> str:
-    """Who listens at a path, in words; empty if nobody does."""
+    """Describe the process that listens at a path; empty if none does."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -117,7 +117,7 @@ def _listener(path: Path) -> str:
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
             return ""
         except OSError as e:
-            # It takes no more connections now, or none of this process.
+            # It accepts no more connections now, or none from this process.
             return f"something that does not answer ({e.strerror or e})"
         pid, _, _ = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         return f"process {pid}"

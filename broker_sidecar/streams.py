@@ -1,4 +1,4 @@
-"""All streams that are being served: how many there may be, and which one gives way to another."""
+"""All streams that are being served: their limits, and the choice of streams that give way to others."""
 
 import asyncio
 import time
@@ -32,74 +32,74 @@ from seqdedupe.topic.message_search import LOOK_BYTES
 M = TypeVar("M", bound=Message)
 
 FIRST_MESSAGE_SECONDS = 10.0
-"""By then a stream has said what it is for."""
+"""The time within which a stream's first message must come."""
 
 IDLE_SECONDS = 1.0
-"""After so long without a word to or from its client, and with nothing under way, a stream can give way."""
+"""A stream can give way after this time without a message in either direction and with nothing under way."""
 
 UNREAD_SECONDS = 5.0
-"""A stream whose client has read nothing for so long can be ended when others wait for memory."""
+"""A stream whose client has read nothing for this time can be ended when others wait for memory."""
 
 LEFT_SECONDS = 10.0
-"""By then after the end of a stream its client has taken what was written before. Otherwise its connection ends: in no
-other way gRPC gives up what it has for it."""
+"""The time after a stream's end by which its client must have read what was written before. Otherwise its connection is
+ended: gRPC releases those bytes in no other way."""
 
 COPIES = 2
-"""While an answer is written gRPC has it too."""
+"""While an answer is written, gRPC has a copy too."""
 
 ANSWER_BYTES = LOOK_BYTES
-"""Of a call that looks into a log, or lists a thousand producers."""
+"""The memory of a call that looks into a log, or lists a thousand producers."""
 
 TURN_SECONDS = 10.0
-"""So long such a call waits for its turn. Then it is refused, and its client calls again."""
+"""The time that such a call waits for its turn. Then it is refused, and its client calls again."""
 
 EXPORTS_AT_ONCE = 8
-"""Each has a copy of all numbers of its topic until it ends. One caller may have half of them."""
+"""The most exports at once. Each holds a copy of all numbers of its topic until its end. One caller may have half."""
 
 CONNECTION_SHARE = 2
-"""One TCP connection may have the n-th part of all streams. (Of Unix sockets nobody says which connection it is.)"""
+"""One TCP connection may have this fraction (1/n) of all streams. (A Unix socket does not identify connections.)"""
 
 CALLER_SHARE = 2
-"""One caller may have the n-th part of all streams, and more only while no other caller needs a place."""
+"""One caller may have this fraction (1/n) of all streams, and more only while no other caller needs a place."""
 
 UNKNOWN_PART = 16
-"""The n-th part of all streams, as far as unknown callers may have so many, is kept for them: probes that watch the
-health. They take no place of a known caller."""
+"""This fraction (1/n) of all streams, at most the limit of unknown callers, is kept for unknown callers: probes that
+watch the health. They take no place of a known caller."""
 
 
 class Stream:
-    """One stream that is being served, by a task of its own."""
+    """A stream that is being served, by a separate task."""
 
     def __init__(self, context: Context, budget: Budget, subject: Subject, shares: CallerShares) -> None:
-        """`budget` is that of the memory for its answers and what is in flight."""
+        """`budget` is for the memory of its answers and frames in flight."""
         self.subject = subject
         self.use = shares.of(subject.name)
         self.allowed = allowed_so_far()
-        """Judged again when the rules change."""
+        """The permissions, which are checked again when the rules change."""
         self.connection: str = context.peer()
         self._taken = taken_from(self.connection)
         self.share = Share(budget, self.use)
         self._reserved_bytes = 0
         self.writing_bytes = 0
-        """Of what is being written gRPC has a copy. When the stream has ended, it has that until the client takes it,
-        or goes away."""
+        """The bytes being written, of which gRPC has a copy. After the stream's end, gRPC keeps it until the client
+        reads it or goes away."""
         self._method = method_of_call()
         self.frames_in_flight = 0
         self.moved_at = time.monotonic()
-        """When a message last went, or one came that had to do with what the stream is for."""
+        """When the last message was sent, or a message came that serves the stream's purpose."""
         self.writing_since: float | None = None
         self.ended_because: SeqdedupeError | None = None
         self._context = context
         self._shares = shares
         self._task: asyncio.Task[None] | None = None
-        """Once it has begun."""
+        """The task, once the stream has begun."""
 
     async def begin(self) -> None:
-        """Sends the initial metadata. Raises why the stream was ended meanwhile.
+        """Send the initial metadata. Raises the reason if the stream was ended meanwhile.
 
-        grpcio counts them as sent once they, or the first message, have been written: when that is cancelled, they
-        would go out again with the status, and the client would never see the call's end. So they go by themselves,
-        and are waited for.
+        grpcio counts them as sent only after they, or the first message, have been written. If that write is cancelled,
+        they go out again with the status, and the client never sees the call's end. So they are sent alone, and this
+        waits for it.
         """
         self._context.add_done_callback(self._written)  # type: ignore[arg-type]
         await self._context.send_initial_metadata(())
@@ -108,7 +108,7 @@ class Stream:
         self._task = asyncio.current_task()
 
     async def read(self) -> Any:
-        """The client's next message, or `grpc.aio.EOF`. Not before it may send more, by its share of bytes a second."""
+        """Return the client's next message, or `grpc.aio.EOF`, once its share of bytes per second lets it send more."""
         await self._rest()
         return await self._read()
 
@@ -126,11 +126,11 @@ class Stream:
         return data
 
     def moves(self) -> None:
-        """What the client said last has to do with what the stream is for. One that says nothing is a silent one."""
+        """Note that the client's last message served the stream's purpose. A stream without such messages is silent."""
         self.moved_at = time.monotonic()
 
     async def read_first(self) -> Any:
-        """`read`, for the first message. Raises STREAM_IDLE if it does not come in time."""
+        """Do as `read`, for the first message. Raises STREAM_IDLE if it does not come in time."""
         await self._rest()
         try:
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
@@ -141,15 +141,16 @@ class Stream:
             ) from e
 
     async def write(self, data: bytes) -> None:
-        """Sends a message; returns when the client has room for it."""
+        """Send a message. Return when the client has room for it."""
         self.share.take(len(data))
         await self._write(data)
         self._written()
 
     async def reserve(self, size: int, least: int) -> int:
-        """Returns when there is memory for an answer of so many bytes, or not much less, but `least`; how many.
+        """Return when there is memory for an answer of `size` bytes, or of a little less, at least `least`. Return the
+        size.
 
-        What the last one had is kept for it, unless another stream waits whose client has shown that it reads.
+        The last answer's memory is kept for the next one, unless a stream waits whose client has shown that it reads.
         """
         kept = self._reserved_bytes
         if kept and not self.share.is_others_turn():
@@ -166,15 +167,16 @@ class Stream:
         return size
 
     def reserve_now(self, size: int, why: str) -> None:
-        """The same, where nobody waits. Raises QUEUE_FULL with this text, or SHARE_EXCEEDED."""
+        """Do the same without waiting. Raises QUEUE_FULL with this text, or SHARE_EXCEEDED."""
         self.release()
         self.share.check(COPIES * size, why)
         self.share.take(COPIES * size)
         self._reserved_bytes = COPIES * size
 
     async def reserve_in_turn(self, least: int = 0) -> int:
-        """`reserve`, for a call that holds `ANSWER_BYTES`, or as much as `least` says; not more than half of what its
-        caller's share lets it hold. Raises QUEUE_FULL or SHARE_EXCEEDED when its turn does not come in time."""
+        """Do as `reserve`, for a call that holds `ANSWER_BYTES` or `least`, and at most half of its caller's share.
+
+        Raises QUEUE_FULL or SHARE_EXCEEDED if its turn does not come in time."""
         limit = self.use.limits.bytes_in_flight
         most = ANSWER_BYTES if limit is None else max(1, min(ANSWER_BYTES, limit // (2 * COPIES)))
         size = max(most, least)
@@ -186,7 +188,7 @@ class Stream:
             return size
 
     async def write_reserved(self, data: bytes) -> None:
-        """`write`, of what memory was reserved for. It may be a little more."""
+        """Do as `write`, with reserved memory. The data may be a little larger."""
         self.share.take(COPIES * len(data) - self._reserved_bytes)
         self._reserved_bytes = len(data)
         await self._write(data)
@@ -195,17 +197,17 @@ class Stream:
         self.share.has_been_read = True
 
     async def write_each(self, answers: Iterator[bytes], most_bytes: int) -> None:
-        """Sends these answers, each of which is made when there is memory for so many bytes."""
+        """Send these answers. Each is made when there is memory for `most_bytes`."""
         while True:
             await self.reserve(most_bytes, most_bytes)
             if (answer := next(answers, None)) is None:
                 break
             await self.write_reserved(answer)
-            del answer  # until there is another one
+            del answer  # before the next one is made
         self.release()
 
     def release(self) -> None:
-        """Nothing is reserved any more."""
+        """Release all reserved memory."""
         reserved, self._reserved_bytes = self._reserved_bytes, 0
         self.share.give_back(reserved)
 
@@ -218,13 +220,13 @@ class Stream:
         self._method.sent += 1
 
     def _written(self, _: object = None) -> None:
-        """gRPC has nothing more of this stream."""
+        """Note that gRPC holds nothing more of this stream."""
         written, self.writing_bytes = self.writing_bytes, 0
         self.share.give_back(written)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Where the stream is ended, why it is comes in place of the cancellation."""
+        """Within the block, raise the reason of the stream's end instead of the cancellation."""
         try:
             yield
         except asyncio.CancelledError:
@@ -233,7 +235,7 @@ class Stream:
             raise
 
     def end(self, why: SeqdedupeError) -> None:
-        """Ends it with this error, soon; the first one counts."""
+        """End the stream with this error, soon. The first error counts."""
         if self.ended_because is None:
             self.ended_because = why
             if self._task is not None:
@@ -246,38 +248,38 @@ class Streams:
     def __init__(
         self, limit: int, permissions: Permissions, end_connection: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`end_connection` ends the connection of this peer."""
+        """`end_connection` ends the connection of a peer."""
         self._limit = limit
         self._end_connection = end_connection
         self._open: set[Stream] = set()
         self._left: set[Stream] = set()
-        """Those that have ended, and whose clients have not taken what was written."""
+        """The streams that have ended, and whose clients have not read everything that was written."""
         self.shares = permissions.shares
         permissions.on_replaced.append(self._judge_again)
         self.budget = Budget(self._relieve, MAX_HELD_BYTES)
         self.reading = Budget(self._relieve, MAX_HELD_BYTES // READING_PART, within=self.budget)
-        """Of streams and calls that publish nothing."""
+        """The memory of streams and calls that publish nothing."""
         self._exporting: set[Stream] = set()
         self._to_export: set[Stream] = set()
-        """Those that wait for a place among them."""
+        """The streams that wait for a place among them."""
         self._answering: set[Stream] = set()
-        """Calls with one large answer: they take no places."""
+        """Calls with one large answer. They take no places."""
         self.is_draining = False
         self.gave_way = self.unread = 0
-        """So many were ended to make room for another, or because their clients read nothing while others waited for
-        the memory."""
+        """The number of streams ended to make room for another, and of those whose clients read nothing while others
+        waited for the memory."""
 
     def __len__(self) -> int:
-        """How many are open."""
+        """Return the number of open streams."""
         return len(self._open)
 
     @property
     def limit(self) -> int:
-        """How many there may be."""
+        """The most open streams."""
         return self._limit
 
     def peers(self) -> Iterator[str]:
-        """From where those came that are open."""
+        """Return the peers of the open streams."""
         return (stream.connection for stream in self._open)
 
     def handler(
@@ -287,8 +289,9 @@ class Streams:
         publishes: bool = False,
         is_call: bool = False,
     ) -> Callable[[Any, Context], Awaitable[None]]:
-        """The handler of a streaming call: `serve` with its requests or request, and the stream. That counts, unless it
-        is a call with one answer."""
+        """Return the handler of a streaming call: `serve` with its requests or request, and the stream.
+
+        The stream counts, unless it is a call with one answer."""
 
         async def handle(request: Any, context: Context) -> None:
             stream = Stream(context, self.budget if publishes else self.reading, caller(), self.shares)
@@ -307,9 +310,9 @@ class Streams:
         find: Callable[[str], Awaitable[object]],
         answer: Callable[[M, Stream], Awaitable[Message]],
     ) -> "grpc.RpcMethodHandler[Any, Any]":
-        """The handler of a call with one answer that takes a `kind`, and holds much while it is made: what it reads of
-        a log, or the answer. It takes turns with the readers for the memory (`reserve_in_turn`), from before it begins
-        until the client has its answer. `find` looks for its topic, so that a call about none does not wait."""
+        """Return the handler of a call that takes a `kind` and has one answer, and that holds much memory: read bytes
+        of a log, or the answer. From its begin until the client has the answer, it takes turns with readers for memory
+        (`reserve_in_turn`). `find` looks for its topic first, so calls about unknown topics do not wait."""
 
         async def serve(data: bytes, context: Context, stream: Stream) -> None:
             request: Any = parse_small(kind, data)
@@ -317,7 +320,7 @@ class Streams:
             await stream.reserve_in_turn()
             await stream.write_reserved(encoded(await answer(request, stream), context))
 
-        # On the wire a call with one answer is as one with a stream of them.
+        # On the wire, a call with one answer looks like a call with a stream of answers.
         return grpc.unary_stream_rpc_method_handler(self.handler(serve, is_call=True))
 
     @contextmanager
@@ -346,7 +349,7 @@ class Streams:
             self._leave(stream)
 
     def _leave(self, stream: Stream) -> None:
-        """What gRPC still has for a stream that has ended it has for a while, if there is memory for that."""
+        """Let gRPC keep unread bytes of an ended stream for a while, if there is memory for that."""
         stream.release()
         if not stream.writing_bytes:
             return
@@ -360,8 +363,10 @@ class Streams:
             self._end_connection(stream.connection)
 
     async def export(self, stream: Stream, answers: Iterator[bytes], most_bytes: int) -> None:
-        """`write_each` of what is a copy of a whole topic. There are few at once, and the others wait for their turn:
-        who has fewest comes first. One whose client reads nothing gives way to those that wait."""
+        """Do as `write_each`, for a copy of a whole topic. Few of these run at once, and the others wait for their
+        turn.
+
+        The caller with the fewest comes first. A stream whose client reads nothing gives way to those that wait."""
         self._to_export.add(stream)
         try:
             while not self._may_export(stream.use):  # noqa: ASYNC110 (time alone shows that a client reads nothing)
@@ -387,22 +392,22 @@ class Streams:
             if exports[use] < exports[one.use] or one.use is use
         ]
         if unread and not has_place:
-            # One place is enough. Until it has left, it stays the one.
+            # One place is enough. This stream is chosen until it has left.
             longest = min(unread, key=lambda one: one.writing_since or until)
             self.unread += longest.ended_because is None
             self._end(longest, "this stream's client reads nothing, and others wait for the place of its export")
         return False
 
     def _make_room_in_share(self, new: Stream) -> None:
-        """Lets another stream of the caller give way if need be. Raises SHARE_EXCEEDED."""
+        """End another stream of the caller if necessary. Raises SHARE_EXCEEDED."""
         own = [stream for stream in self._open if stream.use is new.use]
-        # Of Unix sockets nobody says which connection it is.
+        # A Unix socket does not identify connections.
         new.use.check("connections", len({stream.connection for stream in (*own, new)}))
         if (limit := new.use.limits.streams) is not None and len(own) >= limit and not self._gives_way(own, limit):
             raise new.use.exceeded("streams", f"{len(own)} streams are open")
 
     def _make_room(self, new: Stream) -> None:
-        """Lets another stream give way if need be. Raises TOO_MANY_STREAMS."""
+        """End another stream if necessary. Raises TOO_MANY_STREAMS."""
         if not new.connection.startswith("unix:"):
             share = max(1, self._limit // CONNECTION_SHARE)
             own = [stream for stream in self._open if stream.connection == new.connection]
@@ -414,18 +419,18 @@ class Streams:
             if len(self._open) >= self._limit and not self._gives_way(unknown, self._limit):
                 raise _too_many(self._limit)
             return
-        # Where nobody is asked who they are, nobody is unknown.
+        # Without authentication, no caller is unknown.
         kept = 0 if new.subject.name == ANONYMOUS else min(self._limit // UNKNOWN_PART, OF_NOBODY.streams or 0)
         free = self._limit - len(self._open) - max(0, kept - len(unknown))
         if free <= 0 and not self._another_gives_way(new, unknown, kept):
             raise _too_many(self._limit - kept)
 
     def _another_gives_way(self, new: Stream, unknown: list[Stream], kept: int) -> bool:
-        """Ends a stream for a known caller's while there are as many as there may be. Whether one could be.
+        """End a stream in favour of a known caller's, when all places are taken. Return whether one could be ended.
 
-        It is the one that was silent for longest, but three things come before that. Unknown callers with more than
-        what is kept for them give way, by a stream that is in use if need be. So does a caller with more than its share
-        to one with less. And a caller that would have more than its share leaves the other known ones theirs.
+        It is the stream that was silent for longest, with three exceptions. Unknown callers with more streams than are
+        kept for them give way first, if need be by a stream in use. So does a caller above its share, to one below. And
+        a caller that would exceed its share can only replace its own stream.
         """
         share = max(1, self._limit // CALLER_SHARE)
         by_caller: dict[Use, list[Stream]] = {}
@@ -450,7 +455,7 @@ class Streams:
         return True
 
     def _gives_way(self, among: Iterable[Stream], most: int) -> bool:
-        """Ends the one of these that was silent for longest. Whether one could be."""
+        """End the stream of these that was silent for longest. Return whether one could be ended."""
         until = time.monotonic() - IDLE_SECONDS
         idle = [stream for stream in among if not stream.frames_in_flight and stream.moved_at <= until]
         if not idle:
@@ -466,9 +471,10 @@ class Streams:
         stream.end(error("STREAM_IDLE", why))
 
     def _relieve(self, budget: Budget) -> None:
-        """Somebody waits for memory: whoever has left answers unread for long gives back what it holds.
+        """Free memory for a waiting stream: end streams whose clients have left answers unread for long.
 
-        If there is still some, it is only for those who have less than the ones that wait, whose own are given up then.
+        If some memory is free, only callers that hold less than the waiting ones may take it. So in that case only
+        streams of the waiting callers themselves are ended.
         """
         whose = None if budget.free_bytes < budget.limit_bytes // 4 else budget.waiting
         if whose is not None and budget is self.budget:
@@ -484,13 +490,13 @@ class Streams:
                 self._give_up(stream)
 
     def end_where(self, why: Callable[[Subject], SeqdedupeError | None]) -> None:
-        """Ends each stream for whose caller there is an error."""
+        """End each stream for whose caller there is an error."""
         for stream in self._open:
             if (e := why(stream.subject)) is not None:
                 stream.end(e)
 
     def _judge_again(self) -> None:
-        """Other rules are in force: streams end that are not allowed any more."""
+        """End the streams that new rules no longer allow."""
         for stream in list(self._open):
             try:
                 for judge in stream.allowed:
@@ -499,7 +505,7 @@ class Streams:
                 stream.end(e)
 
     def drain(self) -> None:
-        """Ends all streams with DRAINING."""
+        """End all streams with DRAINING."""
         self.is_draining = True
         for stream in self._open:
             stream.end(error("DRAINING", "the sidecar is shutting down"))
@@ -510,7 +516,7 @@ def _too_many(limit: int) -> SeqdedupeError:
 
 
 def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:
-    """Ends the stream when its caller's token expires, if it does."""
+    """End the stream when its caller's token expires, if it expires."""
     if (expires_at_seconds := stream.subject.expires_at_seconds) is None:
         return None
     why = error("TOKEN_EXPIRED", f"the token of {stream.subject.name} has expired: this stream ends with it")
@@ -518,15 +524,15 @@ def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:
 
 
 def unasked(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-    """A task that writes to a stream. When the client is gone that fails; the call is cancelled then, and nobody asks
-    the task."""
+    """Return a task that writes to a stream. If the client is gone, it fails, but then the call is cancelled too, and
+    no code awaits the task."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(retrieve)
     return task
 
 
 async def messages(stream: Stream) -> Any:
-    """All messages that a client sends on a stream, the first one in time."""
+    """Yield all messages that a client sends on a stream. The first one must come in time."""
     data = await stream.read_first()
     while data is not grpc.aio.EOF:
         yield data

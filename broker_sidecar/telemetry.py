@@ -1,7 +1,7 @@
-"""What a sidecar tells of itself as it runs: structured logs on standard error, traces, and its last warnings.
+"""The messages of a running sidecar about itself: structured logs on standard error, traces, and its last warnings.
 
-`configure` sends what is logged to standard error; `Traces` has OpenTelemetry's spans; `LastWarnings` keeps what
-`GetStatistics` shows.
+`configure` sends all log records to standard error. `Traces` has OpenTelemetry's spans. `LastWarnings` keeps the
+warnings that `GetStatistics` shows.
 """
 
 import asyncio
@@ -30,31 +30,31 @@ _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 LINES = 20
 WINDOW_SECONDS = 10.0
-"""So many lines of a kind are written in so long."""
+"""At most this number of lines of a kind are written in this time."""
 
 MAX_KINDS = 1_000
-"""So many kinds are told apart at once: there are fewer, unless text from elsewhere is among them."""
+"""The most kinds that are distinguished at once. There are fewer, unless text from elsewhere is among them."""
 
 _Kind = tuple[str, int, str]
 _OTHERS: _Kind = ("", 0, "")
 
 
 MAX_TEXT_CHARACTERS = 4_000
-"""Of each text in a line. What a client has sent may be in it."""
+"""The most characters of each text in a line. It may contain text from a client."""
 
 MAX_EXCEPTION_CHARACTERS = 20_000
-"""Of an exception with where it was raised. Its own text, which stands last, may be long."""
+"""The most characters of an exception with its traceback. Its own text, which comes last, may be long."""
 
 
 def _cut(value: object, most: int = MAX_TEXT_CHARACTERS) -> object:
-    """The value; of a longer text the beginning and the end."""
+    """Return the value, or the beginning and the end of a longer text."""
     if not isinstance(value, str) or len(value) <= most:
         return value
     return f"{value[: most // 2]} [{len(value) - most} characters are left out] {value[-(most // 2) :]}"
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    """What was logged as `extra`."""
+    """Return the values that were logged as `extra`."""
     return {key: _cut(value) for key, value in vars(record).items() if key not in _OF_EVERY_RECORD}
 
 
@@ -66,8 +66,8 @@ def _is_of_grpc(record: logging.LogRecord) -> bool:
 
 
 class WithoutValues(logging.Filter):
-    """Leaves of what gRPC itself logs where and why, and no value: it would write out what a call shows, such as a
-    token with a byte after it that is not UTF-8."""
+    """A filter that reduces gRPC's own log records to place and kind, without values. Otherwise they would contain data
+    of calls, such as a token followed by a byte that is not UTF-8."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if _is_of_grpc(record) and not hasattr(record, "left_out"):
@@ -82,7 +82,7 @@ class WithoutValues(logging.Filter):
 
 
 class _Text(logging.Formatter):
-    """A line for a person, with what was logged as `extra` after it."""
+    """A line for a person, followed by the values logged as `extra`."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the library's name)
         record.message = str(_cut(record.message))
@@ -93,7 +93,7 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """`event`, `level`, `logger`, `timestamp`, and what was logged as `extra`."""
+    """`event`, `level`, `logger`, `timestamp`, and the values logged as `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
@@ -110,7 +110,7 @@ class _Json(logging.Formatter):
 
 @dataclass(slots=True)
 class _Window:
-    """What was logged of a kind since its first line of late."""
+    """The lines of a kind since the window began."""
 
     ends: float
     lines: int = 0
@@ -124,10 +124,10 @@ def _later(seconds: float, tell: Callable[[], None]) -> None:
 
 
 class Limit(logging.Filter):
-    """Lets LINES of a kind through in WINDOW_SECONDS, and then one that says how many were left out (`left_out`).
+    """A filter that passes LINES of a kind in WINDOW_SECONDS, then one line with the number omitted (`left_out`).
 
-    What a client or a failing disk can cause a thousand times says nothing new, and fills the disk. Lines are of a kind
-    if the same place says them, as bad, whatever they are about.
+    A message that a client or a failing disk can cause a thousand times says nothing new, and fills the disk. Lines are
+    of one kind if they come from the same place with the same level. Their values do not matter.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ def _tell(kind: _Kind, window: _Window) -> None:
 
 
 def configure(level: str, form: str) -> None:
-    """Sends everything that is logged to standard error, from this level on."""
+    """Send all log records from this level on to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     text = _Text("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     handler.setFormatter(_Json() if form == "json" else text)
@@ -188,32 +188,33 @@ def configure(level: str, form: str) -> None:
 
 
 def _concerns_somebody(record: logging.LogRecord) -> bool:
-    """False for gRPC's own line that it could not send: the call was over. Its client has gone, or its connection, just
-    when gRPC wrote the answer that a handler had returned, and gRPC had not noticed it yet."""
+    """Return False for gRPC's own line that it could not send, because the call was over.
+
+    The client or its connection had gone when gRPC wrote a handler's answer, and gRPC had not noticed that yet."""
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
 # -- OpenTelemetry traces: a span for each call whose client sends a context (W3C's `traceparent`).
 #
-# Where spans go is said by OpenTelemetry's own variables; without one of `ENDPOINT_VARIABLES` nothing is traced, and
-# nothing imported. Needs the extra `seqdedupe[tracing]`.
+# OpenTelemetry's own variables say where spans go. Without one of `ENDPOINT_VARIABLES` nothing is traced or imported.
+# Needs the extra `seqdedupe[tracing]`.
 
 logger = logging.getLogger("seqdedupe.traces")
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 CLOSE_SECONDS = 2.0
-"""So long the end waits until the last spans are sent; a collector that is gone holds up no stop."""
+"""The longest wait of a stop for the last spans to be sent. A collector that is gone does not delay the stop longer."""
 
 _CONTEXT = ("traceparent", "tracestate")
 _NAME = "seqdedupe"
 
 _FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
-"""Codes that are the server's fault, by OpenTelemetry's semantic conventions for gRPC; others are the caller's."""
+"""Codes that are the server's fault, by OpenTelemetry's semantic conventions for gRPC. The others are the caller's."""
 
 
 class Traces:
-    """Whether calls are traced, and where their spans go."""
+    """Whether calls are traced, and the destination of their spans."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._provider: TracerProvider | None = None
@@ -221,13 +222,13 @@ class Traces:
             self._provider = _provider(environment)
 
     def traced(self, handler: grpc.GenericRpcHandler) -> grpc.GenericRpcHandler:
-        """The service as this handler serves it, traced."""
+        """Return the service as this handler serves it, with tracing."""
         return handler if self._provider is None else _Traced(handler, self._provider)
 
     async def close(self) -> None:
-        """Sends the spans that wait, if the collector takes them soon."""
+        """Send the waiting spans, if the collector takes them soon."""
         if self._provider is not None:
-            # A thread of its own, for which nobody waits longer: a collector that is silent would have it for long.
+            # Use a separate thread, because a silent collector would block it for long, and wait for it only this long.
             closing = threading.Thread(target=self._provider.shutdown, daemon=True)
             closing.start()
             await asyncio.to_thread(closing.join, CLOSE_SECONDS)
@@ -244,7 +245,7 @@ def _provider(environment: Mapping[str, str]) -> "TracerProvider | None":
         return None
     named = Resource.create({} if environment.get("OTEL_SERVICE_NAME") else {"service.name": _NAME})
     provider = TracerProvider(resource=named, shutdown_on_exit=False)
-    # Its queue is bounded: spans that a collector does not take are dropped.
+    # Its queue is bounded: spans that the collector does not take are dropped.
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 
@@ -295,22 +296,22 @@ def _sent(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
     return {name: value for name, value in metadata if name in _CONTEXT and isinstance(value, str)}
 
 
-# -- The last that the process warned of, for whoever looks at it.
+# -- The last warnings of the process, for people who look at it.
 
 KEPT = 50
 
 MAX_MESSAGE_CHARACTERS = 2_000
-"""Of a longer message the beginning is kept."""
+"""The characters that are kept from the beginning of a longer message."""
 
 _Place = tuple[str, int]
-"""A line of a source file, which logs."""
+"""A line of a source file that logs."""
 
 
 class LastWarnings(logging.Handler):
-    """Keeps the newest KEPT records of level WARNING and above, in whatever thread they are logged.
+    """The newest KEPT records of level WARNING and above, from any thread.
 
-    What one place logs again and again makes room for the others: a client may cause that. gRPC's own lines are about
-    what its callers send, and are not kept.
+    Repeated records of one place make room for the others, since a client may cause them. gRPC's own records are about
+    data that its callers send, and are not kept.
     """
 
     def __init__(self) -> None:
@@ -334,10 +335,10 @@ class LastWarnings(logging.Handler):
         )
         self._kept.append(((record.pathname, record.lineno), warning))
         if len(self._kept) > KEPT:
-            # Of places with as many, the one whose oldest is older.
+            # Among places with equal counts, take the one whose oldest record is older.
             [(most, _)] = Counter(place for place, _ in self._kept).most_common(1)
             del self._kept[next(k for k, (place, _) in enumerate(self._kept) if place == most)]
 
     def newest_first(self) -> list[admin_pb2.Warning]:
-        # Other threads log meanwhile. To copy it is one step.
+        # Other threads may log meanwhile. The copy is one atomic step.
         return [warning for _, warning in reversed(list(self._kept))]

@@ -1,7 +1,7 @@
-"""Several sidecars on one data directory, each with shards of its own, and the parent that starts them again.
+"""Several sidecars on one data directory, each with its own shards, and the parent that starts them again.
 
-`count_of` says how many there are to be, `divide` has `division.py` move the topics where that is another number, and
-`run` is the parent: `Worker` is one process and whichever takes its place.
+`count_of` returns the number of workers. `divide` has `division.py` move the topics if that number has changed. `run`
+is the parent, and `Worker` is one process and its successors.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ logger = logging.getLogger("seqdedupe.workers")
 
 
 def count_of(config: Config) -> int:
-    """How many workers are to run. 1: the process that asks is the sidecar, as without workers.
+    """Return the number of workers to run. 1: the calling process is the sidecar, as without workers.
 
-    Raises INVALID_CONFIGURATION if the data directory is on its way to another number, or is a worker's of one that
-    is, or its topics are on another log; and what `read_split` raises.
+    Raises INVALID_CONFIGURATION if the data directory, or the one above a worker's, is changing to another number, or
+    if its topics are on another log. Raises the errors of `read_split`.
     """
     folder = Path(config.data_directory)
     if (whole := directories.whole_of(folder)) is not None:
@@ -59,9 +59,9 @@ def count_of(config: Config) -> int:
 
 
 def divide(config: Config, count: int) -> None:
-    """The data directory has so many workers from now on, also if it had another number. Blocks.
+    """Give the data directory this number of workers, also if it had another number. Blocks.
 
-    The caller has the directory's lock. Raises as `dividing.change`.
+    The caller has the directory's lock. Raises as `division.change`.
     """
     folder = Path(config.data_directory)
     split = directories.read_split(folder)
@@ -73,17 +73,17 @@ def divide(config: Config, count: int) -> None:
         telemetry.configure(config.log_level, config.log_format)
         if kernels.prepare(config.data_directory):
             kernels.compile_first(config.data_directory)
-        # Not before: it imports what is compiled.
+        # Import it here: it imports compiled code.
         from broker_sidecar import division
 
         division.change(folder, count)
 
 
 def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
-    """Runs so many workers with these flags, until SIGTERM or SIGINT, and those that end again; returns the exit
-    status, which is 0 if all of them have drained. `lock` is the directory's.
+    """Run `count` workers with these flags until SIGTERM or SIGINT. Start a worker again if it ends.
 
-    Raises CANNOT_LISTEN, and what `make` raises; OSError.
+    Return the exit status, 0 if all have drained. `lock` is the directory's. Raises CANNOT_LISTEN, OSError, and as
+    `make`.
     """
     telemetry.configure(config.log_level, config.log_format)
     with contextlib.ExitStack() as held:
@@ -113,7 +113,7 @@ def _flags(
     also: Sequence[SidecarAddress],
     metrics: Sequence[SidecarAddress],
 ) -> list[str]:
-    """What a worker is told beside what the parent was told; the last flag counts."""
+    """Return a worker's flags: those that follow the parent's own flags. The last of equal flags counts."""
     keys = {
         "data-directory": of_worker(Path(config.data_directory), worker),
         "workers": 1,
@@ -133,11 +133,12 @@ def _flags(
 
 
 def make(folder: Path, count: int) -> Split:
-    """How the directory is split: into so many from now on, if it is new. Raises what `read_split` and `check_workers`
-    raise; OSError."""
+    """Return how the directory is split. A new one is now split into `count` workers.
+
+    Raises the errors of `read_split` and `check_workers`; OSError."""
     split = directories.read_split(folder) or Split(secrets.token_hex(directories.CLUSTER_ID_BYTES), 0, count)
     if split.to is not None:
-        # Nothing is in it yet. It is durable before any part of it, so that what is lost later is missed.
+        # The directory is still empty. The split becomes durable before any part, so that a part lost later is noticed.
         directories.write(folder, split)
         for worker in range(split.to):
             of_worker(folder, worker).mkdir(exist_ok=True)
@@ -149,8 +150,9 @@ def make(folder: Path, count: int) -> Split:
 
 
 def _addresses(first: str, count: int) -> list[SidecarAddress]:
-    """Those of the workers: the ports that follow, free ones (port 0), or a socket's path with a number after it. None,
-    if there is no first."""
+    """Return the workers' addresses: consecutive ports, free ones (port 0), or a socket's path with a number after it.
+
+    Return an empty list if there is no first address."""
     if not first:
         return []
     address = SidecarAddress.parse(first)
@@ -161,8 +163,9 @@ def _addresses(first: str, count: int) -> list[SidecarAddress]:
 
 @contextlib.contextmanager
 def _reserved(address: SidecarAddress) -> Iterator[SidecarAddress]:
-    """The address with a port that nobody else is given during the block, in which a worker may come and go. Raises
-    CANNOT_LISTEN."""
+    """Yield the address with a port that no other process gets during the block, while workers may come and go.
+
+    Raises CANNOT_LISTEN."""
     if address.path:
         yield address
         return
@@ -175,24 +178,24 @@ def _reserved(address: SidecarAddress) -> Iterator[SidecarAddress]:
         yield replace(address, port=reserving.getsockname()[1])
 
 
-# -- The parent of several workers: starts each of them, and again when it ends, until all are to stop.
+# -- The parent of several workers: it starts each, and starts it again when it ends, until all are to stop.
 
 _BEFORE_IT_SERVED = (-signal.SIGTERM, -signal.SIGINT)
-"""How a worker ends that is told to stop before it has a handler for it: it has not opened anything yet."""
+"""The exit statuses of a worker that is stopped before it has a signal handler. It has not opened anything yet."""
 
 FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 10.0
-"""Before a worker that has ended is started again: twice as long each time, until one has run for so long."""
+"""The delays before an ended worker starts again: doubled each time, until a worker has run for the longest one."""
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 _ONCE = ("--rebuild-store", "--give-up-journal")
-"""Flags of a start that somebody wants, and not of each that follows."""
+"""Flags for one start by an operator, not for the starts that follow."""
 
 
 class Worker:
-    """A worker's process, and whichever takes its place."""
+    """A worker's process, and its successors."""
 
     def __init__(self, number: int, flags: list[str]) -> None:
         self._number = number
@@ -200,7 +203,7 @@ class Worker:
         self._process: asyncio.subprocess.Process | None = None
         self._looks = 0
         self.serves = False
-        """Whether it has said so, which it does only where somebody wants to know."""
+        """Whether the worker has reported that it serves. It only reports that if a service manager wants to know."""
         self.environment: Mapping[str, str] = os.environ
 
     @property
@@ -208,14 +211,16 @@ class Worker:
         return None if self._process is None else self._process.pid
 
     def told(self, values: Mapping[str, str]) -> None:
-        """It has said this."""
+        """Note these values that the worker has reported."""
         self._looks = 0
-        # One that stops says nothing more at its end, and is not to be ended for that.
+        # A worker that stops reports nothing more at its end, and must not be killed for that.
         self.serves = (self.serves or "READY" in values) and "STOPPING" not in values
 
     def look(self) -> None:
-        """To be called at each beat. kill -9, if it serves and has said nothing for as many as it is given: its event
-        loop stands still. Looks are counted, and not time: what was stopped as a whole goes on."""
+        """Kill the worker (-9) if it serves and has reported nothing for the allowed number of beats: its event loop is
+        stuck.
+
+        Call this at each beat. It counts calls, not time: if parent and workers were stopped together, they go on."""
         self._looks += 1
         if self._process is not None and self.serves and self._looks > BEATS_WITHIN_PATIENCE:
             logger.error("worker stands still", extra={"worker": self._number, "pid": self._process.pid})
@@ -224,14 +229,14 @@ class Worker:
                 self._process.kill()
 
     async def run(self, stopping: asyncio.Event) -> int:
-        """Until it has ended by itself after `stopping`; its exit status, 0 if there was nothing to drain."""
+        """Run the worker until it has ended after `stopping`. Return its status, 0 if nothing was to drain."""
         delay_seconds = FIRST_DELAY_SECONDS
         while True:
             began = asyncio.get_running_loop().time()
             try:
                 status = await self._run_once(stopping)
             except OSError as e:
-                # There can be no process now. The other workers must not end with this one.
+                # No process can be started now. The other workers must not end because of this.
                 logger.error("worker not started: %s", e, extra={"worker": self._number})
                 status = EXIT_FAILED
             if stopping.is_set():
@@ -246,7 +251,7 @@ class Worker:
             delay_seconds = min(2 * delay_seconds, LONGEST_DELAY_SECONDS)
 
     async def _run_once(self, stopping: asyncio.Event) -> int:
-        """From its start to its end; the exit status. Raises OSError if it cannot be started."""
+        """Run the worker once, and return the exit status. Raises OSError if it cannot be started."""
         self.serves = False
         command = [sys.executable, "-m", "broker_sidecar", *self._flags]
         self._process = process = await asyncio.create_subprocess_exec(
@@ -259,14 +264,15 @@ class Worker:
         return await process.wait()
 
     def send(self, number: int) -> None:
-        """Sends it a signal, if it runs."""
+        """Send the worker a signal, if it runs."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
 
 async def run_all(workers: Sequence[Worker], lock: Lock) -> int:
-    """Runs them until SIGTERM or SIGINT, and tells the service manager how they are; the exit status, 0 if all have
-    drained. They are stopped too when the directory's lock is lost."""
+    """Run the workers until SIGTERM or SIGINT, and report their state to the service manager.
+
+    Return the exit status, 0 if all have drained. The workers also stop if the directory's lock is lost."""
     stopping = asyncio.Event()
     manager = Manager(os.environ)
 
@@ -293,14 +299,15 @@ async def run_all(workers: Sequence[Worker], lock: Lock) -> int:
     if watching.done():
         return EXIT_FAILED
     watching.cancel()
-    # Of one that was killed it is negative: it has not drained.
+    # The status of a killed worker is negative: it has not drained.
     return max(EXIT_FAILED if status < 0 else status for status in statuses)
 
 
 @contextlib.contextmanager
 def _managed(manager: Manager, workers: Sequence[Worker]) -> Iterator[None]:
-    """During the block the service manager is told what the workers say together, if there is one; and one of them
-    that stands still is ended, to be started again, for the manager sees the parent alone."""
+    """During the block, report the workers' joint state to the service manager, if there is one.
+
+    A stuck worker is killed, and then starts again: the manager only sees the parent."""
     if not manager.is_there:
         yield
         return
@@ -338,8 +345,9 @@ def _managed(manager: Manager, workers: Sequence[Worker]) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """In a worker before it begins: it drains when its parent is killed. Nobody would start it again. A SIGHUP that
-    comes before there is anything to be read again is for nothing."""
+    """Prepare a worker before it begins: it drains when its parent is killed, since nothing would start it again.
+
+    A SIGHUP that comes before there are files to read again has no effect."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:

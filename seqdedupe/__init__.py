@@ -1,12 +1,12 @@
 """Effectively-once publishing and consumption for any message log.
 
-The client lives in `seqdedupe.client`; this package's top level has what everybody may import:
+The client is in `seqdedupe.client`. The top level of this package has the modules that all code may import:
 `message_id`, `errors`, `names` and `batch`.
 """
 
 import os
 
-# gRPC's fork handlers, which it installs when it is imported, crash one child in six that is forked while messages are
-# under way, also one that only runs another program: Spark's JVM is started so. Nothing of ours needs them: a forked
-# child may not use the client.
+# gRPC installs fork handlers on import. They crash one child in six that is forked while messages are under way, also a
+# child that only runs another program, as Spark starts its JVM. We do not need them: a forked child may not use the
+# client.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,4 +1,4 @@
-"""Where a sidecar is: a host and port, or a Unix socket; and why nothing can listen there."""
+"""The address of a sidecar: a host and port, or a Unix socket; and the reason why nothing can listen there."""
 
 import errno
 import socket
@@ -10,7 +10,7 @@ from typing import Self
 from seqdedupe.errors import SeqdedupeError, error
 
 DEFAULT_ADDRESS = "127.0.0.1:6660"
-"""Of a sidecar, for whoever names none."""
+"""The sidecar's address for callers that give none."""
 
 MAX_PORT = 65_535
 _UNIX = "unix:"
@@ -18,25 +18,25 @@ _UNIX = "unix:"
 
 @dataclass(frozen=True, slots=True)
 class SidecarAddress:
-    """A sidecar's address. `str()` gives back what `parse` takes: `host:port` (IPv6 in brackets) or `unix:/path`.
+    """A sidecar's address. `str()` returns the form that `parse` takes: `host:port` (IPv6 in brackets) or `unix:/path`.
 
-    Two are equal if they are the same text, the case of a host aside: no name is looked up."""
+    Two are equal if their texts are equal, without regard to the case of a host. No name is looked up."""
 
     host: str = ""
     port: int = 0
-    """0, for a sidecar that is to listen: any free one."""
+    """0, for a sidecar that will listen: any free port."""
 
     path: str = ""
-    """Of the Unix socket; host and port are empty then."""
+    """The path of the Unix socket; host and port are then empty."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads an address. Raises INVALID_ADDRESS."""
+        """Return the address in this text. Raises INVALID_ADDRESS."""
         if text.startswith(_UNIX):
             path = text.removeprefix(_UNIX)
             if not path.strip("/"):
                 raise _invalid(text)
-            # `unix:///path` is how gRPC writes an absolute path as well.
+            # gRPC also writes an absolute path as `unix:///path`.
             return cls(path=path.removeprefix("//") if path.startswith("///") else path)
         host, colon, port = text.rpartition(":")
         is_bracketed = host.startswith("[") and host.endswith("]")
@@ -51,7 +51,7 @@ class SidecarAddress:
 
     @property
     def is_local(self) -> bool:
-        """Whether nobody on another machine can reach it: a Unix socket, or loopback."""
+        """Whether no other machine can reach it: a Unix socket, or loopback."""
         if self.path or self.host == "localhost":
             return True
         try:
@@ -65,7 +65,7 @@ def _invalid(text: str) -> SeqdedupeError:
 
 
 def cannot_listen(address: SidecarAddress, e: Exception, key: str = "listen") -> SeqdedupeError:
-    """What keeps a server from listening where `key` says. gRPC does not tell: so it is tried again by plain means."""
+    """Return why a server cannot listen where `key` says. gRPC gives no reason, so try a plain socket."""
     why, hint = str(e), None
     path = Path(address.path)
     try:

@@ -1,7 +1,7 @@
-"""The lines of an audit trail: what was done and refused, each line with the hash of the one before it.
+"""The lines of an audit trail: actions and refusals, each line with the hash of the line before it.
 
-Whoever changes, removes or puts in a line breaks the chain there, unless all that follows is made anew as well: against
-that, `verify` takes the number and hash of a line that were kept elsewhere.
+If somebody changes, removes or inserts a line, the chain breaks there, unless all following lines are made again as
+well. Against that, `verify` takes the number and hash of a line that were kept elsewhere.
 
 The format: `docs/internals/formats-audit.md`.
 """
@@ -19,13 +19,13 @@ from seqdedupe.errors import SeqdedupeError, error
 FORMAT_VERSION = 1
 
 MAX_LINE_BYTES = 64 * 1024
-"""With its end. So far from a file's end its last line begins at most."""
+"""The most bytes of a line, with its end. A file's last line begins at most this far from the file's end."""
 
 MAX_TEXT_BYTES = 2048
-"""Of a text in a line, as it is written there: what is longer is cut. A request that names a topic is shorter."""
+"""The most bytes of a text as written in a line. A longer text is cut. A request that names a topic is shorter."""
 
 _CUT = "…"
-"""The end of a text that was cut."""
+"""The mark at the end of a cut text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TrailLink:
 
     @classmethod
     def parse(cls, text: str) -> "TrailLink":
-        """A link as it is printed. Raises INVALID_REQUEST."""
+        """Return a link from its printed form. Raises INVALID_REQUEST."""
         number, _, found = text.partition(":")
         if not (number.isascii() and number.isdecimal()) or len(found) != len(NO_LINE.hash):
             raise error("INVALID_REQUEST", f"{text!r} is no line's number and hash, as verify prints them: NUMBER:HASH")
@@ -48,26 +48,26 @@ class TrailLink:
 
 
 NO_LINE = TrailLink(0, "0" * 64)
-"""What the first line of a chain follows."""
+"""The link before the first line of a chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a trail holds: how many lines and chains, the last line, and whether an expected one was among them."""
+    """The contents of a trail: the number of lines and chains, the last line, and whether an expected line is in it."""
 
     lines: int
     first_number: int
-    """1, unless the files before were left out."""
+    """1, unless the files before were omitted."""
     chains: int
     last: TrailLink
     last_time: str
     has_expected: bool
     torn_bytes: int
-    """At the very end, of a line that was cut off while it was written."""
+    """The bytes at the very end, of a line that was cut off while it was written."""
 
 
 def encode(after: TrailLink, time: str, event: str, fields: Mapping[str, object]) -> tuple[bytes, TrailLink]:
-    """The next line of a chain, with its end, and its link. `time` is UTC, as ISO 8601 writes it."""
+    """Return the next line of a chain, with its end, and its link. `time` is UTC, in the form of ISO 8601."""
     values = {
         "version": FORMAT_VERSION,
         "number": after.number + 1,
@@ -82,7 +82,7 @@ def encode(after: TrailLink, time: str, event: str, fields: Mapping[str, object]
 
 
 def cut(text: str, most_bytes: int) -> str:
-    """The text if it takes at most so many bytes in a line; else its beginning, with a sign that there was more."""
+    """Return the text if it takes at most `most_bytes` in a line; else its beginning, and a mark of the cut."""
     if len(text) <= most_bytes and _written_bytes(text) <= most_bytes:
         return text
     room = most_bytes - _written_bytes(_CUT)
@@ -95,9 +95,9 @@ def _written_bytes(text: str) -> int:
 
 
 def last_link(file: BinaryIO) -> tuple[TrailLink, int]:
-    """The link of a file's last whole line, and where that ends: what follows was cut off while it was written.
+    """Return the link of a file's last whole line, and its end. Bytes after it were cut off while they were written.
 
-    Raises AUDIT_DAMAGED if that line is none, NEWER_FORMAT, OSError.
+    Raises AUDIT_DAMAGED if that line is not one of a trail, NEWER_FORMAT, OSError.
     """
     size = file.seek(0, 2)
     begin = max(0, size - 2 * MAX_LINE_BYTES)
@@ -112,10 +112,10 @@ def last_link(file: BinaryIO) -> tuple[TrailLink, int]:
 
 
 def verify(files: Iterable[Path], expected: TrailLink | None = None) -> Verified:
-    """Checks the chain of a trail's files, the oldest first.
+    """Check the chain of a trail's files, the oldest first.
 
-    A file may begin a chain of its own, as where the one before it was taken away while no sidecar ran: how many there
-    are is told. Raises AUDIT_DAMAGED with the file and line where the chain is broken, NEWER_FORMAT, OSError.
+    A file may begin a new chain, for example if the file before it was taken away while no sidecar ran. The result has
+    the number of chains. Raises AUDIT_DAMAGED with the file and line where the chain is broken, NEWER_FORMAT, OSError.
     """
     last, last_time, lines, first_number, chains, torn = NO_LINE, "", 0, 0, 0, b""
     has_expected = expected is None
@@ -150,7 +150,7 @@ def _link_of(number: int, line: bytes) -> TrailLink:
 
 
 def _values(line: bytes, where: str) -> dict[str, Any]:
-    """What a line says. Raises AUDIT_DAMAGED, NEWER_FORMAT."""
+    """Return the values of a line. Raises AUDIT_DAMAGED, NEWER_FORMAT."""
     try:
         values = json.loads(line)
         version = values["version"]

@@ -1,4 +1,4 @@
-"""A batch of messages in columns: the one form from client to disk to reader (`batch.proto`)."""
+"""A batch of messages in columns: one form from the client to the disk and to the reader (`batch.proto`)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 _TAGS = tuple(wire.varint(number << 3 | 2) for number in (*range(1, 19), 31, 32, 33))
-"""Of the columns, in `Batch` (batch.proto)."""
+"""The tags of the columns in `Batch` (batch.proto), in its canonical order."""
 
 NO_INT64S: Int64s = np.zeros(0, np.int64)
 NO_INT32S: Int32s = np.zeros(0, np.int32)
@@ -28,7 +28,7 @@ NO_INT32S: Int32s = np.zeros(0, np.int32)
 class Binary:
     """A column of byte strings as Arrow lays it out: value i is `data[offsets[i]:offsets[i + 1]]`.
 
-    `validity` is Arrow's bitmap of which are there (empty: all). With no offsets the column is left out.
+    `validity` is Arrow's bitmap of the values that exist (empty: all). If there are no offsets, the column is omitted.
     """
 
     offsets: Int32s = field(default_factory=lambda: NO_INT32S)
@@ -37,7 +37,7 @@ class Binary:
 
     @staticmethod
     def of(values: Sequence[bytes | None]) -> "Binary":
-        """The column of these values; left out if none is there."""
+        """Return the column of these values, omitted if all are None."""
         present = [value is not None for value in values]
         if not any(present):
             return Binary()
@@ -45,7 +45,7 @@ class Binary:
 
     @staticmethod
     def of_all(values: Sequence[bytes], validity: bytes = b"") -> "Binary":
-        """The column of these values, all of them there unless `validity` says otherwise."""
+        """Return the column of these values. All exist unless `validity` says otherwise."""
         offsets = np.zeros(len(values) + 1, np.int32)
         np.fromiter(map(len, values), np.int32, len(values)).cumsum(out=offsets[1:])
         return Binary(offsets, b"".join(values), validity)
@@ -60,11 +60,11 @@ class Binary:
         return self.data[self.offsets[row] : self.offsets[row + 1]] if self.is_there(row) else None
 
     def values(self) -> list[bytes]:
-        """All of them, if all are there."""
+        """Return all values, if all exist."""
         return [self.data[start:end] for start, end in pairwise(self.offsets.tolist())]
 
     def rows(self, count: int) -> "list[bytes | None]":
-        """All of so many rows, None for one that is not there."""
+        """Return the values of all `count` rows, None for a missing one."""
         if not self:
             return [None] * count
         values: list[bytes | None] = list(self.values())
@@ -75,14 +75,14 @@ class Binary:
         return values
 
     def cuts_into(self, count: int) -> bool:
-        """Whether the offsets cut the data into so many values, with nothing before, between or after them."""
+        """Whether the offsets cut the data into `count` values, with no bytes before, between or after them."""
         offsets = self.offsets
         if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(self.data):
             return False
         return not (offsets[1:] < offsets[:-1]).any()
 
     def take(self, rows: Int64s) -> "Binary":
-        """The column of these rows, which rise."""
+        """Return the column of these rows, which must be in ascending order."""
         if not self:
             return self
         first, last = (int(rows[0]), int(rows[-1])) if len(rows) else (0, -1)
@@ -101,14 +101,14 @@ def _bitmap(present: Sequence[bool]) -> bytes:
 
 
 _LEFT_OUT = Binary()
-"""Nobody changes a column: all that leave one out may have the same."""
+"""Columns are never changed, so all omitted ones may share this object."""
 
 
 @dataclass(slots=True)
 class Batch:
     """A batch: P producers and N rows. The columns are those of `Batch` in `batch.proto`, which defines them.
 
-    Nothing is checked here: the sidecar checks all of what it is sent.
+    Nothing is checked here: the sidecar checks all data that it receives.
     """
 
     producer_names: Binary
@@ -129,16 +129,16 @@ class Batch:
         return len(self.sequence_ids) or max(len(self.deduplication_ids.offsets) - 1, 0)
 
     def producer_of(self, row: int) -> int:
-        """The row's position in the list of producers."""
+        """Return the position of the row's producer in the list of producers."""
         return int(self.producer_indexes[row]) if len(self.producer_indexes) else 0
 
     def names(self) -> list[str]:
-        """The producers' names."""
+        """Return the producers' names."""
         names = self.producer_names
         return [names.data[names.offsets[p] : names.offsets[p + 1]].decode() for p in range(len(self.epochs))]
 
     def properties_of(self, row: int) -> dict[str, str]:
-        """The row's properties."""
+        """Return the row's properties."""
         if not len(self.property_offsets):
             return {}
         start, end = int(self.property_offsets[row]), int(self.property_offsets[row + 1])
@@ -148,11 +148,11 @@ class Batch:
         }
 
     def encode(self) -> bytes:
-        """The canonical encoding."""
+        """Return the canonical encoding."""
         return b"".join(self.encoded_parts())
 
     def encoded_parts(self) -> list[bytes | memoryview]:
-        """The canonical encoding in parts, to be joined with what stands around it."""
+        """Return the canonical encoding in parts, so that the caller can join it with other bytes in one step."""
         names, values = self.property_names, self.property_values
         columns = (
             self.producer_names.offsets.tobytes(),
@@ -184,7 +184,7 @@ class Batch:
         return parts
 
     def take(self, rows: Int64s) -> "Batch":
-        """The batch of these rows, which rise. A producer's link becomes its row before the first one kept."""
+        """Return the batch of these ascending rows. A producer's link becomes its last row before the first kept."""
         names, epochs, links, indexes, complete = self._take_producers(rows)
         property_offsets, picked = NO_INT32S, NO_INT64S
         if len(self.property_offsets):
@@ -208,7 +208,7 @@ class Batch:
         )
 
     def _take_producers(self, rows: Int64s) -> tuple[Binary, Int64s, Int64s, Int32s, Int64s]:
-        """The columns of producers for these rows."""
+        """Return the producer columns for these rows."""
         if not len(self.epochs):
             return self.producer_names, self.epochs, self.previous_sequence_ids, NO_INT32S, self.complete_up_to
         if len(self.epochs) == 1:
@@ -235,7 +235,7 @@ def _array(column: bytes, kind: type[np.generic]) -> Any:
 
 
 def decode(encoded: bytes) -> Batch:
-    """The batch of a canonical encoding. Columns are read-only. Raises MALFORMED_MESSAGE."""
+    """Return the batch of a canonical encoding. Its columns are read-only. Raises MALFORMED_MESSAGE."""
     try:
         message = wire.Batch.FromString(encoded)
     except DecodeError as e:
@@ -258,13 +258,13 @@ def decode(encoded: bytes) -> Batch:
 
 
 def canonical(encoded: bytes) -> bytes:
-    """The canonical encoding of any legal one. Raises MALFORMED_MESSAGE."""
+    """Return the canonical encoding of any legal one. Raises MALFORMED_MESSAGE."""
     try:
         message = batch_pb2.Batch.FromString(encoded)
     except DecodeError as e:
         raise error("MALFORMED_MESSAGE", "these bytes are not a Batch") from e
     message.DiscardUnknownFields()
-    # Where there is one producer the column that says so is left out.
+    # With one producer, the column of producer indexes is omitted.
     if len(message.epochs) == 1 and not any(message.producer_indexes):
         message.ClearField("producer_indexes")
     if not any(message.event_times_ms):
@@ -282,7 +282,7 @@ def single_producer(
     payloads: Binary,
     **columns: Any,
 ) -> Batch:
-    """A batch of one producer's messages."""
+    """Return a batch of one producer's messages."""
     return Batch(
         producer_names=Binary.of_all([name]),
         epochs=np.array([epoch], np.int64),
@@ -294,12 +294,12 @@ def single_producer(
 
 
 def without_producers(deduplication_ids: Binary, payloads: Binary, **columns: Any) -> Batch:
-    """A batch for a topic of deduplication IDs."""
+    """Return a batch for a topic of deduplication IDs."""
     return Batch(Binary(), NO_INT64S, NO_INT64S, NO_INT64S, payloads, deduplication_ids=deduplication_ids, **columns)
 
 
 class PropertyColumns(NamedTuple):
-    """Properties as a batch has them: those of row i are names and values `offsets[i]` to before `offsets[i + 1]`."""
+    """Properties as in a batch: row i has the names and values from `offsets[i]` to before `offsets[i + 1]`."""
 
     offsets: Int32s
     names: Binary
@@ -307,7 +307,7 @@ class PropertyColumns(NamedTuple):
 
 
 def properties(rows: Iterable[dict[str, str] | None]) -> PropertyColumns:
-    """The three property columns of these rows; all left out if no row has any."""
+    """Return the three property columns of these rows, all omitted if no row has any."""
     names: list[bytes] = []
     values: list[bytes] = []
     offsets = [0]
@@ -327,12 +327,14 @@ INT32, INT64 = np.dtype("<i4"), np.dtype("<i8")
 
 
 def binary(offsets: bytes, data: bytes, name: str) -> Binary:
-    """A column of byte strings, whose offsets have this name; whether they fit is not looked at. As `values`."""
+    """Return a column of byte strings; `name` is the name of its offsets. Offsets are not compared with the data.
+
+    Raises as `values`."""
     return Binary(values(offsets, INT32, name), data)
 
 
 def values(column: bytes, kind: Any, name: str) -> np.ndarray:
-    """The values of a column, or of offsets, of which there is one more. Raises INVALID_REQUEST."""
+    """Return the values of a column, or its offsets, which are one more. Raises INVALID_REQUEST."""
     size = kind.itemsize
     if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
         raise error(
@@ -343,12 +345,12 @@ def values(column: bytes, kind: Any, name: str) -> np.ndarray:
 
 
 def names_of(message: Any) -> list[bytes]:
-    """The names in a message's columns, not checked. Raises INVALID_REQUEST."""
+    """Return the names in a message's columns, not checked. Raises INVALID_REQUEST."""
     return column_of_names(message).values()
 
 
 def column_of_names(message: Any) -> Binary:
-    """The same as a column."""
+    """Return the same as a column."""
     names = binary(message.producer_name_offsets, message.producer_names, "producer_name_offsets")
     count = len(names.offsets) - 1
     if not 1 <= count <= MAX_NAMES_AT_ONCE:

@@ -1,4 +1,4 @@
-"""What all command lines share: what becomes of errors, and the form of what is printed."""
+"""The common parts of all command lines: the handling of errors, and the form of the output."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ BROKEN_PIPE = 141
 _OURS = ("seqdedupe", "broker_sidecar", "seqdedupe_spark")
 
 _NOT_PRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal may act on (but for the tab): control characters, and those that turn the direction of writing."""
+"""Characters that a terminal may act on (except the tab): control characters, and those that change text direction."""
 
 _OS_HINTS = {
     errno.ENOSPC: "Make room on the disk, or choose a place on another one.",
@@ -43,16 +43,16 @@ _OS_HINTS = {
     errno.EPERM: "Run the command as a user who may use that file or folder.",
     errno.ENOENT: "Is that its name, and is its folder there?",
 }
-"""What to do about an error of the system."""
+"""Hints for errors of the operating system."""
 
 
 def run_command(
     command: click.Command, name: str, *, arguments: Sequence[str] | None = None, failed: int = FAILED
 ) -> int:
-    """Runs the command, of this process if no arguments are given; returns the exit status that it returned, or 0.
+    """Run the command, with this process's arguments if none are given. Return the command's exit status, or 0.
 
-    An error is one line on stderr, with `--json` of JSON, and status `failed`, 2 for wrong usage and a wrong
-    configuration, or 130 if the command was interrupted.
+    An error is one line on stderr, with `--json` in JSON. Its status is `failed`; 2 for wrong usage and a wrong
+    configuration; or 130 if the command was interrupted.
     """
     as_json = says_json(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -85,7 +85,7 @@ def run_command(
 
 @contextmanager
 def needing(what: str, extra: str, *, otherwise: str = "") -> Iterator[None]:
-    """For imports of what an extra installs. Raises INVALID_CONFIGURATION if it is not there: `what` needs it."""
+    """Wrap imports of an extra's packages. Raises INVALID_CONFIGURATION if one is not installed: `what` needs it."""
     try:
         yield
     except ModuleNotFoundError as e:
@@ -96,19 +96,19 @@ def needing(what: str, extra: str, *, otherwise: str = "") -> Iterator[None]:
 
 
 def _plain(usage: str) -> str:
-    """What click says, without the names that its types have in its own code."""
+    """Return click's message, without the names that its types have in click's own code."""
     for name, word in {"integer range": "whole number", "integer": "whole number", "float range": "number"}.items():
         usage = usage.replace(f"is not a valid {name}.", f"is not a {word}.")
     return usage
 
 
 def says_json(arguments: Sequence[str]) -> bool:
-    """Whether a command line asks for JSON, also one that is wrong in other respects."""
+    """Return whether a command line asks for JSON, also one with other errors."""
     return "--json" in takewhile("--".__ne__, arguments)
 
 
 def say_failure(name: str, failure: SeqdedupeError, *, as_json: bool) -> None:
-    """The error on stderr, in one line: for a person, or as JSON."""
+    """Print the error on stderr, in one line: for a person, or as JSON."""
     if not as_json:
         say(name, f"{failure} {failure.hint}")
         return
@@ -122,7 +122,7 @@ def say_failure(name: str, failure: SeqdedupeError, *, as_json: bool) -> None:
 
 
 def say_foreign(name: str, reason: str, message: str, *, as_json: bool, hint: str = "") -> None:
-    """The same of an error that is not of our tree: `reason` says whose it is."""
+    """Do the same for an error that is not in our tree: `reason` names its origin."""
     if as_json:
         _say_json(reason=reason, message=message, hint=hint)
     else:
@@ -130,12 +130,12 @@ def say_foreign(name: str, reason: str, message: str, *, as_json: bool, hint: st
 
 
 def _say_json(**values: Any) -> None:
-    """The form is documented: keep it stable."""
+    """Print the error in its documented form. Keep that form stable."""
     click.echo(json_text({"error": values}), err=True)
 
 
 def tell_waiting(topic: str, as_json: bool, why: UnavailableError) -> None:
-    """Says what the command waits for: from the client's thread, once each time. If nobody reads that, it waits on."""
+    """Print why the command waits. The client's thread calls this, once per reason. If it cannot print, it waits on."""
     with suppress(OSError):
         if as_json:
             found = {"topic": topic_name(topic), "reason": why.reason, "message": why.message}
@@ -146,15 +146,16 @@ def tell_waiting(topic: str, as_json: bool, why: UnavailableError) -> None:
 
 @contextmanager
 def standard_output() -> Iterator[None]:
-    """What the block cannot write to standard output is STANDARD_OUTPUT_FAILED. If nobody reads on (`| head`), the
-    command ends without a word, with the status of one that SIGPIPE has ended."""
+    """Raise STANDARD_OUTPUT_FAILED if the block cannot write to standard output.
+
+    If the reader has closed the pipe (`| head`), the command ends silently, with the status of a SIGPIPE."""
     if sys.stdout is None:
         hint = "What the command has done stands; only what it prints is missing."
         raise error("STANDARD_OUTPUT_FAILED", "standard output is closed", hint=hint)
     try:
         yield
     except OSError as e:
-        # What is left in the buffer would fail once more at the end of the process.
+        # Text that is left in the buffer would fail once more at the end of the process.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
@@ -164,28 +165,28 @@ def standard_output() -> Iterator[None]:
 
 
 def echo(text: str) -> None:
-    """One line on standard output. Raises STANDARD_OUTPUT_FAILED."""
+    """Print one line on standard output. Raises STANDARD_OUTPUT_FAILED."""
     with standard_output():
         click.echo(text)
 
 
 def say(name: str, message: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     click.echo(f"{name}: " + printable(" ".join(message.split())), err=True)
 
 
 def printable(text: str) -> str:
-    """The text with escapes in place of what a terminal may act on."""
+    """Return the text with escapes in place of characters that a terminal may act on."""
     return _NOT_PRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def json_text(value: Any) -> str:
-    """One line of JSON, in which nothing stands that a terminal may act on."""
+    """Return one line of JSON, without characters that a terminal may act on."""
     return _NOT_PRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON."""
+    """Print one line of JSON."""
     echo(json_text(value))
 
 
@@ -196,8 +197,8 @@ def _cell(value: object) -> str:
 
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns as wide as needed; those with numbers stand to the right. A value that is not known (None) is a
-    `?`, and one that there is not a `-`."""
+    """Print columns as wide as needed, columns of numbers aligned to the right. An unknown value (None) is a `?`, a
+    missing one a `-`."""
     values = [tuple(row) for row in rows]
     table = [tuple(heads), *(tuple(map(_cell, row)) for row in values)]
     numeric = [

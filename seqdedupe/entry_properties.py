@@ -1,4 +1,4 @@
-"""What an entry that a sidecar wrote into a Pulsar topic says of itself: properties, which any client can read.
+"""The properties of an entry that a sidecar wrote into a Pulsar topic. Any client can read them.
 
 `docs/internals/formats-pulsar.md` lists them.
 """
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from seqdedupe.errors import error
 
 VERSION = 1
-"""Of the format, as it stands in a topic without a schema."""
+"""The format's version in a topic without a schema."""
 SCHEMA_VERSION = 2
-"""As it stands in a topic with one: a control record is in a property, and its payload is Pulsar's null value."""
+"""Its version in a topic with one: a control record is in a property, and its payload is Pulsar's null value."""
 
 PREFIX = "seqdedupe."
-"""Of our properties' names."""
+"""The prefix of our properties' names."""
 ENTRY = PREFIX + "entry"
 KIND = PREFIX + "kind"
 ROWS = PREFIX + "rows"
@@ -29,11 +29,11 @@ KEY_BASE64 = PREFIX + "key_base64"
 EVENT_TIME_MS = PREFIX + "event_time_ms"
 CONTROL_BASE64 = PREFIX + "control_base64"
 FORMAT_VERSION = PREFIX + "version"
-"""Of a topic: which version its owners write; 1 if it is omitted."""
+"""A topic's property: the format version that its owners write; 1 if it is omitted."""
 USER = PREFIX + "user."
-"""Before the name of a property of the producer's that begins with PREFIX itself."""
+"""The prefix for a property of the producer's whose name begins with PREFIX itself."""
 
-# What KIND says; without it the entry is one message.
+# The values of KIND. Without it, the entry is one message.
 MARKER = "marker"
 CONTROL = "control"
 BATCH = "batch"
@@ -45,7 +45,7 @@ _VERSION = re.compile(r"(\d{1,9}):", re.ASCII)
 
 
 class EntryOwner(NamedTuple):
-    """Under which marker an entry was written, in which incarnation of the topic."""
+    """The marker under which an entry was written, and the incarnation of the topic."""
 
     incarnation: int
     term: int
@@ -53,16 +53,16 @@ class EntryOwner(NamedTuple):
     """The first eight bytes of the marker's token, as an unsigned number."""
 
     def prefix(self, version: int = VERSION) -> str:
-        """What ENTRY begins with: the version of the format, and these."""
+        """Return the beginning of ENTRY: the version of the format, and these values."""
         return f"{version}:{self.incarnation}:{self.term}:{self.ownership:016x}:"
 
 
 class EntryPlace(NamedTuple):
-    """What ENTRY says."""
+    """The values of ENTRY."""
 
     owner: EntryOwner
     number: int
-    index: int  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
+    index: int  # type: ignore[assignment]  # a field, where a tuple has a method that nobody needs here
     version: int = VERSION
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class EntryPlace(NamedTuple):
 
     @staticmethod
     def parse(text: str, topic: str = "the topic") -> "EntryPlace | None":
-        """What `str()` gave; None if this is something else. Raises NEWER_FORMAT."""
+        """Return the place whose `str()` is this text; None for any other text. Raises NEWER_FORMAT."""
         version = _VERSION.match(text)
         if version:
             check_version(int(version[1]), f"an entry of {topic}")
@@ -84,6 +84,6 @@ class EntryPlace(NamedTuple):
 
 
 def check_version(version: int, what: str) -> None:
-    """Raises NEWER_FORMAT if this has a version that is not known here."""
+    """Raise NEWER_FORMAT for a version that is not known here."""
     if version > SCHEMA_VERSION:
         raise error("NEWER_FORMAT", f"{what} has format version {version}; this one reads up to {SCHEMA_VERSION}")

@@ -3,41 +3,41 @@
     SeqdedupeError
     ├── InvalidRequestError     the request cannot be carried out, now or later
     │   └── NotFoundError
-    ├── AccessDeniedError       the caller is not known, or may not do this
+    ├── AccessDeniedError       the caller is unknown, or may not do this
     ├── FencedError             another process owns the producer name
     ├── UnavailableError        not now: trying again helps
-    │   └── OutcomeUnknownError     what was sent may be in the log or not
-    ├── PositionError           a reader's position cannot be read on from
-    ├── DataLossError           data that was acknowledged is not there
+    │   └── OutcomeUnknownError     the messages sent may be in the log or not
+    ├── PositionError           reading cannot continue from a reader's position
+    ├── DataLossError           acknowledged data is missing
     │   └── DamagedError            a file is damaged, incomplete or of a newer version
-    └── ConfigurationError      the sidecar or a command was told something that cannot be
+    └── ConfigurationError      the sidecar or a command has an invalid configuration or option
 
-An error carries a stable `reason`, one line for a person, a `hint` what to do, and the numbers that a person
-needs. `docs/reference/errors.md` lists the reasons; a test holds that list and `REASONS` together.
+An error has a stable `reason`, one line for a person, a `hint` with the next step, and the numbers that a person
+needs. `docs/reference/errors.md` lists the reasons; a test compares that list with `REASONS`.
 """
 
 from dataclasses import dataclass
 
 NEVER = -1
-"""As a retry delay: trying again as it is cannot help."""
+"""As a retry delay: the same request can never succeed."""
 
 EXIT_FAILED = 1
-"""Exit status of a process that an error has ended: it may go better another time."""
+"""Exit status of a process that an error has ended: another attempt may succeed."""
 
 EXIT_WRONG = 2
-"""Exit status of every command and of the sidecar after wrong usage or a wrong configuration: it stays wrong."""
+"""Exit status of every command and of the sidecar after wrong usage or a wrong configuration: another attempt fails."""
 
 
 class SeqdedupeError(Exception):
-    """The root of the tree. Made by `error()`, which looks the reason up.
+    """The root of the tree. `error()` makes it, and looks the reason up.
 
-    Attributes: `reason`, a stable upper-case word; `hint`, what to do; `retry_delay_ms`, after which trying
-    again may help, or NEVER; `numbers`, by name, as text.
+    Attributes: `reason`, a stable upper-case word; `hint`, the next step; `retry_delay_ms`, after which another attempt
+    may help, or NEVER; `numbers`, by name, as text.
     """
 
     def __init__(self, reason: str, message: str, hint: str, retry_delay_ms: int, numbers: dict[str, str]) -> None:
         super().__init__(message)
-        # What to do stands below the error in a traceback, which is all that the user of a library may see of it.
+        # The hint is shown below the error in a traceback, which may be all that the user of a library sees.
         self.add_note(hint)
         self.reason = reason
         self.message = message
@@ -61,7 +61,7 @@ class NotFoundError(InvalidRequestError):
 
 
 class AccessDeniedError(SeqdedupeError):
-    """The caller is not known, or may not do this. It changed nothing."""
+    """The caller is unknown, or may not do this. It changed nothing."""
 
 
 class FencedError(SeqdedupeError):
@@ -73,15 +73,15 @@ class UnavailableError(SeqdedupeError):
 
 
 class OutcomeUnknownError(UnavailableError):
-    """The connection was lost, or a limit of time reached: the messages may be in the log or not."""
+    """The connection was lost, or a time limit reached: the messages may be in the log or not."""
 
 
 class PositionError(SeqdedupeError):
-    """There is no reading on from this position: something between it and what is left may be missing."""
+    """Reading cannot continue from this position: some messages between it and the remaining ones may be missing."""
 
 
 class DataLossError(SeqdedupeError):
-    """Data that was acknowledged is not there. Nothing goes on by itself."""
+    """Acknowledged data is missing. Nothing continues automatically."""
 
 
 class DamagedError(DataLossError):
@@ -89,12 +89,12 @@ class DamagedError(DataLossError):
 
 
 class ConfigurationError(SeqdedupeError):
-    """The sidecar or a command was told something that cannot be."""
+    """The sidecar or a command has an invalid configuration or option."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """What belongs to a reason: the class, the gRPC status code, the hint, the usual retry delay."""
+    """The properties of a reason: the class, the gRPC status code, the hint, the usual retry delay."""
 
     kind: type[SeqdedupeError]
     code: str
@@ -115,7 +115,7 @@ def _configuration(hint: str) -> Reason:
 
 
 REASONS: dict[str, Reason] = {
-    # What a caller sent.
+    # The request.
     "MALFORMED_MESSAGE": _invalid("Send the message that the published schema describes."),
     "INVALID_TOPIC_NAME": _invalid("Name the topic persistent://tenant/namespace/name, or with a short name."),
     "INVALID_NAMESPACE": _invalid("Name the namespace tenant/namespace, as public/default."),
@@ -194,7 +194,7 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."
     ),
-    # Who may.
+    # Access.
     "UNAUTHENTICATED": Reason(
         AccessDeniedError,
         "UNAUTHENTICATED",
@@ -234,7 +234,7 @@ REASONS: dict[str, Reason] = {
         "Replay every entry after the position that Attached answered, in the log's order. If some of them are gone, "
         "delete the topic here and replay the log from its beginning.",
     ),
-    # Not now.
+    # Temporary failures.
     "NOT_ATTACHED": Reason(
         UnavailableError, "UNAVAILABLE", "Attach the topic; until then tell producers to send again.", 100
     ),
@@ -374,7 +374,7 @@ REASONS: dict[str, Reason] = {
         "ABORTED",
         "Another process uses this cursor: stop one of them, or give each one of its own. To go on, read it again.",
     ),
-    # Data that is not there.
+    # Missing data.
     "DATA_LOSS": Reason(
         DataLossError,
         "DATA_LOSS",
@@ -419,7 +419,7 @@ REASONS: dict[str, Reason] = {
         "The log has no record in the store. Put both back together, or start with --rebuild-store to make "
         "the record anew from the log."
     ),
-    # What an operator or a user of the command told.
+    # Settings by an operator or a user of the command.
     "INVALID_CONFIGURATION": _configuration(
         "Correct the key that the message names; docs/reference/configuration.md has all."
     ),
@@ -571,7 +571,7 @@ REASONS: dict[str, Reason] = {
 
 
 INSTALL_HINT = "Install it: pip install 'PATH[{}]', where PATH is a checkout or the wheel of seqdedupe."
-"""With the names of extras. The package is on no index."""
+"""To be formatted with the names of extras. The package is on no index."""
 
 
 def error(
@@ -582,7 +582,7 @@ def error(
     hint: str | None = None,
     **numbers: object,
 ) -> SeqdedupeError:
-    """The error of that reason, to be raised. The numbers go to callers as metadata, as text."""
+    """Return the error of this reason, to be raised. Callers receive the numbers as metadata, as text."""
     known = REASONS[reason]
     return known.kind(
         reason,
@@ -594,5 +594,5 @@ def error(
 
 
 def exit_status(e: SeqdedupeError) -> int:
-    """With which status this error ends a process."""
+    """Return the exit status of a process that this error ends."""
     return EXIT_WRONG if e.reason in {"INVALID_CONFIGURATION", "INSECURE_LISTEN"} else EXIT_FAILED

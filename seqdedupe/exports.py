@@ -1,8 +1,8 @@
-"""The files that `export` and `job bootstrap` write and `import` takes over into a topic, each sealed (`files`): the
+"""The files that `export` and `job bootstrap` write and `import` loads into a topic, each sealed (`files`): the
 watermarks of producers, a topic's snapshot, and a window of deduplication IDs.
 
-A file is written in order, and checked whole before anything of it is given out. The first 16 bytes tell which of the
-three it is. The formats, byte by byte: `docs/internals/formats-watermarks.md`, `docs/internals/formats-snapshot.md`,
+A file is written in order, and checked as a whole before any of its contents is returned. The first 16 bytes identify
+the kind. The formats, byte by byte: `docs/internals/formats-watermarks.md`, `docs/internals/formats-snapshot.md`,
 `docs/internals/formats-window.md`.
 """
 
@@ -45,11 +45,11 @@ class Watermark(NamedTuple):
 
 
 def write_watermarks(path: Path, watermarks: Iterable[Watermark]) -> int:
-    """Writes the file and returns how many there are; when it returns, the file is durable.
+    """Write the file and return the number of watermarks. On return the file is durable.
 
-    They have to rise by name, compared as bytes, no name twice. They are taken one by one, so there may be any number
-    of them. Raises INVALID_NAME or INVALID_SEQUENCE_ID for what cannot be a producer's, OSError, and what `watermarks`
-    raises; then a file that was there before is as it was.
+    Names must be in ascending order, compared as bytes, without repeats. They are taken one by one, so there may be any
+    number. Raises INVALID_NAME or INVALID_SEQUENCE_ID for an invalid one, OSError, and the errors of `watermarks`; then
+    an earlier file is unchanged.
     """
     count = 0
     before = b""
@@ -82,9 +82,9 @@ def _check_watermark(name: bytes, sequence_id: int) -> None:
 
 
 def read_watermarks(path: Path) -> Generator[Watermark, None, None]:
-    """The watermarks of a file, by name. The whole file is checked before the first one is given out.
+    """Yield the watermarks of a file, by name. The whole file is checked before the first one.
 
-    Raises INVALID_SOURCE if any byte of it is not as it was written, NEWER_FORMAT, OSError.
+    Raises INVALID_SOURCE if any byte differs from those written, NEWER_FORMAT, OSError.
     """
     with path.open("rb") as file:
         left = (
@@ -97,7 +97,7 @@ def read_watermarks(path: Path) -> Generator[Watermark, None, None]:
             yield Watermark(name, _WATERMARKS_ID.unpack(file.read(_WATERMARKS_ID.size))[0])
 
 
-# -- A topic's snapshot: the parts that a sidecar sends of it, as they are.
+# -- A topic's snapshot: its parts as a sidecar sends them.
 
 SNAPSHOT_MAGIC = b"seqdedupe-state\n"
 SNAPSHOT_FORMAT_VERSION = 1
@@ -109,8 +109,9 @@ _SNAPSHOT_END = _SNAPSHOT_LENGTH.pack(0)
 
 @contextmanager
 def writing_snapshot(path: Path) -> Iterator[Callable[[admin_pb2.SnapshotPart], None]]:
-    """Gives what takes the parts, in their order. After the block the file is durable; if the block raises, a file that
-    was there before is as it was. Raises OSError."""
+    """Yield a function that takes the parts, in order. After the block the file is durable.
+
+    If the block raises, an earlier file is unchanged. Raises OSError."""
     with files.writing_sealed(path, _SNAPSHOT_HEAD) as put:
 
         def take(part: admin_pb2.SnapshotPart) -> None:
@@ -122,9 +123,9 @@ def writing_snapshot(path: Path) -> Iterator[Callable[[admin_pb2.SnapshotPart], 
 
 
 def read_snapshot(path: Path) -> Generator[admin_pb2.SnapshotPart, None, None]:
-    """The parts in the file. The whole file is checked before the first one is given out.
+    """Yield the parts in the file. The whole file is checked before the first one.
 
-    Raises INVALID_SOURCE if any byte of it is not as it was written, NEWER_FORMAT, OSError.
+    Raises INVALID_SOURCE if any byte differs from those written, NEWER_FORMAT, OSError.
     """
     with path.open("rb") as file:
         left = files.check_sealed(path, file, _SNAPSHOT_HEAD, len(_SNAPSHOT_END), "a snapshot")
@@ -142,7 +143,7 @@ def read_snapshot(path: Path) -> Generator[admin_pb2.SnapshotPart, None, None]:
         raise files.not_as_written(path, "its parts do not end where it does")
 
 
-# -- A window: deduplication IDs and when each was published.
+# -- A window: deduplication IDs and the publish time of each.
 
 WINDOW_MAGIC = b"seqdedupe-idset\n"
 WINDOW_FORMAT_VERSION = 1
@@ -150,7 +151,7 @@ WINDOW_FORMAT_VERSION = 1
 WINDOW_CHECKSUM_BYTES = files.DIGEST_BYTES
 
 WINDOW_BLOCK_BYTES = 512 * 1024
-"""A block is full when it has so many bytes, or more: with its last ID it has less than MAX_WINDOW_BLOCK_BYTES."""
+"""A block with at least this number of bytes is full. With its last ID it has less than MAX_WINDOW_BLOCK_BYTES."""
 MAX_WINDOW_BLOCK_BYTES = WINDOW_BLOCK_BYTES + 1024
 
 LATEST_MS = (2**32 - 1) * 1000
@@ -159,39 +160,40 @@ LATEST_MS = (2**32 - 1) * 1000
 _WINDOW_HEAD = files.head_of(WINDOW_MAGIC, WINDOW_FORMAT_VERSION)
 _WINDOW_COUNT = struct.Struct("<I")
 _WINDOW_END = struct.Struct("<IQ")
-"""No IDs, where another block would begin, and how many there are in all."""
+"""The count 0 in place of another block, and the number of all IDs."""
 _WINDOW_TIME_BYTES = 8
 
 
 class KnownId(NamedTuple):
-    """An ID, of 1 to 255 bytes, and when its message was published, in milliseconds since 1970, up to LATEST_MS."""
+    """An ID of 1 to 255 bytes, and its message's publish time in milliseconds since 1970, up to LATEST_MS."""
 
     deduplication_id: bytes
     publish_time_ms: int
 
 
 class WindowBlock(NamedTuple):
-    """Some of them, in columns."""
+    """Some known IDs, in columns."""
 
     times_ms: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.uint8]
     ids: npt.NDArray[np.uint8]
-    """One after the other."""
+    """The IDs, one after the other."""
 
 
 class WindowWriter:
-    """What takes the IDs of a file, as `writing` gives it."""
+    """The writer of a file's IDs; `writing_window` yields it."""
 
     def __init__(self, put: Callable[[bytes], None]) -> None:
         self.ids = 0
-        """So many have come."""
+        """The number of IDs added."""
         self._put = put
         self._before = b""
         self._begin_block()
 
     def add(self, one: bytes, time_ms: int) -> None:
-        """The next ID, and when its message was published. Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for a time
-        that cannot be."""
+        """Add the next ID, and its message's publish time.
+
+        Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for an invalid time."""
         if not 1 <= len(one) <= MAX_DEDUPLICATION_ID_BYTES:
             why = f"the deduplication ID {one[:40]!r} has {len(one)} bytes"
             raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
@@ -208,7 +210,7 @@ class WindowWriter:
             self._end_block()
 
     def finish(self) -> None:
-        """That was all."""
+        """Write the last block, and the end."""
         if self._block:
             self._end_block()
         self._put(_WINDOW_END.pack(0, self.ids))
@@ -225,10 +227,10 @@ class WindowWriter:
 
 @contextmanager
 def writing_window(path: Path) -> Iterator[WindowWriter]:
-    """Gives what takes the IDs of a file one by one, at most a block of them in memory. After the block the file is
-    durable; if the block raises, a file that was there before is as it was. Raises OSError.
+    """Yield a writer that takes the IDs of a file one by one, and holds at most one block in memory.
 
-    They have to rise, compared as bytes, none twice.
+    After the block the file is durable. If the block raises, an earlier file is unchanged. Raises OSError. IDs must be
+    in ascending order, compared as bytes, without repeats.
     """
     with files.writing_sealed(path, _WINDOW_HEAD) as put:
         writer = WindowWriter(put)
@@ -237,11 +239,11 @@ def writing_window(path: Path) -> Iterator[WindowWriter]:
 
 
 def write_window(path: Path, known: Iterable[KnownId]) -> int:
-    """Writes the file and returns how many IDs there are; when it returns, the file is durable.
+    """Write the file and return the number of IDs. On return the file is durable.
 
-    They have to rise, compared as bytes, none twice. They are taken one by one, so there may be any number of them.
-    Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for a time that cannot be, INTERNAL for an ID that does not rise,
-    OSError, and what `known` raises; then a file that was there before is as it was.
+    IDs must be in ascending order, compared as bytes, without repeats. They are taken one by one, so there may be any
+    number. Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for an invalid time, INTERNAL for an ID out of order,
+    OSError, and the errors of `known`; then an earlier file is unchanged.
     """
     with writing_window(path) as writer:
         for one, time_ms in known:
@@ -255,9 +257,9 @@ def _encoded(times: list[int], ids: list[bytes]) -> bytes:
 
 
 def read_window(path: Path) -> Generator[bytes, None, None]:
-    """The file's checksum, and then its blocks as they stand there. The whole file is checked before anything is given.
+    """Yield the file's checksum, and then its blocks unchanged. The whole file is checked before anything is returned.
 
-    Raises INVALID_SOURCE for a file that is not as `write_window` has written it, NEWER_FORMAT, OSError.
+    Raises INVALID_SOURCE for a file that `write_window` has not written like this, NEWER_FORMAT, OSError.
     """
     with path.open("rb") as file:
         left = files.check_sealed(path, file, _WINDOW_HEAD, _WINDOW_END.size, "deduplication IDs") - _WINDOW_END.size
@@ -278,7 +280,7 @@ def read_window(path: Path) -> Generator[bytes, None, None]:
 
 
 def parse_block(block: bytes) -> WindowBlock:
-    """The columns of a block. Raises INVALID_REQUEST if it is none; whether the IDs rise is not looked at."""
+    """Return the columns of a block. Raises INVALID_REQUEST if it is invalid. The order of IDs is not checked."""
     rows = _WINDOW_COUNT.unpack_from(block)[0] if _WINDOW_COUNT.size <= len(block) <= MAX_WINDOW_BLOCK_BYTES else 0
     if not 0 < rows <= (len(block) - _WINDOW_COUNT.size) // (_WINDOW_TIME_BYTES + 2):
         raise error("INVALID_REQUEST", f"{len(block)} bytes are no block of deduplication IDs")
@@ -294,7 +296,7 @@ def parse_block(block: bytes) -> WindowBlock:
 
 
 def known_in(block: bytes) -> Iterator[KnownId]:
-    """The IDs of a block, in order. Raises as `parse`."""
+    """Yield the IDs of a block, in order. Raises as `parse_block`."""
     columns = parse_block(block)
     ids, ends = columns.ids.tobytes(), accumulate(columns.sizes.tolist(), initial=0)
     for (begin, end), time_ms in zip(pairwise(ends), columns.times_ms.tolist(), strict=True):
@@ -302,18 +304,18 @@ def known_in(block: bytes) -> Iterator[KnownId]:
 
 
 class WindowChecksum:
-    """That of a file, made of its blocks."""
+    """The checksum of a file, made from its blocks."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256(_WINDOW_HEAD)
         self._ids = 0
 
     def add(self, block: bytes, ids: int) -> None:
-        """The next block, which has so many IDs."""
+        """Add the next block, which has this number of IDs."""
         self._digest.update(block)
         self._ids += ids
 
     def finish(self) -> bytes:
-        """After the last one."""
+        """Return the checksum, after the last block."""
         self._digest.update(_WINDOW_END.pack(0, self._ids))
         return self._digest.digest()

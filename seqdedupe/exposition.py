@@ -1,5 +1,4 @@
-"""`/metrics`: metrics in the text format that Prometheus asks for, of a sidecar and of services. Needs
-prometheus-client."""
+"""`/metrics`: metrics in the Prometheus text format, for a sidecar and for services. Needs prometheus-client."""
 
 import threading
 import time
@@ -16,12 +15,11 @@ from seqdedupe.figures import Buckets
 from seqdedupe.http_server import LOOP_SECONDS, Request, Response
 
 FRESH_SECONDS = 0.5
-"""Who asks again within so long is shown the same: however often it is asked, looking costs little."""
+"""Requests within this time get the same answer, so that many requests cost little."""
 
 
 class Exposition(Collector):
-    """The route: what `collect` gives, and the process's own metrics. Numbers of one answer may be some milliseconds
-    apart."""
+    """The route: the metrics of `collect`, and the process's own. Numbers may be some milliseconds apart."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self._collect = collect
@@ -30,10 +28,10 @@ class Exposition(Collector):
         ProcessCollector(registry=self._registry)
         self._one_at_a_time = threading.Lock()
         self._made: dict[str, tuple[float, bytes]] = {}
-        """By content type: when, and what."""
+        """By content type: the time, and the answer."""
 
     def __call__(self, request: Request) -> Response:
-        """What is asked for at `/metrics`. Raises TimeoutError if an event loop stands still."""
+        """Return the answer for `/metrics`. Raises TimeoutError if an event loop is stuck."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         if not self._one_at_a_time.acquire(timeout=LOOP_SECONDS):
             raise TimeoutError
@@ -47,38 +45,38 @@ class Exposition(Collector):
         return Response(body, content_type)
 
     def collect(self) -> Iterator[Metric]:
-        """All but those of the process."""
+        """Return all metrics except those of the process."""
         return self._collect()
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry need not look to know the names."""
+        """Return nothing: so the registry does not collect just to learn the names."""
         return []
 
 
 def counter_of(name: str, about: str, value: float) -> Metric:
-    """A counter without labels."""
+    """Return a counter without labels."""
     return CounterMetricFamily(name, about, value=value)
 
 
 def gauge_of(name: str, about: str, value: float) -> Metric:
-    """A gauge without labels."""
+    """Return a gauge without labels."""
     return GaugeMetricFamily(name, about, value=value)
 
 
 def histogram_of(name: str, about: str, buckets: Buckets) -> Metric:
-    """A histogram without labels."""
+    """Return a histogram without labels."""
     found, total = cumulated(buckets)
     return HistogramMetricFamily(name, about, found, total)
 
 
 def by_label(metric: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[str, float]]) -> Metric:
-    """A metric with one label and a value for each."""
+    """Return a metric with one label and a value for each."""
     for label, value in values:
         metric.add_metric((label,), value)
     return metric
 
 
 def cumulated(buckets: Buckets) -> tuple[list[tuple[str, float]], float]:
-    """Each bound with how many values do not exceed it, and the sum of all."""
+    """Return each bound with the number of values that do not exceed it, and the sum of all values."""
     bounds = (*(str(float(bound)) for bound in buckets.bounds), "+Inf")
     return list(zip(bounds, accumulate(map(float, list(buckets.counts))), strict=True)), buckets.sum

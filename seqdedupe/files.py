@@ -1,6 +1,6 @@
-"""Files that somebody names, which are read without waiting. Files and folders that are durable, and there whole or not
-at all: what writes and syncs, a new folder that gets its name last, and sealed files, which say what they are and end
-with a digest."""
+"""Files that a user names, which are read without waiting. And durable files and folders, which exist completely or not
+at all: functions that write and sync, new folders that get their name last, and sealed files, which begin with their
+kind and end with a digest."""
 
 import errno
 import hashlib
@@ -16,19 +16,19 @@ from typing import BinaryIO
 from seqdedupe.errors import SeqdedupeError, error
 
 UNFINISHED = ".unfinished"
-"""What the name of a new folder ends with until everything in it is durable."""
+"""The end of a new folder's name until everything in it is durable."""
 
 
-# -- Files that somebody names, and may put anything in the place of.
+# -- Files that a user names, and that may be anything.
 
 MAX_NAMED_BYTES = 64 * 1024 * 1024
-"""Of one. The largest lists of revoked certificates have a tenth."""
+"""The most bytes of a named file. The largest lists of revoked certificates have a tenth of this."""
 
 
 def open_named(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file that somebody names, to read it, and never waits: a pipe or a device has no end, or no beginning.
+    """Open a file that a user names, to read it, and never wait: a pipe or a device may have no data, or no end.
 
-    Raises OSError, also where it is no regular file.
+    Raises OSError, also if it is not a regular file.
     """
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115, the caller closes it
     try:
@@ -40,13 +40,13 @@ def open_named(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def check_regular(file: int, path: str | os.PathLike[str]) -> None:
-    """Raises OSError if what is open is no regular file."""
+    """Raise OSError if the open file is not a regular one."""
     if not stat.S_ISREG(os.fstat(file).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
 
 
 def read_named(path: str | os.PathLike[str], most_bytes: int = MAX_NAMED_BYTES) -> bytes:
-    """What such a file holds. Raises OSError, also where it has more bytes."""
+    """Return the contents of a named file. Raises OSError, also if it has more than `most_bytes`."""
     with open_named(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -58,11 +58,11 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
-# -- What writes and syncs.
+# -- Functions that write and sync.
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the entries of a folder durable. Raises OSError."""
+    """Make the entries of a folder durable. Raises OSError."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -71,7 +71,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a small file that only its owner may read, and makes it durable. Raises OSError.
+    """Write a small file that only its owner may read, and make it durable. Raises OSError.
 
     A power cut meanwhile may leave it short or empty.
     """
@@ -84,7 +84,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_all_synced(folder: Path, files: dict[str, bytes], threads: Executor) -> None:
-    """As `write_synced`, several files of a folder, whose syncs and the folder's come at once."""
+    """Do as `write_synced`, for several files of a folder. Their syncs and the folder's run in parallel."""
     written: list[int] = []
     try:
         for name, data in files.items():
@@ -99,7 +99,7 @@ def write_all_synced(folder: Path, files: dict[str, bytes], threads: Executor) -
 
 
 def _written(path: Path, data: bytes) -> int:
-    """A small file that only its owner may read, open, with that in it."""
+    """Write a small file that only its owner may read. Return it open."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(file, 0o600)
@@ -111,19 +111,19 @@ def _written(path: Path, data: bytes) -> int:
 
 
 def write_all(file: int, data: bytes | memoryview, offset: int) -> None:
-    """Writes all of it there. Raises OSError; then any part of it may have been written."""
+    """Write all of it at this offset. Raises OSError; then any part may have been written."""
     rest = memoryview(data)
     while rest:
-        # Short, as on a disk that is filling up: writing the rest tells why.
+        # The write may be short, as on a disk that fills up. Writing the rest then raises the reason.
         written = os.pwrite(file, rest, offset)
         rest, offset = rest[written:], offset + written
 
 
 @contextmanager
 def becoming(to: Path, apart_from: Path) -> Iterator[Path]:
-    """A new folder for the block, which afterwards is there by the name `to`; if the block raises nothing is left.
+    """Yield a new folder, which gets the name `to` after the block. If the block raises, nothing is left.
 
-    Raises DIRECTORY_NOT_EMPTY if `to` is not free, or within the folder that is to stay as it is; OSError.
+    Raises DIRECTORY_NOT_EMPTY if `to` is in use, or lies within `apart_from`, which must not change; OSError.
     """
     to = to.resolve()
     unfinished = to.with_name(to.name + UNFINISHED)
@@ -133,7 +133,7 @@ def becoming(to: Path, apart_from: Path) -> Iterator[Path]:
         yield unfinished
         unfinished.rename(to)
     except BaseException:
-        # Here, since it imports all kinds of archives, which clients do not need.
+        # Import it here: it imports all kinds of archives, which clients do not need.
         from shutil import rmtree
 
         rmtree(unfinished)
@@ -151,7 +151,7 @@ def _check_is_free(to: Path, unfinished: Path, apart_from: Path) -> None:
         raise error("DIRECTORY_NOT_EMPTY", f"{to} is {what}")
 
 
-# -- Sealed files are written once, whole or not at all: a head that says what they are, a body, and a digest of both.
+# -- Sealed files are written once, completely or not at all: a head with their kind, a body, and a digest of both.
 
 MAGIC_BYTES = 16
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -159,14 +159,15 @@ _BLOCK_BYTES = 1024 * 1024
 
 
 def head_of(magic: bytes, version: int) -> bytes:
-    """What a file of this kind begins with: 16 bytes of text, and the format version."""
+    """Return the beginning of a file of this kind: 16 bytes of text, and the format version."""
     return magic + struct.pack("<I", version)
 
 
 @contextmanager
 def writing_sealed(path: Path, head: bytes) -> Iterator[Callable[[bytes | bytearray], None]]:
-    """Gives what takes the body, some bytes at once. After the block the file is durable; if the block raises, a file
-    that was there before is as it was. Raises OSError."""
+    """Yield a function that takes the body in pieces. After the block the file is durable.
+
+    If the block raises, an earlier file is unchanged. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
     digest = hashlib.sha256(head)
     try:
@@ -185,22 +186,22 @@ def writing_sealed(path: Path, head: bytes) -> Iterator[Callable[[bytes | bytear
     except OSError as e:
         if e.filename != str(temporary):
             raise
-        raise OSError(e.errno, e.strerror, str(path)) from e  # the name that somebody has asked for
+        raise OSError(e.errno, e.strerror, str(path)) from e  # the name that the caller has given
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
 def magic_of(path: Path) -> bytes:
-    """The text that tells what kind of file it is. Raises OSError."""
+    """Return the text that identifies the file's kind. Raises OSError."""
     with path.open("rb") as file:
         return file.read(MAGIC_BYTES)
 
 
 def check_sealed(path: Path, file: BinaryIO, head: bytes, least_bytes: int, kind: str) -> int:
-    """Checks head and digest, which covers all the rest; returns the size of the body in bytes, at which `file` stands.
+    """Check the head, and the digest, which covers all the rest. Return the bytes of the body; `file` is at its begin.
 
-    The body has at least so many bytes. Raises INVALID_SOURCE, NEWER_FORMAT, OSError.
+    The body must have at least `least_bytes`. Raises INVALID_SOURCE, NEWER_FORMAT, OSError.
     """
     there = file.read(len(head))
     if not there.startswith(head[:MAGIC_BYTES]):
@@ -224,7 +225,7 @@ def check_sealed(path: Path, file: BinaryIO, head: bytes, least_bytes: int, kind
 
 
 def not_as_written(path: Path, what: str) -> SeqdedupeError:
-    """The error of a file that is not what was written."""
+    """Return the error for a file that differs from what was written."""
     return error(
         "INVALID_SOURCE", f"{path}: {what}", hint="Give a file that `seqdedupe export` has written, or write it again."
     )

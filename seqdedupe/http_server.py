@@ -1,8 +1,8 @@
-"""A small HTTP server in threads of its own, beside the event loop: GET and HEAD, one request a connection.
+"""A small HTTP server in threads, next to the event loop: GET and HEAD, one request per connection.
 
-Whoever sends or reads slowly, or says nothing, holds one of MAX_CONNECTIONS threads, and gives it up to whoever comes
-when there are no more. Threads that wait for the event loop end later; while there are MAX_THREADS nobody else is let
-in. Nothing that a client does is waited for by the event loop.
+A client that sends or reads slowly, or is silent, holds one of MAX_CONNECTIONS threads. When there are no more, it
+loses its thread to the next client. Threads that wait for the event loop end later; at MAX_THREADS no further client is
+accepted. The event loop never waits for a client.
 """
 
 import asyncio
@@ -26,45 +26,45 @@ from seqdedupe.address import SidecarAddress, cannot_listen, family_of
 logger = logging.getLogger("seqdedupe.web")
 
 MAX_CONNECTIONS = 16
-"""At once. One more ends the oldest of them."""
+"""The most connections at once. One more ends the oldest one."""
 
 MAX_THREADS = 2 * MAX_CONNECTIONS
-"""Of those too whose connections have ended."""
+"""The most threads, including those whose connections have ended."""
 
 MAX_HEAD_BYTES = 16 * 1024
-"""Of a request: its first line and its headers. It has no body that anybody reads."""
+"""The most bytes of a request: its first line and its headers. A body is never read."""
 
 HEAD_SECONDS = 10.0
-"""By then a client has sent its request."""
+"""The time by which a client must have sent its request."""
 
 SEND_SECONDS = 30.0
-"""By then it has read the answer."""
+"""The time by which it must have read the answer."""
 
 LOOP_SECONDS = 20.0
-"""So long an answer waits for the event loop."""
+"""The time that an answer waits for the event loop."""
 
 FULL_SECONDS = 0.1
-"""After a connection could not be served."""
+"""The pause after a connection could not be served."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked for."""
+    """A request."""
 
     path: str
     query: Mapping[str, str]
-    """Of several values of one name the last."""
+    """By name. If a name occurs several times, its last value."""
     headers: "Message[str, str]"
-    """By name, whatever its case."""
+    """By name; upper and lower case are equal."""
     client: tuple[str, int]
-    """Its address, as a number, and port."""
+    """Its numeric address, and its port."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What is answered."""
+    """An answer."""
 
     body: bytes
     content_type: str
@@ -73,16 +73,16 @@ class Response:
 
 
 def text(body: str, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    """An answer in plain text."""
+    """Return an answer in plain text."""
     return Response(f"{body}\n".encode(), "text/plain; charset=utf-8", status)
 
 
 Route = Callable[[Request], Response]
-"""Makes the answer, in a thread of the connection: what is of the event loop is asked for by `on_loop`."""
+"""A function that makes the answer, in a thread of the connection. It calls code of the event loop by `on_loop`."""
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """What the coroutine returns, run on the event loop; for a route. Raises TimeoutError, which becomes a 503."""
+    """Return the result of a coroutine run on the event loop; for a route. Raises TimeoutError, which becomes a 503."""
     asked = asyncio.run_coroutine_threadsafe(call(), loop)
     try:
         return asked.result(LOOP_SECONDS)
@@ -91,15 +91,15 @@ def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Coroutine[Any, A
 
 
 class WebServer:
-    """Listens when it is made, and serves `routes`, by path, once it has begun.
+    """The server. It listens when it is made, and serves `routes`, by path, once it has begun.
 
-    Where the address is loopback, a request must name it by that: else a page of anybody's could have a browser on
-    this machine read what is shown, by a host name that it points here. Raises INVALID_CONFIGURATION if it cannot
-    listen.
+    If the address is loopback, a request's Host must be localhost or an IP address. Otherwise a foreign web page could
+    use a host name that points to this machine, and have a browser here read the pages. Raises INVALID_CONFIGURATION if
+    it cannot listen.
     """
 
     def __init__(self, address: SidecarAddress, routes: Mapping[str, Route], key: str) -> None:
-        """`key` of the configuration has said the address."""
+        """`key` is the configuration key with the address."""
         self.routes = routes
         self.is_local = address.is_local
         self._socket = socket.socket(family_of(address.host))
@@ -114,15 +114,15 @@ class WebServer:
         self._lock = threading.Lock()
         self._free = threading.Semaphore(MAX_THREADS)
         self._open: dict[socket.socket, None] = {}
-        """The oldest first."""
+        """The oldest connection comes first."""
         self._is_closed = False
 
     def begin(self) -> None:
-        """Serves from now on, until `close`."""
+        """Serve from now on, until `close`."""
         threading.Thread(target=self._accept_all, name="seqdedupe-web", daemon=True).start()
 
     def close(self) -> None:
-        """Ends all connections. May be called from any thread, and again."""
+        """End all connections. May be called from any thread, and again."""
         self._is_closed = True
         _end(self._socket)
         self._socket.close()
@@ -139,7 +139,7 @@ class WebServer:
                 threading.Thread(target=self._serve, args=(connection, peer), name="seqdedupe-web", daemon=True).start()
             except (OSError, RuntimeError) as e:
                 self._free.release()
-                # No descriptor is left, or no thread.
+                # No descriptor or no thread is left.
                 if not self._is_closed:
                     logger.warning("a connection was not accepted: %s", e)
                     time.sleep(FULL_SECONDS)
@@ -147,7 +147,7 @@ class WebServer:
     def _make_room(self, connection: socket.socket) -> None:
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
-                # Its thread finds out, and ends.
+                # Its thread notices this, and ends.
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 _end(oldest)
@@ -155,9 +155,9 @@ class WebServer:
 
     def _serve(self, connection: socket.socket, peer: Any) -> None:
         try:
-            # A client that goes away, or is ended, in mid-answer.
+            # A client may go away, or be disconnected, in the middle of an answer.
             with connection, suppress(OSError, _NoRequest):
-                _Handler(connection, peer, self)  # type: ignore[arg-type]  # it asks nothing of a server but these
+                _Handler(connection, peer, self)  # type: ignore[arg-type]  # it needs no more of a server than this
         finally:
             with self._lock:
                 self._open.pop(connection, None)
@@ -165,7 +165,7 @@ class WebServer:
 
 
 class _NoRequest(Exception):
-    """A client has not sent its request in time, or none that may be so long."""
+    """A client has not sent its request in time, or has sent one that is too long."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -178,14 +178,14 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.rfile = BytesIO(_head_of(self.connection))
-        # For all of what is sent at once.
+        # The limit for sending the whole answer.
         self.connection.settimeout(SEND_SECONDS)
 
     def do_GET(self) -> None:
         response = self._answer()
         self.send_response(response.status)
         headers = {"Content-Type": response.content_type, "Content-Length": str(len(response.body))}
-        # What is shown is of this moment.
+        # The pages show the current state.
         headers |= {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", **response.headers}
         for name, value in headers.items():
             self.send_header(name, value)
@@ -211,16 +211,16 @@ class _Handler(BaseHTTPRequestHandler):
             why = f"The sidecar's event loop has not answered for {LOOP_SECONDS:.0f} seconds."
             return text(why, HTTPStatus.SERVICE_UNAVAILABLE)
         except Exception as e:
-            # Whatever it is, the client gets an answer.
+            # The client gets an answer for any error.
             logger.error("a request failed", exc_info=e, extra={"path": url.path})
             return text(f"The request failed: {type(e).__name__}", HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged."""
+        """Log nothing for requests."""
 
 
 def _head_of(connection: socket.socket) -> bytes:
-    """A request up to the empty line after its headers. Raises `_NoRequest`; OSError."""
+    """Return a request up to the empty line after its headers. Raises `_NoRequest`; OSError."""
     until = time.monotonic() + HEAD_SECONDS
     head = b""
     while b"\r\n\r\n" not in head and b"\n\n" not in head:
@@ -233,7 +233,7 @@ def _head_of(connection: socket.socket) -> bytes:
 
 
 def _is_local_name(host: str) -> bool:
-    """Whether a Host header names this machine by localhost or an address, which nobody else's name can point to."""
+    """Whether a Host header names this machine by localhost or an address, to which no foreign name can point."""
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
     if name.lower() == "localhost":
         return True
@@ -245,6 +245,6 @@ def _is_local_name(host: str) -> bool:
 
 
 def _end(connection: socket.socket) -> None:
-    """Whoever reads or writes it, or waits for connections, finds it ended."""
+    """End it, so that threads that read it, write it or wait for connections notice the end."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

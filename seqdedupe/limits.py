@@ -1,4 +1,4 @@
-"""The limits that everybody keeps to, those that are set for a log or a window, and the numbers that stand for
+"""The limits that all parts of the project keep, the limits set for a log or a window, and the numbers that mean
 *none*."""
 
 from dataclasses import dataclass
@@ -6,57 +6,57 @@ from functools import cached_property
 from typing import NamedTuple
 
 MAX_NAME_BYTES = 255
-"""A topic's or producer's name, in UTF-8."""
+"""The most bytes of a topic's or producer's name, in UTF-8."""
 
 MAX_TOKEN_BYTES = 6 * 1024
-"""What a caller shows. gRPC takes 8 KiB for all that comes with a call."""
+"""The most bytes of a caller's token. gRPC takes 8 KiB for all metadata of a call."""
 
 MIN_RSA_BITS = 2048
-"""Of a key that signs tokens, or is a certificate's."""
+"""The fewest bits of an RSA key that signs tokens, or belongs to a certificate."""
 
 MAX_SEQUENCE_ID = 2**63 - 1
 NO_SEQUENCE_ID = -1
-"""Stands for *none*: no message yet, no predecessor."""
+"""The value for *none*: no message yet, no predecessor."""
 
 MIN_EVENT_TIME_MS = -(2**63)
 MAX_EVENT_TIME_MS = 2**63 - 1
 """An event time is any signed 64-bit number; 0 is none."""
 
 NO_EPOCH = 0
-"""That of a producer which nobody has opened, or nobody since it was forgotten."""
+"""The epoch of a producer that nobody has opened, or not since it was forgotten."""
 
 MAX_INDEX = 2**63 - 1
-"""Of a message, and of where reading begins or ends."""
+"""The highest index of a message, and of the begin or end of a read."""
 
 LINK_LEFT_OUT = -2
-"""In `Batch.previous_sequence_ids`: the producer does not say what it sent before."""
+"""In `Batch.previous_sequence_ids`: the producer does not state the ID of its previous message."""
 
 MAX_BATCH_BYTES = 8 * 1024 * 1024
-"""An encoded batch. One with the largest payload has room for keys and properties beside it."""
+"""The most bytes of an encoded batch. With the largest payload, it still has room for keys and properties."""
 
 MAX_BATCH_ROWS = 65_536
 MAX_DEDUPLICATION_ID_BYTES = 255
 MIN_WINDOW_MEMORY_IN_MB = 4
-"""Of `deduplication_window_memory_in_mb`. Less has no room for a chunk: what moves to a run, or goes, at once."""
+"""The least `deduplication_window_memory_in_mb`. Less has no room for a chunk, the unit moved to a run or dropped."""
 MAX_PAYLOAD_BYTES = 5 * 1024 * 1024
 """Pulsar's `maxMessageSize`."""
 MAX_PARTITIONS = 1024
-"""Of a partitioned topic."""
+"""The most partitions of a partitioned topic."""
 MAX_OPEN_NAMES = 10_000
-"""Names in one `Open`."""
+"""The most names in one `Open`."""
 MAX_NAMES_AT_ONCE = 65_536
-"""Names in one `Register`, or in a part of what is imported."""
+"""The most names in one `Register`, or in one part of an import."""
 MAX_POSITION_BYTES = 255
-"""A position in a broker's own log, which is the broker's own bytes."""
+"""The most bytes of a position in a broker's own log. The broker defines them."""
 MAX_PLACE_BYTES = 8192
-"""What a snapshot holds of its topic's log."""
+"""The most bytes that a snapshot holds about its topic's log."""
 
 NO_LIMIT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class WindowLimits:
-    """How far back a window reaches at least: until one of these is reached by what came later. NO_LIMIT: never."""
+    """The least reach of a window: until later messages reach one of these limits. NO_LIMIT: never."""
 
     messages: int
     id_bytes: int = NO_LIMIT
@@ -65,23 +65,23 @@ class WindowLimits:
 
 @dataclass(frozen=True)
 class FlushInterval:
-    """When a log that syncs for itself has to: as soon as one of the two is reached. So it is by every commit, here."""
+    """When a log that syncs itself must sync: as soon as one of the two is reached. The default is every commit."""
 
     messages: int = 1
-    """So many are written, and not synced."""
+    """The number of messages written and not synced."""
     ms: int = 0
-    """So long ago the first of them was written."""
+    """The time since the first of them was written."""
 
     @cached_property
     def is_every_commit(self) -> bool:
-        """Whether nothing is told before it is synced. Each frame asks."""
+        """Whether nothing is acknowledged before it is synced. Each frame asks."""
         return self.messages <= 1 or self.ms <= 0
 
 
 class Retention(NamedTuple):
-    """What is kept at least; None is no limit."""
+    """The least that is kept; None is no limit."""
 
     size_bytes: int | None = None
-    """The oldest messages may go while those that are left take at least so much."""
+    """The oldest messages may be dropped while the remaining ones take at least this size."""
     age_ms: int | None = None
-    """Those may go that were published longer ago."""
+    """Messages published longer ago may be dropped."""

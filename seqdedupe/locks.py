@@ -1,7 +1,7 @@
-"""Files that are locked while their owner lives, and say who that is.
+"""Files that are locked while their owner lives, and that name the owner.
 
-The lock of a data directory is a file of its own in it. Store and logs are moved away for repairs; a lock among them
-would go along, and a second process would get another one.
+A data directory's lock is a separate file in it. Store and logs are moved away for repairs. A lock among them would
+move with them, and a second process would get another one.
 """
 
 import fcntl
@@ -15,16 +15,16 @@ from pathlib import Path
 from seqdedupe.errors import SeqdedupeError, error
 
 DIRECTORY_LOCK = "LOCK"
-"""In the data directory. No procedure moves or removes it."""
+"""The lock's name in the data directory. No procedure moves or removes it."""
 
 _MAX_OWNER_BYTES = 400
 
 _SYSTEM_LOCKS = Path("/proc/locks")
-"""What is locked on this machine, and by which process, as far as this process may see it."""
+"""The locks on this machine, with their processes, as far as this process may see them."""
 
 
 class Lock:
-    """A locked file. The system unlocks it when the process ends, however it ends."""
+    """A locked file. The system unlocks it when the process ends, in any way."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -32,8 +32,7 @@ class Lock:
 
     @staticmethod
     def take(path: Path) -> "Lock":
-        """Locks the file, which is made if it is not there. Raises BlockingIOError, whose `strerror` names the owner;
-        OSError."""
+        """Lock the file, made if missing. Raises BlockingIOError, whose `strerror` names the owner; OSError."""
         while True:
             lock = Lock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
             try:
@@ -53,40 +52,41 @@ class Lock:
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """The path of the file."""
         return self._path
 
     def is_held(self) -> bool:
-        """Whether the file at the path is still the locked one: otherwise another process may lock that one. Raises
-        OSError if nobody can tell now."""
+        """Return whether the file at the path is still the locked one. Otherwise another process may lock the new file.
+
+        Raises OSError if that cannot be found out now."""
         try:
             return os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._descriptor))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def remove(self) -> None:
-        """Removes the file and unlocks it."""
+        """Remove the file and unlock it."""
         with suppress(OSError):
             if self.is_held():
                 self._path.unlink()
         self.close()
 
     def close(self) -> None:
-        """Unlocks it. The file stays."""
+        """Unlock it. The file stays."""
         os.close(self._descriptor)
 
     def _say_owner(self) -> None:
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         said = f"process {os.getpid()} on {socket.gethostname()}, started {started}\n"
-        # A full disk has no room for it. The file is locked all the same.
+        # A full disk has no room for the text. The file is locked all the same.
         with suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, said.encode(), 0)
 
     def _owner(self) -> str:
-        """Who has locked it, in words."""
+        """Return in words who has locked it."""
         with suppress(BlockingIOError):
-            # Two that only look do not exclude each other, and say nothing in the file.
+            # Two processes that only examine do not exclude each other, and write nothing into the file.
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return f"{holder_of(self._descriptor)}, which examines it,"
         said = os.pread(self._descriptor, _MAX_OWNER_BYTES, 0).decode("ascii", "replace")
@@ -116,7 +116,9 @@ def _holders(file: os.stat_result) -> set[int]:
 
 @contextmanager
 def locked_directory(folder: Path) -> Iterator[Lock]:
-    """A data directory that no other process uses or examines during the block. Raises DIRECTORY_IN_USE; OSError."""
+    """Lock a data directory, so that no other process uses or examines it during the block.
+
+    Raises DIRECTORY_IN_USE; OSError."""
     try:
         lock = Lock.take(folder / DIRECTORY_LOCK)
     except BlockingIOError as e:
@@ -129,13 +131,13 @@ def locked_directory(folder: Path) -> Iterator[Lock]:
 
 @contextmanager
 def kept_unused(folder: Path) -> Iterator[None]:
-    """While the block runs no sidecar uses this data directory. Changes nothing in it.
+    """Keep sidecars from using this data directory during the block. Nothing in it changes.
 
     Raises DIRECTORY_IN_USE; OSError.
     """
     with ExitStack() as held:
-        # A directory of an earlier version has no lock. There the store's own one keeps a sidecar away; a process that
-        # makes a store locks the folder above it.
+        # A directory of an earlier version has no such lock. There the store's own lock keeps a sidecar away. A process
+        # that makes a store locks the folder above it.
         for path in (folder / DIRECTORY_LOCK, folder, folder / "store" / "DURABLE"):
             if path.exists():
                 lock = Lock(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -151,8 +153,8 @@ def kept_unused(folder: Path) -> Iterator[None]:
 def owner_of(folder: Path) -> str | None:
     """Return in words who has locked this data directory; None if nobody has, or it is not known. Locks nothing.
 
-    The system's list of locks decides. It may name another device than the folder's file system does; then the owner is
-    not found.
+    The system's list of locks decides. It may name another device than the folder's file system does. Then the owner
+    is not found.
     """
     try:
         file = os.stat(folder / DIRECTORY_LOCK)

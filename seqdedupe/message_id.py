@@ -1,4 +1,4 @@
-"""Message IDs, readers' positions, and the message IDs of many rows as runs in columns."""
+"""Message IDs, readers' positions, and the message IDs of many rows, stored in columns as runs."""
 
 import re
 from collections.abc import Iterable
@@ -26,17 +26,17 @@ _MAX_INT64 = 2**63 - 1
 
 
 def checked_index(index: int) -> int:
-    """The index, if it can be a message's. Raises INVALID_POSITION."""
+    """Return the index, if it can be a message's. Raises INVALID_POSITION."""
     if not 0 <= index <= MAX_INDEX:
         raise error("INVALID_POSITION", f"{index} is not an index: they are counted from 0, up to {MAX_INDEX}")
     return index
 
 
 class MessageId(NamedTuple):
-    """Where a message stands in its log: ledger, entry, and batch index (-1 where an entry is one message).
+    """The place of a message in its log: ledger, entry, and batch index (-1 if an entry is one message).
 
-    Ordered, hashable and picklable. `str()` gives `ledger:entry` or `ledger:entry:batch_index`, and `parse` takes
-    it back; `to_bytes` and `from_bytes` are the form for storing (the protobuf message of the same name).
+    Ordered, hashable and picklable. `str()` returns `ledger:entry` or `ledger:entry:batch_index`, and `parse` reads it
+    back. `to_bytes` and `from_bytes` are the form for storing (the protobuf message of the same name).
     """
 
     ledger_id: int
@@ -49,12 +49,12 @@ class MessageId(NamedTuple):
 
     @staticmethod
     def of(incarnation: int, index: int) -> "MessageId":
-        """That of a message in the embedded log: its ledger is the topic's incarnation, its entry the index."""
+        """Return a message's ID in the embedded log: its ledger is the topic's incarnation, its entry the index."""
         return MessageId(incarnation, index)
 
     @staticmethod
     def parse(text: str) -> "MessageId":
-        """The message ID that `str()` printed. Raises INVALID_POSITION."""
+        """Return the message ID that `str()` printed. Raises INVALID_POSITION."""
         if _MESSAGE_ID.fullmatch(text):
             parts = [int(part) for part in text.split(":")]
             if max(parts) <= _MAX_INT64:
@@ -73,7 +73,7 @@ class MessageId(NamedTuple):
 
     @staticmethod
     def from_bytes(data: bytes) -> "MessageId":
-        """Raises INVALID_POSITION if the bytes are not a message ID's."""
+        """Return the message ID. Raises INVALID_POSITION if the bytes are not a message ID's."""
         try:
             return MessageId.from_proto(batch_pb2.MessageId.FromString(data))
         except DecodeError as e:
@@ -81,21 +81,21 @@ class MessageId(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a reader is: after the message with this ID and index, in this incarnation of its topic.
+    """The place of a reader: after the message with this ID and index, in this incarnation of its topic.
 
-    Positions are compared for equality only; those of two incarnations are never ordered. The start of a topic is
+    Positions are only compared for equality. Positions of two incarnations have no order. The start of a topic is
     `Position.start(incarnation)`: no message yet, index -1.
 
-    `ownership` (64 bits, unsigned) says in which history of the topic: eight bytes of the token of the marker under
-    which the message was written. A log that was restored to an older copy and grew again has other messages at the
-    same indexes, and another ownership there. 0 is not known, and at the start there is none: then it is not checked.
-    A message ID is not known (None) where a range was cut at an index: in some logs only a read tells it. The text is
-    then `incarnation@index`. `==` compares all parts as they are, `is_same` leaves out what is not known.
+    `ownership` (64 bits, unsigned) identifies the history of the topic: it has eight bytes of the token of the marker
+    under which the message was written. A log that was restored to an older copy and grew again has other messages at
+    the same indexes, and another ownership there. 0 means unknown, and the start has none: then it is not checked. The
+    message ID is unknown (None) if a range was cut at an index: in some logs only a read finds it. The text is then
+    `incarnation@index`. `==` compares all parts as they are; `is_same` ignores unknown ones.
     """
 
     incarnation: int
     message_id: MessageId | None
-    index: int  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
+    index: int  # type: ignore[assignment]  # a field, where a tuple has a method that nobody needs here
     ownership: int = 0
 
     @staticmethod
@@ -104,12 +104,12 @@ class Position(NamedTuple):
 
     @staticmethod
     def before(incarnation: int, index: int) -> "Position":
-        """After which the message with this index is the next one: the message ID is not known."""
+        """Return the position before the message with this index. Its message ID is not known."""
         return Position(incarnation, None, index - 1)
 
     @staticmethod
     def of(message_id: MessageId) -> "Position":
-        """After a message of the embedded log, whose ID says it all but the history. Raises INVALID_POSITION."""
+        """Return the position after a message of the embedded log. Its ownership is 0. Raises INVALID_POSITION."""
         incarnation, index, batch_index = message_id
         if min(incarnation, index) < 0 or batch_index >= 0:
             raise error("INVALID_POSITION", f"{message_id} is not the ID of a message of the embedded log, as 123:45")
@@ -117,7 +117,7 @@ class Position(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> "Position":
-        """The position that `str()` printed, or that of the message of the embedded log whose ID it printed.
+        """Return the position that `str()` printed, or the position after the embedded log's message with a printed ID.
 
         Raises INVALID_POSITION.
         """
@@ -138,12 +138,12 @@ class Position(NamedTuple):
         return parsed
 
     def is_whole(self) -> bool:
-        """Whether the parts fit together: a message ID and an ownership only where there is a message."""
+        """Whether the parts fit together: only a position after a message has a message ID and an ownership."""
         return self.index >= 0 or (self.index == -1 and self.message_id is None and self.ownership == 0)
 
     def is_same(self, other: "Position") -> bool:
-        """Whether both are after the same message, as far as is known: a message ID that is None, and an ownership
-        that is 0, fits any."""
+        """Whether both are after the same message, as far as is known: a message ID of None, and an ownership of 0,
+        match any."""
         return (
             (self.incarnation, self.index) == (other.incarnation, other.index)
             and (None in (self.message_id, other.message_id) or self.message_id == other.message_id)
@@ -171,24 +171,24 @@ class Position(NamedTuple):
 
     @staticmethod
     def from_bytes(data: bytes) -> "Position":
-        """Raises INVALID_POSITION if the bytes are not a position's."""
+        """Return the position. Raises INVALID_POSITION if the bytes are not a position's."""
         try:
             return Position.from_proto(batch_pb2.Position.FromString(data))
         except DecodeError as e:
             raise error("INVALID_POSITION", "these bytes are not a position") from e
 
 
-# -- The message IDs of rows that stand one after the other, as runs in columns.
+# -- The message IDs of consecutive rows, stored in columns as runs.
 
 _MAX_INT32 = 2**31 - 1
 
 
 @dataclass(slots=True, eq=False)
 class MessageIds:
-    """Those of the rows of a batch, or of some of them; `ids[row]` is one, `len(ids)` how many there are.
+    """The message IDs of a batch's rows, or of some of them. `ids[row]` is one ID, `len(ids)` their number.
 
-    The first row of run k has (`ledger_ids[k]`, `entry_ids[k]`, `batch_indexes[k]`). In the other rows of the run the
-    entry counts up where the batch index is -1 (an entry is one message), else the batch index does.
+    The first row of run k has (`ledger_ids[k]`, `entry_ids[k]`, `batch_indexes[k]`). In the run's other rows, the
+    entry counts up if the batch index is -1 (an entry is one message); else the batch index counts up.
     """
 
     run_rows: Int64s
@@ -202,7 +202,7 @@ class MessageIds:
 
     @staticmethod
     def of(runs: Iterable[tuple[int, int, int, int]]) -> "MessageIds":
-        """Those of at least one run: rows, ledger, entry and batch index of each."""
+        """Return the IDs of at least one run: rows, ledger, entry and batch index of each."""
         rows, ledger_ids, entry_ids, batch_indexes = zip(*runs, strict=True)
         return MessageIds(
             np.array(rows, np.int64),
@@ -213,9 +213,9 @@ class MessageIds:
 
     @staticmethod
     def of_record(record: Any) -> "MessageIds | None":
-        """Those that a `Record`, as `wire` reads it, brings for its rows; None where it leaves them to the index.
+        """Return the IDs that a `Record`, as read by `wire`, has for its rows; None if the index decides them.
 
-        Raises ValueError, which says what is wrong, if they cannot be those of its rows.
+        Raises ValueError with the problem, if they cannot be the IDs of its rows.
         """
         columns = record.run_rows, record.run_ledger_ids, record.run_entry_ids, record.run_batch_indexes
         if not any(columns):
@@ -236,7 +236,7 @@ class MessageIds:
         return ids
 
     def encode(self) -> bytes:
-        """As fields of a `Record`, which stand after all others."""
+        """Return the encoded fields of a `Record`. They come after all others."""
         record = wire.Record(
             run_rows=self.run_rows.astype("<u4").tobytes(),
             run_ledger_ids=self.ledger_ids.tobytes(),
@@ -247,7 +247,7 @@ class MessageIds:
         return encoded
 
     def _check(self) -> None:
-        """Raises ValueError unless every run has rows, and the IDs are some, and rise."""
+        """Raise ValueError unless every run has rows, and the IDs are valid and ascending."""
         if not self.run_rows.all():
             raise ValueError(f"run {int(np.argmin(self.run_rows))} has no rows")
         ledgers, entries, places = self.ledger_ids, self.entry_ids, self.batch_indexes.astype(np.int64)
@@ -273,7 +273,7 @@ class MessageIds:
         return MessageId(ledger_id, entry_id + step) if place < 0 else MessageId(ledger_id, entry_id, place + step)
 
     def columns(self) -> tuple[Int64s, Int64s, Int32s]:
-        """Ledgers, entries and batch indexes of all rows."""
+        """Return ledgers, entries and batch indexes of all rows."""
         run_of = np.repeat(np.arange(len(self.run_rows)), self.run_rows)
         steps = np.arange(len(self)) - (self._ends - self.run_rows)[run_of]
         places = self.batch_indexes[run_of]
@@ -284,7 +284,7 @@ class MessageIds:
         )
 
     def cut(self, first: int, stop: int) -> "MessageIds":
-        """Those of the rows from `first` to before `stop`, of which there is at least one."""
+        """Return the IDs of the rows from `first` to before `stop`, at least one."""
         begin = int(np.searchsorted(self._ends, first, "right"))
         end = int(np.searchsorted(self._ends, stop)) + 1
         rows = np.diff(np.minimum(self._ends[begin:end], stop), prepend=first)

@@ -1,5 +1,5 @@
-"""Names of topics, namespaces and producers, and what follows from a name alone: which partition of its topic a message
-belongs to, and which of several processes has a topic."""
+"""Names of topics, namespaces and producers, and what a name alone decides: the partition of a message, and the process
+that has a topic."""
 
 import re
 from collections.abc import Collection
@@ -19,10 +19,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def topic_name(name: str) -> str:
-    """The full name, `persistent://tenant/namespace/name`, of a full or short topic name.
+    """Return the full name, `persistent://tenant/namespace/name`, of a full or short topic name.
 
-    A short name stands for `persistent://public/default/name`, as in Pulsar. Parts are made of ASCII letters, digits,
-    `_`, `-`, `.`, `=`, and in the last one `:`. Raises INVALID_TOPIC_NAME.
+    A short name stands for `persistent://public/default/name`, as in Pulsar. Parts have ASCII letters, digits, `_`,
+    `-`, `.`, `=`, and in the last part `:`. Raises INVALID_TOPIC_NAME.
     """
     full = f"persistent://public/default/{name}" if _SHORT_NAME.fullmatch(name) else name
     if not _FULL_NAME.fullmatch(full) or len(full.encode()) > MAX_NAME_BYTES:
@@ -35,7 +35,7 @@ def topic_name(name: str) -> str:
 
 
 def check_is_no_system_topic(topic: str) -> None:
-    """Raises INVALID_TOPIC_NAME if Pulsar, or what runs in it, uses topics of this name itself."""
+    """Raise INVALID_TOPIC_NAME if Pulsar, or a program that runs in it, uses topics of this name itself."""
     whole = whole_of(topic) or topic
     local = whole.rpartition("/")[2]
     if local.startswith(_SYSTEM_PREFIXES) or local.endswith(_PENDING_ACKS) or namespace_of(whole) == _SYSTEM_NAMESPACE:
@@ -48,23 +48,23 @@ def check_is_no_system_topic(topic: str) -> None:
 
 
 def partition_name(whole: str, partition: int) -> str:
-    """The full name of a partition of a partitioned topic, as in Pulsar. Raises INVALID_TOPIC_NAME."""
+    """Return the full name of a partition of a partitioned topic, as in Pulsar. Raises INVALID_TOPIC_NAME."""
     return topic_name(f"{whole}-partition-{partition}")
 
 
 def whole_of(topic: str) -> str | None:
-    """The name of the partitioned topic of which a topic with this name would be a partition; None if of none."""
+    """Return the name of the partitioned topic that would have a partition with this name; None if there is none."""
     found = _PARTITION.fullmatch(topic)
     return found[1] if found else None
 
 
 def number_of(partition: str) -> int:
-    """The number in the name of a partition. Raises ValueError for the name of none."""
+    """Return the number in the name of a partition. Raises ValueError for any other name."""
     return int(partition.rpartition("-")[2])
 
 
 def namespace_name(name: str) -> str:
-    """A namespace's name, `tenant/namespace`, if it is one. Raises INVALID_NAMESPACE."""
+    """Return a namespace's name, `tenant/namespace`, if it is valid. Raises INVALID_NAMESPACE."""
     if not _NAMESPACE.fullmatch(name) or len(name) > MAX_NAME_BYTES:
         raise error(
             "INVALID_NAMESPACE",
@@ -75,17 +75,17 @@ def namespace_name(name: str) -> str:
 
 
 def is_namespace(name: str) -> bool:
-    """Whether this is the name of a namespace, and none of a topic."""
+    """Whether this is the name of a namespace, and not of a topic."""
     return _NAMESPACE.fullmatch(name) is not None
 
 
 def namespace_of(topic: str) -> str:
-    """The namespace of a topic's full name."""
+    """Return the namespace of a topic's full name."""
     return topic.removeprefix("persistent://").rpartition("/")[0]
 
 
 def decoded_producer_name(name: bytes) -> str:
-    """A producer name that came as bytes, not checked further. Raises INVALID_NAME."""
+    """Return a producer name that came as bytes, not checked further. Raises INVALID_NAME."""
     try:
         return name.decode()
     except UnicodeDecodeError as e:
@@ -93,7 +93,7 @@ def decoded_producer_name(name: bytes) -> str:
 
 
 def producer_name(name: str) -> bytes:
-    """The UTF-8 form of a producer name, 1 to 255 bytes. Raises INVALID_NAME."""
+    """Return the UTF-8 form of a producer name, 1 to 255 bytes. Raises INVALID_NAME."""
     try:
         encoded = name.encode()
     except UnicodeEncodeError as e:
@@ -103,7 +103,7 @@ def producer_name(name: str) -> bytes:
 
 
 def check_name_length(encoded: bytes) -> None:
-    """Raises INVALID_NAME if a producer name has not 1 to 255 bytes."""
+    """Raise INVALID_NAME if a producer name does not have 1 to 255 bytes."""
     if not 1 <= len(encoded) <= MAX_NAME_BYTES:
         raise error(
             "INVALID_NAME",
@@ -112,7 +112,7 @@ def check_name_length(encoded: bytes) -> None:
 
 
 def new_producer_name(name: str) -> bytes:
-    """`producer_name` for one that is to be known from now on: it has no control characters. Raises INVALID_NAME."""
+    """Do as `producer_name`, for a new name, which may have no control characters. Raises INVALID_NAME."""
     encoded = producer_name(name)
     if _CONTROL.search(name):
         raise error("INVALID_NAME", f"the producer name {name[:80]!r} has a control character in it")
@@ -120,7 +120,7 @@ def new_producer_name(name: str) -> bytes:
 
 
 def check_cursor_name(name: str) -> None:
-    """Raises INVALID_NAME if no cursor can have this name."""
+    """Raise INVALID_NAME if no cursor can have this name."""
     try:
         new_producer_name(name)
     except InvalidRequestError as e:
@@ -130,9 +130,11 @@ def check_cursor_name(name: str) -> None:
 
 
 def source_name(name: str, topic: str, creation: int) -> str:
-    """By what the outputs of a topic's messages are known, whoever makes them: `name` is that of a function or a pipe,
-    `topic` a full one, of a partition if it is one of several, and `creation` says which topic of that name it is (an
-    incarnation, a ledger): one that was made anew counts from 0 again. No two sources have the same one."""
+    """Return the name of the outputs of a topic's messages, which is the same for every process that makes them.
+
+    `name` is the function's or pipe's. `topic` is a full name, of a partition if there are several. `creation`
+    identifies the topic among all with its name (an incarnation, a ledger): a topic made again counts from 0 again. No
+    two sources have the same name."""
     return f"{name}/{topic}/{creation}"
 
 
@@ -143,23 +145,23 @@ _MASK31 = 0x7FFFFFFF
 
 
 def partition_of(key: bytes | None, producer_name: bytes, partitions: int) -> int:
-    """The partition, from 0 to `partitions - 1`, of a message with this key, or None, and this producer.
+    """Return the partition, from 0 to `partitions - 1`, of a message with this key, or None, and this producer.
 
-    By the key where there is one, the empty key too; else by the producer name. Never by turns. As Pulsar's clients
-    have it with `Murmur3_32Hash`: the hash without its sign bit, modulo the number of partitions.
+    The key decides if there is one, also an empty one; else the producer name. Partitions never take turns. This is as
+    in Pulsar's clients with `Murmur3_32Hash`: the hash without its sign bit, modulo the number of partitions.
     """
     return (murmur3_32(producer_name if key is None else key) & _MASK31) % partitions
 
 
 def murmur3_32(data: bytes) -> int:
-    """MurmurHash3_x86_32 (Austin Appleby) of some bytes with the seed 0, as an unsigned number."""
+    """Return MurmurHash3_x86_32 (Austin Appleby) of these bytes with the seed 0, as an unsigned number."""
     whole = len(data) & ~3
     h = 0
     for (word,) in iter_unpack("<I", data[:whole]):
         h ^= _mixed(word)
         h = (h << 13 | h >> 19) & _MASK32
         h = h * 5 + 0xE6546B64 & _MASK32
-    # The bytes that are left make a last word; without any it is 0, which changes nothing.
+    # The remaining bytes make a last word. Without any it is 0, which changes nothing.
     h ^= _mixed(int.from_bytes(data[whole:], "little"))
     h ^= len(data)
     h ^= h >> 16
@@ -175,29 +177,29 @@ def _mixed(word: int) -> int:
     return word * 0x1B873593 & _MASK32
 
 
-# -- The shard of a topic: each process of several has some of the shards, and a topic is of one of them by its name.
+# -- The shard of a topic: each of several processes has some shards, and a topic's name decides its shard.
 
 SHARDS = 64
-"""How many there are, for good: a data directory says of how many its shards are."""
+"""The number of shards, which never changes: a data directory records the number that it was made with."""
 
 ALL_SHARDS = frozenset(range(SHARDS))
 
 
 def shard_of(name: str) -> int:
-    """The shard, from 0 to `SHARDS - 1`, of a topic's full name, or of a namespace.
+    """Return the shard, from 0 to `SHARDS - 1`, of a topic's full name, or of a namespace.
 
-    That of a partition is that of the whole topic: its partitions are made and deleted together, by one process.
+    A partition has the shard of the whole topic: one process makes and deletes all partitions together.
     """
     return murmur3_32((whole_of(name) or name).encode()) % SHARDS
 
 
 def shards_of_worker(worker: int, workers: int) -> frozenset[int]:
-    """What a worker has, from 0 on, of so many: stretches that differ by one in length at most."""
+    """Return the shards of a worker, counted from 0, among `workers`: ranges that differ by one in length at most."""
     return frozenset(shard for shard in ALL_SHARDS if shard * workers // SHARDS == worker)
 
 
 def to_text(shards: Collection[int]) -> str:
-    """Shards as a text: `0-15,20`."""
+    """Return shards as text: `0-15,20`."""
     stretches: list[list[int]] = []
     for shard in sorted(shards):
         if stretches and stretches[-1][1] == shard - 1:
@@ -208,7 +210,7 @@ def to_text(shards: Collection[int]) -> str:
 
 
 def from_text(text: str) -> frozenset[int]:
-    """Shards of a text as `to_text` makes it, in any order. Raises INVALID_REQUEST."""
+    """Return the shards of a text like that of `to_text`, in any order. Raises INVALID_REQUEST."""
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")

@@ -1,7 +1,7 @@
-"""Profiles: where several sidecars are and what a command shows them, by name, in one file of the user's.
+"""Profiles: the addresses of several sidecars and a command's credentials for them, by name, in one file of the user.
 
-The file is TOML, a table for each profile, whose keys are the connection options of the commands. It holds no secret:
-a profile names the file of its token.
+The file is TOML, with a table for each profile. Its keys are the connection options of the commands. It holds no
+secret: a profile names the file of its token.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from seqdedupe.files import read_named
 VARIABLE = "SEQDEDUPE_PROFILE"
 
 FILE_KEYS = ("token_file", "tls_ca_file", "tls_certificate_file", "tls_key_file")
-"""What names a file: from `~` it is in the user's home, and a relative path begins at the folder of the profiles."""
+"""Keys that name a file: `~` is the user's home, and a relative path begins at the folder of the profiles."""
 
 KEYS = ("address", *FILE_KEYS)
 
@@ -26,15 +26,16 @@ Profile = dict[str, str]
 
 
 def file_path() -> Path:
-    """Where the profiles are: `seqdedupe/profiles.toml` in `XDG_CONFIG_HOME`, else in `~/.config`."""
+    """Return the path of the profiles: `seqdedupe/profiles.toml` in `XDG_CONFIG_HOME`, else in `~/.config`."""
     folder = os.environ.get("XDG_CONFIG_HOME", "")
-    # The specification has relative ones ignored.
+    # By the specification, a relative folder is ignored.
     return (Path(folder) if os.path.isabs(folder) else Path.home() / ".config") / "seqdedupe" / "profiles.toml"
 
 
 def read_all() -> dict[str, Profile]:
-    """All profiles by name, in the order of the file; none if there is no file. Raises INVALID_CONFIGURATION if the
-    file is none of profiles, whichever of them that is about."""
+    """Return all profiles by name, in the order of the file; none if there is no file.
+
+    Raises INVALID_CONFIGURATION if any part of the file is invalid, also for another profile."""
     path = file_path()
     try:
         tables = tomllib.loads(read_named(path, MAX_FILE_BYTES).decode())
@@ -46,7 +47,7 @@ def read_all() -> dict[str, Profile]:
 
 
 def read(name: str) -> Profile:
-    """One profile. Raises INVALID_CONFIGURATION if there is none of this name, and as `read_all`."""
+    """Return one profile. Raises INVALID_CONFIGURATION if there is none of this name, and as `read_all`."""
     profiles = read_all()
     if name not in profiles:
         near = difflib.get_close_matches(name, profiles, 1)
@@ -63,7 +64,7 @@ def _checked(path: Path, name: str, table: object) -> Profile:
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1)
             what = f"{path}: the profile {name!r} has a key {key!r}, which is none of {', '.join(KEYS)}"
-            # What is near to `token` would hide that no token may stand here.
+            # A similar key suggested for `token` would hide that no token may be in this file.
             raise _invalid(f"{what}: do you mean {near[0]}?" if near and key != "token" else what)
         if not isinstance(value, str) or not value:
             raise _invalid(f"{path}: {key} of the profile {name!r} should be text in quotes, and not empty")

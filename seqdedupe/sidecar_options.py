@@ -1,4 +1,4 @@
-"""The options of a command that calls a sidecar: where it is, and what the command shows it."""
+"""The options of a command that calls a sidecar: its address, and the command's credentials."""
 
 import os
 from collections.abc import Callable
@@ -22,14 +22,15 @@ _CREDENTIALS = {
     "--tls-certificate-file": (credentials.TLS_CERTIFICATE_FILE, "A certificate of one's own."),
     "--tls-key-file": (credentials.TLS_KEY_FILE, "Its key."),
 }
-"""No option takes a token itself: all users of a machine see the command lines of its processes."""
+"""No option takes a token itself: all users of a machine can see the command lines of its processes."""
 
 _TOLD = "seqdedupe.credentials"
 
 
 def sidecar_options(command: Command) -> Command:
-    """Adds `--address`, which the command gets, the options of which `told_credentials` are made, and `--profile`,
-    which says what holds where neither the command line nor the environment says anything."""
+    """Add `--address`, which the command receives, the options for `told_credentials`, and `--profile`.
+
+    A profile decides where neither the command line nor the environment has a value."""
     for name, (variable, what) in reversed(_CREDENTIALS.items()):
         command = click.option(
             name,
@@ -64,11 +65,11 @@ def sidecar_options(command: Command) -> Command:
 
 
 CONNECTION_PARAMETERS = ("address", "profile", *(name.removeprefix("--").replace("-", "_") for name in _CREDENTIALS))
-"""The options' names, as click has them."""
+"""The options' names in click."""
 
 
 def _remember(context: click.Context, option: click.Parameter, value: str | None) -> None:
-    # What the environment says is looked for by whoever makes the credentials.
+    # The code that makes the credentials reads the environment itself.
     source, sources = context.get_parameter_source(option.name or ""), click.core.ParameterSource
     if source is sources.DEFAULT_MAP and option.name == "token_file" and os.environ.get(credentials.TOKEN):
         return
@@ -90,11 +91,12 @@ def _profile_names(_context: click.Context, _option: click.Parameter, incomplete
 
 
 def told_files() -> dict[str, str]:
-    """The files that the command line of the command at work names, or else its profile where the environment names
-    none, by the names that they have in `Credentials`."""
+    """Return the files that the current command line names, by their names in `Credentials`.
+
+    A file of its profile is included if the environment has none."""
     return dict(click.get_current_context().meta.get(_TOLD, {}))
 
 
 def told_credentials() -> Credentials:
-    """What the command at work was told, and for the rest the environment says. Raises INVALID_CREDENTIALS."""
+    """Return the credentials of the current command line; the environment has the rest. Raises INVALID_CREDENTIALS."""
     return Credentials.from_environment(**told_files())

@@ -1,4 +1,4 @@
-"""What goes on beside others: news for all that wait, work that is tried again, work that outlasts who asked for it."""
+"""Concurrent work: news for all waiting tasks, work that is retried, and work that outlasts its caller."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -11,17 +11,17 @@ R = TypeVar("R")
 
 
 class Broadcast:
-    """Wakes all that wait, once. Whoever is cancelled while waiting leaves nothing behind."""
+    """News for all waiting tasks: each wakes once. A task that is cancelled while waiting leaves nothing behind."""
 
     def __init__(self) -> None:
-        # A dict, for its order: they go on in the order in which they came.
+        # A dict keeps the order: tasks continue in the order in which they came.
         self._waiting: dict[asyncio.Future[None], None] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def tell(self) -> None:
-        """There is news."""
+        """Wake all waiting tasks."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
@@ -30,7 +30,7 @@ class Broadcast:
                 future.set_result(None)
 
     async def wait(self) -> None:
-        """Returns at the next news."""
+        """Wait for the next news."""
         future = asyncio.get_running_loop().create_future()
         self._waiting[future] = None
         try:
@@ -42,9 +42,9 @@ class Broadcast:
 async def again_until(
     done: Callable[[], Awaitable[bool]], pause: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> None:
-    """Waits and tries, with growing delays, until it is done. It was tried once already.
+    """Wait and retry, with growing delays, until `done` returns true. The caller has already tried once.
 
-    `pause` is given the seconds that should pass before it is tried again.
+    `pause` receives the seconds that should pass before the next try.
     """
     delay = FIRST_DELAY_SECONDS
     await pause(delay)
@@ -54,13 +54,13 @@ async def again_until(
 
 
 def retrieve(done: asyncio.Future[Any]) -> None:
-    """For `add_done_callback`, of what may fail when whoever asked for it has gone: asyncio would report that."""
+    """Retrieve the error of work whose caller may have gone: asyncio would report it. For `add_done_callback`."""
     if not done.cancelled():
         done.exception()
 
 
 async def shielded(tasks: dict[str, asyncio.Task[R]], name: str, work: Coroutine[Any, Any, R]) -> R:
-    """Runs something in a task of its own, listed while it runs, which goes on when the caller is cancelled."""
+    """Run work in a separate task, listed while it runs. It goes on when the caller is cancelled."""
 
     async def run() -> R:
         try:

@@ -1,6 +1,6 @@
-"""A real sidecar for tests: a process of its own, for the length of a block, to be killed and started again at will.
+"""A real sidecar for tests: a separate process, for the length of a block, that can be killed and started again.
 
-And limits for what waits: `Patience` measures progress, so that a slow machine changes no result.
+And limits for waits: `Patience` measures progress, so that a slow machine does not change a result.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 STALL_SECONDS = 600.0
-"""The time without anything new after which a wait has failed. A Spark job that starts on a busy machine is silent for
+"""The time without any change after which a wait has failed. A Spark job that starts on a busy machine is silent for
 minutes."""
 LAST_RESORT_SECONDS = 900.0
-"""The longest wait, whatever is new: 15 minutes, or ten times what it takes on two quiet cores if that is more."""
+"""The longest wait, with any changes: 15 minutes, or ten times the time on two quiet cores if that is more."""
 STACKS_SIGNAL = signal.SIGUSR2
-"""A Python process that has registered it with `faulthandler` prints its stacks and goes on; a sidecar with
-`PYTHONFAULTHANDLER` does. No other process receives it, and none a signal that would end it."""
+"""A Python process that has registered this signal with `faulthandler` prints its stacks and goes on. A sidecar with
+`PYTHONFAULTHANDLER` does. No other process receives it, and none receives a signal that would end it."""
 _POLL_SECONDS = 0.05
 _LINES_SHOWN = 20
 _CHARACTERS_SHOWN = 20_000
@@ -44,7 +44,7 @@ _sidecars: "weakref.WeakSet[Sidecar]"
 
 
 class Stalled(RuntimeError):
-    """A wait has failed: its message names it, says what was seen last, and has the stacks of all processes."""
+    """A wait has failed. The message names it, says what was seen last, and has the stacks of all processes."""
 
 
 class Patience:
@@ -55,7 +55,7 @@ class Patience:
             patience.check(rows_in_the_table(), log.stat().st_size)
             time.sleep(0.01)
 
-    A wait that sees nothing, because there is nothing to see, has the last resort alone.
+    A wait that sees nothing, because there is nothing to see, only has the last resort.
     """
 
     def __init__(self, what: str, last_resort_seconds: float = LAST_RESORT_SECONDS) -> None:
@@ -65,7 +65,7 @@ class Patience:
         self._seen: tuple[object, ...] = ()
 
     def check(self, *seen: object) -> None:
-        """Raises Stalled if this has not changed for STALL_SECONDS, or the wait has lasted for its last resort."""
+        """Raise Stalled if these values have not changed for STALL_SECONDS, or the wait has reached its last resort."""
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._changed_at = seen, now
@@ -79,7 +79,7 @@ class Patience:
         raise Stalled(f"{self._what} {why}{last}\n{all_stacks()}")
 
     def wait(self, process: "subprocess.Popen[Any]", seen: Callable[[], object] | None = None) -> int:
-        """Waits for a process to end; returns its exit status. Raises Stalled as `check` does."""
+        """Wait for a process to end, and return its exit status. Raises Stalled as `check` does."""
         while True:
             try:
                 return process.wait(_POLL_SECONDS)
@@ -87,7 +87,7 @@ class Patience:
                 self.check(*(() if seen is None else (seen(),)))
 
     def run(self, command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
-        """`subprocess.run`, with what it prints as text. Raises Stalled as `check` does; the process is killed then."""
+        """Do as `subprocess.run`, with output as text. Raises Stalled as `check` does, and then kills the process."""
         with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
             given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors} | options
             with subprocess.Popen(command, **given) as process:
@@ -101,9 +101,10 @@ class Patience:
 
 
 def all_stacks() -> str:
-    """The stacks of this process: of its threads, and of the tasks of its running event loop. And those that processes
-    below it print when asked, which Python does that handles STACKS_SIGNAL, and Java; of the others, where each thread
-    waits in the kernel. On Linux alone. No process ends by it."""
+    """Return the stacks of this process's threads, of the tasks of its running event loop, and of its child processes.
+
+    Java, and Python with a handler of STACKS_SIGNAL, print their stacks when asked. For other processes, return where
+    each thread waits in the kernel. Only on Linux. No process ends because of this."""
     pids = _below(os.getpid())
     names = [f"{pid}: {' '.join(_command(pid))[:200]}" for pid in pids]
     said = [_own_stacks(), "\n".join(["The processes below it:", *names])]
@@ -125,10 +126,10 @@ def all_stacks() -> str:
         )
         for sidecar, begin in printed.items():
             said.append("\n".join(sidecar.errors[begin:]))
-            # What it was asked for is no error of its own.
+            # The stacks that were asked for are not errors of the sidecar.
             del sidecar.errors[begin:]
         said += [file.read()[-_CHARACTERS_SHOWN:].decode(errors="replace") for file in files]
-        # What nobody has read by now is for this reader alone.
+        # Output that nobody has read by now is only meant for this reader.
         unread = [os.read(pipe, size) for pipe in pipes if (size := _unread_bytes(pipe))]
         said += [text[-_CHARACTERS_SHOWN:].decode(errors="replace") for text in unread]
     return "\n\n".join(text.strip() for text in said if text.strip())
@@ -136,7 +137,7 @@ def all_stacks() -> str:
 
 def _own_stacks() -> str:
     with tempfile.TemporaryFile("w+", errors="replace") as file:
-        # Of many threads not all are printed, and this one may be the last.
+        # If there are many threads, not all are printed, and this one may be the last.
         faulthandler.dump_traceback(file, all_threads=False)
         faulthandler.dump_traceback(file)
         with contextlib.suppress(RuntimeError):  # no loop runs in this thread
@@ -154,11 +155,11 @@ def _awaits(task: "asyncio.Task[Any]") -> Iterator[str]:
 
 
 def _below(pid: int) -> list[int]:
-    """The processes that this one has started, and that those have."""
+    """Return all processes that this one has started, directly or indirectly."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # What is in brackets is a name, which may hold anything.
+            # The text in brackets is a name, which may contain any character.
             children[int(path.read_text(errors="replace").rpartition(")")[2].split()[1])].append(int(path.parent.name))
     found = [pid]
     for parent in found:
@@ -173,7 +174,7 @@ def _command(pid: int) -> list[str]:
 
 
 def _ask(pid: int) -> int:
-    """Has a process print its stacks, if it handles a signal for that and goes on; which one, or 0."""
+    """Make a process print its stacks, if it handles a signal for that and goes on. Return the signal, or 0."""
     with contextlib.suppress(OSError):
         program = Path(f"/proc/{pid}/exe").readlink().name
         number = signal.SIGQUIT if program == "java" else STACKS_SIGNAL if "python" in program else 0
@@ -184,7 +185,7 @@ def _ask(pid: int) -> int:
 
 
 def _kernels_view(pid: int) -> str:
-    """Where each thread of a process waits, as far as this user may know."""
+    """Return where each thread of a process waits, as far as this user may know."""
     lines = [f"Process {pid}, which prints no stacks, by the kernel:"]
     for thread in Path("/proc").glob(f"{pid}/task/*"):
         for name in ("comm", "wchan", "stack"):
@@ -194,7 +195,7 @@ def _kernels_view(pid: int) -> str:
 
 
 def _has_signal(pid: int, which: str, number: int) -> bool:
-    """Whether a process handles a signal (SigCgt), or is yet to receive it (ShdPnd)."""
+    """Return whether a process handles a signal (SigCgt), or has not received it yet (ShdPnd)."""
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         if found := re.search(rf"^{which}:\s*(\w+)", status, re.MULTILINE):
@@ -203,7 +204,7 @@ def _has_signal(pid: int, which: str, number: int) -> bool:
 
 
 def _outputs(pids: list[int]) -> tuple[list[BinaryIO], list[int]]:
-    """The files to which these processes print, each open at its end, and the pipes whose other end this one has."""
+    """Return the files to which these processes print, each open at its end, and the pipes that this process reads."""
     ours: dict[tuple[int, int], int] = {}
     for fd in map(int, os.listdir("/proc/self/fd") if pids else []):
         with contextlib.suppress(OSError):
@@ -226,13 +227,13 @@ def _outputs(pids: list[int]) -> tuple[list[BinaryIO], list[int]]:
 
 
 def _unread_bytes(pipe: int) -> int:
-    with contextlib.suppress(OSError):  # its reader has closed it by now
+    with contextlib.suppress(OSError):  # its reader has already closed it
         return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)
     return 0
 
 
 def _wait_until_quiet(look: Callable[[], tuple[object, ...]]) -> None:
-    """Waits until nothing changes any more, and no signal is under way: the first of what is looked at."""
+    """Wait until nothing changes any more, and no signal is pending: the first value of `look`."""
     ends = time.monotonic() + _MOST_SECONDS
     before: tuple[object, ...] = ()
     while ((now := look()) != before or now[0]) and time.monotonic() < ends:
@@ -241,8 +242,9 @@ def _wait_until_quiet(look: Callable[[], tuple[object, ...]]) -> None:
 
 
 def reserved_port() -> socket.socket:
-    """A socket bound to a free port of 127.0.0.1, which nobody else is given while it is open. Only a server that asks
-    for that very port, and reuses addresses as servers do, may listen there."""
+    """Return a socket bound to a free port of 127.0.0.1, which no other process gets while it is open.
+
+    Only a server that asks for this port, and reuses addresses as servers do, may listen there."""
     reserving = socket.socket()
     reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserving.bind(("127.0.0.1", 0))
@@ -250,20 +252,19 @@ def reserved_port() -> socket.socket:
 
 
 class Sidecar:
-    """A sidecar process, on a free port of 127.0.0.1 that stays its own over restarts.
+    """A sidecar process, on a free port of 127.0.0.1 that it keeps over restarts.
 
         with Sidecar(allow_auto_topic_creation=False) as sidecar:
             ...  # publish to sidecar.address
             sidecar.kill()  # -9
             sidecar.start()
 
-    `folder` is where its data directory is made, and stays; left out, that is a temporary one and goes with the block.
-    `keys` are keys of the configuration (docs/reference/configuration.md); `environment` is added to this process's
-    own; `module` is what `python -m` runs. Keys may be changed between two starts. Needs the extra
-    `seqdedupe[sidecar]`.
-    It asks nobody who they are, so that clients need no token, unless `keys` has `authentication="token"`.
-    With several `workers` they listen on Unix sockets, and `address` has all of them, with commas between.
-    Its methods block; they belong to one thread.
+    Its data directory is made in `folder`, and stays. Without `folder`, it is temporary and is removed after the block.
+    `keys` are keys of the configuration (docs/reference/configuration.md). `environment` is added to this process's
+    own. `module` is what `python -m` runs. Keys may be changed between two starts. Needs the extra
+    `seqdedupe[sidecar]`. It uses no authentication, so clients need no token, unless `keys` has
+    `authentication="token"`. Several `workers` listen on Unix sockets, and `address` has all of them, with commas
+    between. Its methods block, and must be called from one thread.
     """
 
     def __init__(
@@ -281,25 +282,25 @@ class Sidecar:
         self.folder = Path(self._temporary.name) if self._temporary is not None else Path(folder or "")
         self.keys = keys
         reserving = reserved_port()
-        # While the sidecar is down nobody else may get its port.
+        # While the sidecar is down, no other process may get its port.
         weakref.finalize(self, reserving.close)
         self.address = "{}:{}".format(*reserving.getsockname())
-        """`host:port` or `unix:path`. With a `listen` among the keys it is known once it serves."""
+        """`host:port` or `unix:path`. With a `listen` among the keys, it is known once the sidecar serves."""
         self._has_workers = workers > 1
         if self._has_workers:
-            # A path below `folder` may be longer than a socket's can be.
+            # A path below `folder` may be too long for a socket.
             sockets = tempfile.mkdtemp(prefix="seqdedupe-")
             weakref.finalize(self, shutil.rmtree, sockets)
             listen = f"unix:{sockets}/worker"
             self.address = ",".join(f"{listen}.{worker}" for worker in range(workers))
             self.keys = {"workers": workers, "listen": listen} | keys
         self.worker_pids: dict[int, int] = {}
-        """The processes of workers that run now, by their numbers from 0 on."""
+        """The process IDs of workers that run now, by their numbers from 0 on."""
         self._serving_at: set[str] = set()
         self.log: list[dict[str, Any]] = []
-        """What it has logged since the first start, as parsed JSON lines: `event`, `level`, ..."""
+        """The log since the first start, as parsed JSON lines: `event`, `level`, ..."""
         self.errors: list[str] = []
-        """What else it has printed to standard error, by lines."""
+        """All other output on standard error, by lines."""
         self._process: subprocess.Popen[str] | None = None
         self._serving = threading.Event()
         self._reader: threading.Thread | None = None
@@ -307,17 +308,17 @@ class Sidecar:
 
     @property
     def data(self) -> Path:
-        """Its data directory, unless `keys` has another one."""
+        """The sidecar's data directory, unless `keys` has another one."""
         return self.folder / "data"
 
     @property
     def token_file(self) -> Path:
-        """With `authentication="token"`: the file with the token, once it serves."""
+        """With `authentication="token"`: the file with the token, once the sidecar serves."""
         return self.data / "token"
 
     @property
     def pid(self) -> int:
-        """The process's number. Raises RuntimeError before the first start."""
+        """The process ID. Raises RuntimeError before the first start."""
         if self._process is None:
             raise RuntimeError("the sidecar was not started yet")
         return self._process.pid
@@ -335,12 +336,12 @@ class Sidecar:
         self.close()
 
     def start(self) -> None:
-        """`spawn` and `wait_until_serving`. Raises RuntimeError if it runs already."""
+        """Do `spawn` and `wait_until_serving`. Raises RuntimeError if it runs already."""
         self.spawn()
         self.wait_until_serving()
 
     def spawn(self) -> "subprocess.Popen[str]":
-        """Starts the process without waiting for it to serve. Raises RuntimeError if it runs already."""
+        """Start the process without waiting for it to serve. Raises RuntimeError if it runs already."""
         if self.is_running:
             raise RuntimeError(f"the sidecar runs already, as process {self.pid}: kill or stop it first")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -368,7 +369,7 @@ class Sidecar:
         return flags
 
     def wait_until_serving(self) -> None:
-        """Waits until it serves. Raises RuntimeError with what it printed if it ends instead, and Stalled."""
+        """Wait until it serves. Raises RuntimeError with its output if it ends instead, and Stalled."""
         # The first start on a machine compiles, and prints nothing for a minute or several.
         patience = Patience("the start of the sidecar", LAST_RESORT_SECONDS * (self.address.count(",") + 1))
         while not self._serving.wait(_POLL_SECONDS):
@@ -376,14 +377,14 @@ class Sidecar:
             patience.check()
 
     def check_running(self) -> None:
-        """Raises RuntimeError with the end of what it printed if the process has ended by itself."""
+        """Raise RuntimeError with the end of its output if the process has ended without being stopped."""
         process = self._process
         if process is not None and process.poll() is not None:
             self._join()
             raise RuntimeError(f"the sidecar ended with {process.returncode}: {self.last_lines()}")
 
     def last_lines(self) -> str:
-        """The end of what it has logged and printed."""
+        """Return the last lines that it has logged and printed."""
         events = [str(entry.get("event")) for entry in self.log]
         return "\n".join((events + self.errors)[-_LINES_SHOWN:])
 
@@ -419,7 +420,7 @@ class Sidecar:
             self._reader.join()
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill it with kill -9."""
         self.signal(signal.SIGKILL)
         if self._process is not None:
             Patience("the end of the sidecar that was killed").wait(self._process)
@@ -430,28 +431,28 @@ class Sidecar:
         self.wait()
 
     def stop(self) -> int:
-        """SIGTERM: it drains. Returns the exit status."""
+        """Send SIGTERM: it drains. Return the exit status."""
         self.signal(signal.SIGTERM)
         return self.wait()
 
     def restart(self) -> None:
-        """kill -9, and start again."""
+        """Kill it with kill -9, and start it again."""
         self.kill()
         self.start()
 
     def close(self) -> None:
-        """kill -9; a temporary folder is removed."""
+        """Kill it with kill -9, and remove a temporary folder."""
         self.kill()
         if self._temporary is not None:
             self._temporary.cleanup()
 
     def signal(self, number: int) -> None:
-        """Sends a signal, if the process is still there."""
+        """Send a signal, if the process still runs."""
         if self._process is not None and self.is_running:
             self._process.send_signal(number)
 
     def wait(self) -> int:
-        """Waits for the process to end; returns the exit status. Raises Stalled."""
+        """Wait for the process to end, and return the exit status. Raises Stalled."""
         if self._process is None:
             return 0
         status = Patience("the end of the sidecar").wait(self._process, lambda: len(self.log) + len(self.errors))

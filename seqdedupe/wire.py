@@ -1,11 +1,11 @@
 """The same wire bytes, read faster: columns as `bytes`.
 
-In protobuf's encoding a packed `repeated sfixed64` field and a `bytes` field look the same. So next to the published
-schema there is an alias of it, made here when imported, in which every repeated number is `bytes` and every `Batch`
-inside another message is `bytes` too. Columns then go to numpy and back without a Python object a value.
+In protobuf's encoding, a packed `repeated sfixed64` field and a `bytes` field look the same. So next to the published
+schema there is an alias schema, made here on import. In it every repeated number is `bytes`, and every `Batch` inside
+another message is `bytes` too. Columns then go to numpy and back without a Python object per value.
 
-A legal encoder may split a repeated field or not pack it; the alias then shows too few bytes. Whoever reads with it
-checks the lengths, and on a mismatch parses with the published schema.
+A legal encoder may split a repeated field or not pack it. Then the alias shows too few bytes. A caller that reads with
+it checks the lengths, and on a mismatch parses with the published schema.
 """
 
 import struct
@@ -18,10 +18,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from seqdedupe.v1 import admin_pb2, batch_pb2, dedupe_pb2, publish_pb2, read_pb2
 
 GREETING = "seqdedupe-greeting"
-"""With this metadata a publish stream begins with an empty answer (`publish.proto`)."""
+"""With this metadata, a publish stream begins with an empty answer (`publish.proto`)."""
 
 EMPTY = "seqdedupe-empty"
-"""With this trailing metadata a sidecar says that an empty message is its answer (`publish.proto`)."""
+"""With this trailing metadata, a sidecar confirms that an empty message is its answer (`publish.proto`)."""
 
 _PACKABLE = {
     descriptor_pb2.FieldDescriptorProto.TYPE_SFIXED32,
@@ -90,24 +90,24 @@ Report = _alias("Report")
 Reset = _alias("Reset")
 
 
-# `PublishStreamRequest.frames`, and in it `Frame.number` and `Frame.batch`.
+# The tags of `PublishStreamRequest.frames`, and within it of `Frame.number` and `Frame.batch`.
 FRAMES_TAG = bytes((2 << 3 | 2,))
 NUMBER_TAG = bytes((1 << 3 | 1,))
 BATCH_TAG = bytes((15 << 3 | 2,))
 
 
-# What nearly every answer of a publish stream consists of, in fixed width: receipts of rows that are all new, and after
-# them the state of the topic. Each value stands after its tag.
+# The usual answer of a publish stream, in fixed width: receipts of rows that are all new, and after them the state of
+# the topic. Each value comes after its tag.
 ALL_NEW = struct.Struct("<BBBQBqBBBqBqBB")
 ALL_NEW_TAGS = (1 << 3 | 2, ALL_NEW.size - 2, 1 << 3 | 1, 3 << 3 | 1, 4 << 3 | 2, 20, 1 << 3 | 1, 2 << 3 | 1, 3 << 3, 1)
-"""Tags and lengths; last, the tag of `MessageId.batch_index` and -1 in it."""
+"""Tags and lengths. The last two values are the tag of `MessageId.batch_index` and the -1 in it."""
 STATE = struct.Struct("<BqBqBq")
 STATE_TAGS = (3 << 3 | 1, 4 << 3 | 1, 5 << 3 | 1)
 
 
 @lru_cache(1024)
 def varint(value: int) -> bytes:
-    """A protobuf varint of a number from 0 up, in the fewest bytes. Batch after batch asks for nearly the same ones."""
+    """Return a protobuf varint of a number from 0 up, in the fewest bytes. Cached: most batches need the same ones."""
     if value < 0x80:
         return bytes((value,))
     if value < 0x4000:
@@ -121,14 +121,14 @@ def varint(value: int) -> bytes:
 
 
 def frame_parts(number: int, batch: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """The parts of an element of `PublishStreamRequest.frames`, to be joined, for the parts of an encoded batch."""
+    """Return the parts of an element of `PublishStreamRequest.frames`, to be joined, for a batch's encoded parts."""
     batch_bytes = sum(map(len, batch))
     head = NUMBER_TAG + number.to_bytes(8, "little") + BATCH_TAG + varint(batch_bytes)
     return [FRAMES_TAG + varint(len(head) + batch_bytes), head, *batch]
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The varint at this place and where it ends; (-1, at) if there is none of at most five bytes."""
+    """Return the varint at this place, and its end; (-1, at) if there is none of at most five bytes."""
     value = 0
     for i, byte in enumerate(data[at : at + 5]):
         value |= (byte & 0x7F) << (7 * i)
@@ -138,13 +138,13 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 _FIXED_BYTES = {1: 8, 5: 4}
-"""By wire type."""
+"""The bytes of fixed-width values, by wire type."""
 
 _LONGEST_VARINT = 10
 
 
 def skip_field(data: bytes, at: int) -> int:
-    """Where the field that begins at this place ends, or a group's tag; -1 if none does."""
+    """Return the end of the field that begins at this place, or of a group's tag; -1 if there is no valid field."""
     tag, at = read_varint(data, at)
     match tag & 7:
         case 1 | 5 as kind:
@@ -165,5 +165,5 @@ def skip_field(data: bytes, at: int) -> int:
 
 
 def length_delimited(field: int, value: bytes | memoryview) -> list[bytes | memoryview]:
-    """The parts of an encoded `bytes` or message field, to be joined; none if it is empty."""
+    """Return the parts of an encoded `bytes` or message field, to be joined; none if it is empty."""
     return [varint(field << 3 | 2) + varint(len(value)), value] if len(value) else []

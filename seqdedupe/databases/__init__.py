@@ -1,1 +1,1 @@
-"""Any database that SQLAlchemy speaks: where they differ. Needs the extra `services` or `spark`."""
+"""The differences between the databases that SQLAlchemy supports. Needs the extra `services` or `spark`."""

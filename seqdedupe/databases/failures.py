@@ -1,7 +1,7 @@
-"""Errors of databases: whose fault each one is, and what it comes of. No driver is imported, nor SQLAlchemy.
+"""Errors of databases: whose fault each one is, and its cause. No driver is imported, nor SQLAlchemy.
 
-This is the only place where an error of a database is classified. It takes the drivers' own exceptions, as PEP 249
-names them, and SQLAlchemy's around them.
+This is the only place that classifies errors of a database. It takes the drivers' own exceptions, as PEP 249 names
+them, and SQLAlchemy's around them.
 """
 
 import re
@@ -11,22 +11,22 @@ from typing import Any, NamedTuple, TypeVar
 
 
 class Fault(Enum):
-    """Whose fault a failure is, and so what is to be done."""
+    """Whose fault a failure is. That decides the reaction."""
 
     MESSAGE = "message"
-    """The database works, and refuses what it was asked: the next attempt fails as well."""
+    """The database works, and refuses the request: the next attempt fails as well."""
 
     DATABASE = "database"
-    """Read-only, full, shutting down, without memory: to be waited for, however long. It never counts against a
-    message."""
+    """Read-only, full, shutting down, without memory: the caller waits for any length of time. It never counts against
+    a message."""
 
     REPEAT = "repeat"
-    """Another transaction was in the way: the whole transaction is to be repeated."""
+    """Another transaction was in the way: the whole transaction must be repeated."""
 
     UNKNOWN = "unknown"
-    """The connection or the statement was ended. A server that went away does that, and so does a message that is too
-    large for the server: the message is to blame if it fails alone, again and again, on a database that takes other
-    work in between."""
+    """The connection or the statement was ended. A server that goes away causes this, and so does a message that is too
+    large for the server. The message is to blame if it fails alone, again and again, on a database that does other work
+    in between."""
 
 
 class _Cause(NamedTuple):
@@ -97,7 +97,7 @@ _STATES = _by_code(
         _DAMAGED: ("XX001", "XX002"),
     }
 )
-"""By SQLSTATE, or how it begins; the longest counts."""
+"""By SQLSTATE, or its beginning; the longest match counts."""
 
 _NUMBERS = _by_code(
     {
@@ -122,7 +122,7 @@ _NUMBERS = _by_code(
         _IDLE: (4031,),
     }
 )
-"""Of MariaDB and MySQL."""
+"""By error number of MariaDB and MySQL."""
 
 _SQLITE = _by_code(
     {
@@ -148,25 +148,26 @@ _TEXTS = (
     (r"FATAL: .*the database system is ", _STARTING),
     (r"connection to server .* failed: ", _UNREACHABLE),
 )
-"""Where libpq gets no connection it gives no SQLSTATE, and what the server says is in the server's language."""
+"""If libpq gets no connection, it gives no SQLSTATE, and the server's message is in the server's language."""
 
 _ENDED_STATE = "57P01"
-"""A server that shuts down says so to every connection, and one that was told to end this connection to this one."""
+"""The SQLSTATE for all connections when a server shuts down, or for one connection that an administrator ends."""
 
 _USED_AFTER_LOSS = "8s2b"
-"""SQLAlchemy's, for a connection that a handler has gone on with after it was lost."""
+"""SQLAlchemy's code for a connection that a handler has continued to use after its loss."""
 
 _ORDER = (Fault.DATABASE, Fault.REPEAT, Fault.UNKNOWN, Fault.MESSAGE)
 
 
 def fault_of(failure: BaseException) -> Fault:
-    """Whose fault it is. What is no error of a database, as an exception of a handler's own, is the message's."""
+    """Return whose fault it is. An error of no database, as a handler's own, is the message's."""
     return _cause(_first(failure)).fault
 
 
 def lost_connection(failure: BaseException) -> bool:
-    """Whether the connection was ended: by a server that goes away, an administrator, or the statement. If the server
-    was not restarted since, and a message fails so each time, alone, the message has ended it."""
+    """Return whether the connection was ended: by a server that goes away, an administrator, or the statement.
+
+    If a message fails in this way each time, alone, and the server was not restarted, the message is the cause."""
     return any(
         codes_of(one)[0] == _ENDED_STATE or _cause(one) in (_LOST, _LOST_MYSQL, _KILLED, _IDLE)
         for one in _chain(failure)
@@ -174,32 +175,35 @@ def lost_connection(failure: BaseException) -> bool:
 
 
 def refuses_entry(failure: BaseException | None) -> bool:
-    """Whether there is no such database, or it does not let this user in. Where that worked before it is waited for, as
-    any fault of the database's; at the start of a service somebody has to correct it."""
+    """Return whether the database does not exist, or does not let this user in.
+
+    If it worked before, the caller waits, as for any fault of the database. At the start of a service, an operator has
+    to correct it."""
     chain = () if failure is None else _chain(failure)
     return any(_cause(one) in (_NO_ENTRY, _NO_DATABASE, _FILE) for one in chain)
 
 
 def ended(failure: BaseException) -> bool:
-    """Whether the statement or the connection was ended, which a message can do and a server that goes away."""
+    """Return whether the statement or the connection was ended. A message can do that, and a lost server."""
     return fault_of(failure) is Fault.UNKNOWN or lost_connection(failure)
 
 
 def told(failure: BaseException) -> str:
-    """What it comes of and what the driver says of that, in one line. No password is in it."""
+    """Return the cause and the driver's message in one line. It contains no password."""
     first = _first(failure)
     what, said = _cause(first).what, " ".join(str(_driver_error(first)).split())
     return f"{what} ({said})" if what else said
 
 
 def _first(failure: BaseException) -> BaseException:
-    """A deadlock takes the savepoint along, so what the driver says last is that there is none. Of an error and those
-    before it the database's own fault counts first."""
+    """Return the decisive error of a chain: a fault of the database itself counts first.
+
+    A deadlock also ends the savepoint, so the driver's last error is only that there is none."""
     return min(_chain(failure), key=lambda one: _ORDER.index(_cause(one).fault), default=failure)
 
 
 def _chain(failure: BaseException) -> Iterator[BaseException]:
-    """An error of a database, and what it came of. What a handler says of its own has no such past."""
+    """Yield an error of a database, and the errors that led to it. A handler's own error has no such past."""
     cause: BaseException | None = failure if _is_of_a_database(failure) else None
     while cause is not None:
         yield cause
@@ -215,7 +219,7 @@ def _is_a(failure: BaseException, *names: str) -> bool:
 
 
 def _cause(failure: BaseException) -> _Cause:
-    """Of this error alone."""
+    """Return the cause of this error alone."""
     if not _is_of_a_database(failure):
         return _REFUSED
     if _is_a(failure, "SQLAlchemyError") and _is_a(failure, "TimeoutError"):
@@ -232,7 +236,7 @@ def _cause(failure: BaseException) -> _Cause:
                 return _STATES[state[:length]]
     if getattr(failure, "connection_invalidated", False) or getattr(failure, "code", None) == _USED_AFTER_LOSS:
         return _LOST
-    # A driver whose connection breaks, or that gets none, has no code from a server.
+    # If a driver's connection breaks, or it gets none, there is no code from a server.
     if state is not None or number is not None or not _is_a(failure, "OperationalError", "InterfaceError"):
         return _REFUSED
     said = str(_driver_error(failure))
@@ -240,7 +244,7 @@ def _cause(failure: BaseException) -> _Cause:
 
 
 def codes_of(failure: BaseException) -> tuple[str | None, int | None]:
-    """The SQLSTATE and MariaDB's number of an error, as far as its driver gives them."""
+    """Return the SQLSTATE and MariaDB's number of an error, as far as its driver gives them."""
     cause = _driver_error(failure)
     first = cause.args[0] if getattr(cause, "args", None) else None
     state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)

@@ -1,4 +1,4 @@
-"""Tables of ours in databases of others: columns that mean the same in all, and connections that notice an end."""
+"""Our tables in users' databases: columns that mean the same in all, and connections that notice a lost peer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from seqdedupe.errors import error
 
 T = TypeVar("T")
 
-# -- Connections to PostgreSQL that notice when nobody answers.
+# -- Connections to PostgreSQL that notice when the server does not answer.
 
 CONNECTION: dict[str, Any] = {
     "connect_timeout": 10,
@@ -23,15 +23,15 @@ CONNECTION: dict[str, Any] = {
     "tcp_user_timeout": 60_000,
     "client_encoding": "UTF8",
 }
-"""What libpq is told, unless a DSN says otherwise: without these a write into a network that swallows all would never
-end. Times in seconds, the last one in milliseconds."""
+"""Parameters for libpq, unless a DSN says otherwise. Without them, a write into a network that drops all packets would
+never end. Times are in seconds, the last one in milliseconds."""
 
 
 MARIADB = ("mysql", "mariadb")
 """MariaDB and MySQL, as SQLAlchemy names their dialects."""
 
 _UTF8_BYTES = 4
-"""Of a character, at most."""
+"""The most bytes of a character."""
 
 POSTGRESQL_UNSAFE_WRITES = """
 SELECT c.oid::regclass::text, CASE c.relkind WHEN 'f' THEN 'a foreign table' ELSE 'an unlogged table' END
@@ -40,20 +40,20 @@ WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation' AND l.mode = 'RowExcl
 AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
 AND (c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence = 'u') ORDER BY 1
 """
-"""Asked at the end of a transaction: tables that it has written, and which are not committed together with the others.
-A crash of the server empties an unlogged table, and a foreign table commits by itself. The transaction's own locks say
-where rows have really landed: in partitions, in tables that inherit, behind views and triggers."""
+"""A query for the end of a transaction: tables that it has written, and that are not committed together with the
+others. A crash of the server empties an unlogged table, and a foreign table commits alone. The transaction's own locks
+show where rows were really written: in partitions, in tables that inherit, behind views and triggers."""
 
 NO_AUTOCOMMIT = (
     'Let the engine have no isolation_level="AUTOCOMMIT" (create_engine, execution_options), and its driver no '
     "autocommit (connect_args)."
 )
-"""What to do about a connection that commits each statement."""
+"""The hint for a connection that commits each statement."""
 
 
 class name_type(TypeDecorator[str]):  # noqa: N801 (a type, named as SQLAlchemy names its functions for them)
-    """Text that is compared byte by byte. In MariaDB and MySQL it is stored as its UTF-8: otherwise they take `a`, `A`
-    and `a ` for the same, the last one also with a binary collation."""
+    """Text that is compared byte by byte. In MariaDB and MySQL it is stored as UTF-8 bytes. Otherwise `a`, `A` and `a `
+    would be equal there, the last one also with a binary collation."""
 
     impl = String
     cache_ok = True
@@ -75,12 +75,12 @@ class name_type(TypeDecorator[str]):  # noqa: N801 (a type, named as SQLAlchemy 
 
 
 def bytes_type() -> TypeEngine[bytes]:
-    """Bytes of any length."""
+    """Return a type for bytes of any length."""
     return _but_for_mariadb(LargeBinary(), mysql.LONGBLOB())
 
 
 def text_type() -> TypeEngine[str]:
-    """Text of any length."""
+    """Return a type for text of any length."""
     return _but_for_mariadb(Text(), mysql.LONGTEXT(charset="utf8mb4"))
 
 
@@ -89,7 +89,7 @@ def _but_for_mariadb(usual: TypeEngine[T], there: TypeEngine[T]) -> TypeEngine[T
 
 
 def table(name: str, metadata: MetaData, *columns: Column[Any]) -> Table:
-    """A table with transactions."""
+    """Return a table with transactions."""
     return Table(name, metadata, *columns, mysql_engine="InnoDB", mariadb_engine="InnoDB")
 
 
@@ -100,29 +100,31 @@ THEN 'an unlogged table' ELSE 'a temporary table' END
 FROM named LEFT JOIN LATERAL pg_partition_tree(place) AS part ON true JOIN pg_class c ON c.oid IN (place, part.relid)
 WHERE c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence <> 'p' ORDER BY 1
 """
-"""Asked before anything is written: of tables with these quoted names, `{names}`, and of all their partitions those
-that would not be committed with others, or are not there after a crash."""
+"""A query before anything is written: among tables with these quoted names, `{names}`, and all their partitions, those
+that would not be committed with others, or would not exist after a crash."""
 
 
 def cure_of(table: str, kind: str) -> str:
-    """What to do about a table that these queries have found, and of which they say this."""
+    """Return the hint for a table that these queries have found, by the kind that they report."""
     if kind == "an unlogged table":
         return f"ALTER TABLE {table} SET LOGGED"
     return f"Let the rows go into a table of this database instead of {table}."
 
 
 def check_outlives_a_crash(found: Any) -> None:
-    """Raises INVALID_OUTPUT for a table and what it is, if one of the queries for tables that are not safe has found
-    one."""
+    """Raise INVALID_OUTPUT with a table and its kind, if one of the queries for unsafe tables has found one."""
     if found:
         what = f"the table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
         raise error("INVALID_OUTPUT", what, hint=cure_of(*found))
 
 
 def make_tables(engine: Engine, metadata: MetaData) -> None:
-    """Makes those that are not there, and indexes that they lack: MariaDB commits each statement, so one that failed
-    leaves the others. Raises INVALID_OUTPUT if one of that name has not all columns."""
-    # Of two processes that make the same at once one fails, and finds it there when it looks again: with each of them.
+    """Make the tables that do not exist, and missing indexes: MariaDB commits each statement, so a failed run leaves
+    some.
+
+    Raises INVALID_OUTPUT if an existing table lacks columns."""
+    # If two processes make the same table or index at once, one fails. It looks again, and finds it. That can happen
+    # for each.
     _insist(partial(metadata.create_all, engine), sum(1 + len(table.indexes) for table in metadata.sorted_tables))
     found = inspect(engine)
     for wanted in metadata.sorted_tables:
