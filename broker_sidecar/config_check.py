@@ -19,6 +19,7 @@ from broker_sidecar.sockets import check_nobody_listens
 from seqdedupe.address import SidecarAddress, cannot_listen, family_of
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.errors import INSTALL_HINT, SeqdedupeError, error
+from seqdedupe.format import jit
 from seqdedupe.locks import in_use, owner_of
 
 
@@ -96,6 +97,7 @@ def _own_token(config: Config) -> Iterator[Problem]:
 
 def _token_keys(config: Config) -> Iterator[Problem]:
     if config.token_keys_file:
+        jit.compile_later()  # what is checked is small
         from broker_sidecar.security.tokens import read_keys
 
         read_keys(Path(config.token_keys_file))
@@ -104,6 +106,7 @@ def _token_keys(config: Config) -> Iterator[Problem]:
 
 def _tls(config: Config) -> Iterator[Problem]:
     if config.tls_certificate_file:
+        jit.compile_later()  # what is checked is small
         from broker_sidecar.security.authentication import Certificates
 
         Certificates(config)
@@ -112,6 +115,7 @@ def _tls(config: Config) -> Iterator[Problem]:
 
 def _revoked(config: Config) -> Iterator[Problem]:
     if config.tls_client_crl_file:
+        jit.compile_later()  # what is checked is small
         from broker_sidecar.security.authentication import Revoked
 
         Revoked(Path(config.tls_client_crl_file), Path(config.tls_client_ca_file), lambda: None)
@@ -120,6 +124,7 @@ def _revoked(config: Config) -> Iterator[Problem]:
 
 def _rules(config: Config) -> Iterator[Problem]:
     if config.rules_file:
+        jit.compile_later()  # what is checked is small
         from broker_sidecar.security.rules import read_rules
 
         read_rules(Path(config.rules_file))
@@ -143,6 +148,7 @@ def _pulsar(config: Config) -> Iterator[Problem]:
         hint = INSTALL_HINT.format("sidecar,pulsar")
         yield Problem(error("INVALID_CONFIGURATION", what, hint=hint, key="log"))
     if path := config.pulsar.tls_trust_certs_file_path:
+        jit.compile_later()  # what is checked is small
         from broker_sidecar.security.authentication import bytes_of, certificates_in
 
         certificates_in(Path(path), bytes_of(Path(path)))

@@ -1,6 +1,6 @@
 """The encoding of each record of the store: topics, and the parts of a snapshot: header, names, pages, deltas.
 
-All numbers are little-endian; keys are not (see `records`). Decoders raise STORE_DAMAGED, NEWER_FORMAT and
+All numbers are little-endian; keys are not (see the keys below). Decoders raise STORE_DAMAGED, NEWER_FORMAT and
 OLDER_FORMAT.
 """
 

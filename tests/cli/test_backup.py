@@ -172,7 +172,7 @@ def test_one_command_at_a_time_and_only_where_the_folder_is(sidecar: Sidecar, tm
     assert moment(sidecar) == 0
     before = os.listdir(backups)
     for url in (backups, "s3://", "gs://bucket/prefix"):
-        assert "INVALID_CONFIGURATION" in run(sidecar, "backup", "--to", url, status=1)
+        assert "INVALID_CONFIGURATION" in run(sidecar, "backup", "--to", url, status=2)
     assert os.listdir(backups) == before
 
 

@@ -23,6 +23,7 @@ from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
 from tests.processes import running
+from tests.warm import cold
 
 RECORDS = 20_000
 NOBODY = "127.0.0.1:1"
@@ -347,7 +348,8 @@ def test_what_a_terminal_may_act_on_is_shown_as_escapes() -> None:
 def on_terminal(*arguments: str, environment: dict[str, str]) -> bytes:
     """What the command writes to a terminal."""
     ours, theirs = pty.openpty()
-    with running([COMMAND, *arguments], env=environment, stdout=theirs, stderr=theirs) as process:
+    # A warm process has imported more, and what that writes to a terminal at its end is not the command's.
+    with cold(), running([COMMAND, *arguments], env=environment, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         written = b""
         while True:

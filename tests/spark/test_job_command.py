@@ -248,7 +248,7 @@ def test_without_java_it_says_what_to_install(tmp_path: Path) -> None:
     flags = ["--job", JOB, "--store", "sqlite:///out.db", "--table", TABLE, "--topic", "events"]
     process = start(tmp_path, "run", *flags, PATH="/nowhere", JAVA_HOME="/nowhere")
     out, err = process.communicate()
-    assert (process.returncode, out, err.count("\n")) == (1, "", 1)
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1)
     assert "openjdk-17-jre-headless" in err
 
 

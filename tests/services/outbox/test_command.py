@@ -124,7 +124,7 @@ def test_what_the_ddl_may_be_asked_for() -> None:
     assert "payload jsonb" in run("ddl", "postgresql", "--payload", "jsonb").stdout
     assert "pg_advisory_xact_lock" in run("ddl", "postgresql", "--lock-aggregates").stdout
     assert "pg_advisory_xact_lock" not in run("ddl", "postgresql").stdout
-    assert "[INVALID_CONFIGURATION]" in run("ddl", "sqlite", "--payload", "jsonb", status=1).stderr
+    assert "[INVALID_CONFIGURATION]" in run("ddl", "sqlite", "--payload", "jsonb", status=2).stderr
 
 
 def test_the_ddl_may_be_run_again(database: Database) -> None:
