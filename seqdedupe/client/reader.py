@@ -71,7 +71,7 @@ class Reader(Messages):
     `on_waiting` is called on the event loop, with the reason, once each time that the reader has waited for a second
     for the sidecar or for the topic's recovery. Waiting for new messages does not count.
 
-    Raises:
+    The reader raises these errors:
 
     - `PositionError`: the messages are trimmed, the topic was recreated, or it ends before the end that it had when
       the reader connected.
