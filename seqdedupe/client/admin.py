@@ -1,7 +1,7 @@
 """The calls for operators: `Admin`. Topics and producers are messages of `admin.proto`.
 
-After it come the calls that are streams: exporting a topic's numbers to a file and importing them, distributing a
-window of deduplication IDs over the partitions of a topic, and backups.
+After it come the calls that are streams. They export a topic's numbers to a file and import them, distribute a window
+of deduplication IDs over the partitions of a topic, and make backups.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ class Admin:
 
         - `partitions`: the number of partitions; 0 means not partitioned. It cannot be changed.
         - `entry_format`: `plain` or `packed`, if the log is a Pulsar cluster's; empty: the sidecar's default.
-        - `schema`: for `plain` entries, the JSON text that `pulsar-admin schemas upload` takes.
+        - `schema`: for `plain` entries in such a log, the JSON text that `pulsar-admin schemas upload` takes.
         - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. It cannot be changed.
         - `deduplication_route`: with deduplication IDs, what selects a message's partition: `id` (the default) or
           `key`.

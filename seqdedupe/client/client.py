@@ -46,7 +46,7 @@ class Located(NamedTuple):
     """An index in an incarnation of its topic."""
 
     incarnation: int
-    index: int  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
+    index: int  # type: ignore[assignment]  # a field: the method of tuples is not needed here
 
 
 class Client:

@@ -47,8 +47,8 @@ AUTHORIZATION = "authorization"
 class Channel(grpc.aio.Channel):
     """A channel whose calls and streams carry the token, if there is one, read when each of them begins.
 
-    gRPC's own call credentials refuse connections without TLS, and its interceptors slow down every message of a
-    stream. Making a call first calls `check`. It raises CREDENTIALS_UNAVAILABLE and the errors of `check`.
+    gRPC's own call credentials refuse connections without TLS, and every message of a stream passes its interceptors.
+    Making a call first calls `check`. It raises CREDENTIALS_UNAVAILABLE and the errors of `check`.
     """
 
     def __init__(self, channel: grpc.aio.Channel, credentials: Credentials, check: Callable[[], None]) -> None:
@@ -120,7 +120,7 @@ class _StatusKept:
     """The inner object of a call to which the caller sends messages.
 
     A write fails when the other side has ended the call. grpcio then replaces the status, received or not, with
-    "Internal error from Core", which hides the reason from the caller. This class prevents that, and the call waits for
+    "Internal error from Core". That hides the reason from the caller. This class prevents it, and the call waits for
     the real status.
     """
 

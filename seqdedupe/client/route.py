@@ -158,8 +158,8 @@ MAX_REDIRECTS = 5
 """The most redirects followed in a round. After that the next sidecar in the list is asked."""
 
 MAX_RETURNS = 5
-"""The most times, until a success, that a sidecar just asked is asked again after a pause because another one names it
-as the owner: the topic is moving between them. Other sidecars may answer slowly or not at all."""
+"""The most times, until a success, that a sidecar is asked again after a pause because another one names it as the
+owner. The topic is moving between the two. Asking uninvolved sidecars could take long, or get no answer."""
 
 OWNER_ADDRESS = "owner_address"
 """The key in NOT_OWNER's numbers with the owner's address. It may be missing, or empty."""

@@ -395,7 +395,7 @@ class PublishStream:
     async def _frames_to_send(self) -> Sequence[InFlightBatch]:
         """Return the next frames for a message. Waits until there are any.
 
-        While other frames are in flight, a small message waits as long as each turn of the event loop brings more: a
+        While other frames are in flight, a small message waits as long as each turn of the event loop brings more. A
         caller that sends several batches in sequence is not done after the first.
         """
         parts: list[ProducerFrame[Seat]] = []

@@ -232,7 +232,7 @@ class Admin:
 
         - `partitions`: the number of partitions; 0 means not partitioned. It cannot be changed.
         - `entry_format`: `plain` or `packed`, if the log is a Pulsar cluster's; empty: the sidecar's default.
-        - `schema`: for `plain` entries, the JSON text that `pulsar-admin schemas upload` takes.
+        - `schema`: for `plain` entries in such a log, the JSON text that `pulsar-admin schemas upload` takes.
         - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. It cannot be changed.
         - `deduplication_route`: with deduplication IDs, what selects a message's partition: `id` (the default) or
           `key`.

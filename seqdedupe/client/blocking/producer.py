@@ -370,7 +370,7 @@ class BlockingPartitionedProducer(PartitionedProducer[BlockingTopicProducer]):
 
 
 class Producer(ProducerBase):
-    """As `seqdedupe.client.Producer`, with calls that block. Threads may share it."""
+    """The same as `seqdedupe.client.Producer`, with calls that block. Threads may share it."""
 
     _sends: BlockingTopicProducer | BlockingPartitionedProducer
 
