@@ -27,10 +27,14 @@ MADE = ROOT / "seqdedupe" / "client" / "blocking" / "_sync.py"
 CLASSES = {
     "Cursor": ("cursor", "Any kind of `seqdedupe.client.Cursor`, with calls that block."),
     "FileCursor": ("cursor", "The same as `seqdedupe.client.FileCursor`, with calls that block."),
-    "Publisher": ("publisher", "The same as `seqdedupe.client.Publisher`, with calls that block. Threads may share it."),
+    "Publisher": (
+        "publisher",
+        "The same as `seqdedupe.client.Publisher`, with calls that block. Threads may share it.",
+    ),
     "Reader": (
         "reader",
-        "The same as `seqdedupe.client.Reader`, with calls that block: `for message in reader`. It belongs to one thread.\n\n"
+        "The same as `seqdedupe.client.Reader`, with calls that block: `for message in reader`. "
+        "It belongs to one thread.\n\n"
         "    `on_waiting` is called from the thread that all clients share: it must not block.\n    ",
     ),
     "PartitionedReader": (
