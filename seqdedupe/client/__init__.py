@@ -1,8 +1,8 @@
 """The client: producers and readers of one sidecar or several, on asyncio; `seqdedupe.client.blocking`, for threads.
 
 Begin with client.py. A message passes producer.py, builder.py, producer_session.py (with send_queue.py and pending.py),
-stream.py and publish_calls.py. One with an ID of its own passes publisher.py and publish_calls.py. reader.py brings
-both back. route.py says which sidecar is asked, and connection.py reaches it. broker.py is for a broker with a log.
+stream.py and publish_calls.py. A message with a deduplication ID passes publisher.py and publish_calls.py. reader.py
+reads both. route.py chooses the sidecar, and connection.py connects to it. broker.py is for a broker with a log.
 """
 
 from seqdedupe.batch import Batch, Binary

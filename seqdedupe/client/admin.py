@@ -1,7 +1,7 @@
-"""What operators ask a sidecar: `Admin`. Topics and producers are the messages of `admin.proto`.
+"""The calls for operators: `Admin`. Topics and producers are messages of `admin.proto`.
 
-After it stand the calls that are streams: a topic's numbers into a file and back, a window of deduplication IDs dealt
-to the partitions of a topic, and backups.
+After it come the calls that are streams. They export a topic's numbers to a file and import them, distribute a window
+of deduplication IDs over the partitions of a topic, and make backups.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ T = TypeVar("T")
 _LIST_SIDECARS = admin_pb2.ListSidecarsRequest()
 
 MOVE_TIMEOUT_SECONDS = 24 * 3600.0
-"""For a topic to be moved, which may have a large log."""
+"""The time limit for moving a topic, which may have a large log."""
 
 _ENTRY_FORMATS = {
     "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
@@ -58,21 +58,21 @@ ROUTES = {
     "id": admin_pb2.DEDUPLICATION_ROUTE_ID,
     "key": admin_pb2.DEDUPLICATION_ROUTE_KEY,
 }
-"""By what messages find their partitions, by name."""
+"""Deduplication routes (what selects a message's partition) by name."""
 
 
 class PolicyState(NamedTuple):
     """A policy of a topic or a namespace."""
 
     set: admin_pb2.TopicPolicy
-    """What is set there."""
+    """The values set for this topic or namespace."""
     applied: admin_pb2.TopicPolicy
-    """What is in force there, each value of it."""
+    """All values in force there, set or inherited."""
 
 
 @contextmanager
 def _making_a_request() -> Iterator[None]:
-    """Raises INVALID_REQUEST for a number or a text that a request has no room for."""
+    """Raise INVALID_REQUEST for a number or a text that does not fit into a request."""
     try:
         yield
     except ValueError as e:
@@ -86,8 +86,8 @@ def _state(answer: Any) -> PolicyState:
 class Admin:
     """The calls of `AdminService`.
 
-    Each waits for a topic that recovers, and raises UnavailableError if that, or the answer, takes over 30 seconds.
-    Where there are several sidecars it goes to the one that owns the topic, or, if it concerns no single topic, to one
+    Each call waits while its topic recovers. It raises UnavailableError if recovery or the answer takes over 30
+    seconds. With several sidecars, a call about one topic goes to the topic's owner, and any other call to one sidecar
     that answers.
     """
 
@@ -106,12 +106,17 @@ class Admin:
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
     ) -> admin_pb2.Topic:
-        """With so many partitions, for good; 0: it is not partitioned. What its policy (of each partition) leaves out
-        is inherited, and so is `deduplication_enabled` None. `entry_format` is `plain` or `packed`, where the log is a
-        Pulsar cluster's; left out, it is the sidecar's default. There a topic of `plain` entries can have a `schema`,
-        the text of JSON that `pulsar-admin schemas upload` takes. `deduplication_mode` is `sequence-id`, the default,
-        or `deduplication-id`, for good; then `deduplication_route` says by what messages find their partitions: `id`,
-        the default, or `key`. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        """Create a topic. Raises InvalidRequestError (TOPIC_EXISTS).
+
+        - `partitions`: the number of partitions; 0 means not partitioned. It cannot be changed.
+        - `entry_format`: `plain` or `packed`, if the log is a Pulsar cluster's; empty: the sidecar's default.
+        - `schema`: for `plain` entries in such a log, the JSON text that `pulsar-admin schemas upload` takes.
+        - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. It cannot be changed.
+        - `deduplication_route`: with deduplication IDs, what selects a message's partition: `id` (the default) or
+          `key`.
+        - `deduplication_enabled`: None means inherited.
+        - `policy`: the policy of the topic, or of each partition; unset values are inherited.
+        """
         if deduplication_mode not in MODES:
             why = f"{deduplication_mode!r} is no deduplication mode: sequence-id and deduplication-id are"
             raise error("INVALID_REQUEST", why)
@@ -134,17 +139,17 @@ class Admin:
         return (await self._calls.call(lambda sidecar: sidecar.admin.CreateTopic, request)).topic
 
     async def delete_topic(self, topic: str) -> None:
-        """Deletes the topic, its log and its producers for good. Raises NotFoundError."""
+        """Delete the topic, its log and its producers permanently. Raises NotFoundError."""
         request = admin_pb2.DeleteTopicRequest(topic=topic_name(topic))
         await self._calls.call(lambda sidecar: sidecar.admin.DeleteTopic, request)
 
     async def topic(self, topic: str) -> admin_pb2.Topic:
-        """Raises NotFoundError."""
+        """Return the state of a topic. Raises NotFoundError."""
         request = admin_pb2.GetTopicRequest(topic=topic_name(topic))
         return (await self._calls.call(lambda sidecar: sidecar.admin.GetTopic, request)).topic
 
     async def topics(self) -> list[admin_pb2.Topic]:
-        """All topics, by name, as one sidecar lists them: whole, or an error."""
+        """Return all topics, by name, as one sidecar lists them. The list is complete, or an error is raised."""
 
         async def all_pages(sidecar: SidecarConnection) -> list[admin_pb2.Topic]:
             topics: list[admin_pb2.Topic] = []
@@ -159,7 +164,7 @@ class Admin:
         return await self._calls.at("", all_pages, is_look=True)
 
     async def policy(self, name: str) -> PolicyState:
-        """The policy of a topic, or of a namespace (`tenant/namespace`). Raises NotFoundError."""
+        """Return the policy of a topic, or of a namespace (`tenant/namespace`). Raises NotFoundError."""
         if is_namespace(name):
             of_namespace = admin_pb2.GetNamespacePolicyRequest(namespace=name)
             return _state(await self._calls.call(lambda sidecar: sidecar.admin.GetNamespacePolicy, of_namespace))
@@ -167,7 +172,7 @@ class Admin:
         return _state(await self._calls.call(lambda sidecar: sidecar.admin.GetTopicPolicy, request))
 
     async def set_policy(self, name: str, policy: admin_pb2.TopicPolicy) -> PolicyState:
-        """Sets these values for a topic or a namespace; the others stay. In force, and durable, when it returns.
+        """Set these values for a topic or a namespace; other values stay. They are in force and durable on return.
 
         Raises InvalidRequestError, NotFoundError.
         """
@@ -179,7 +184,8 @@ class Admin:
         return PolicyState(topic.set_policy, topic.policy)
 
     async def remove_policy(self, name: str, *values: str) -> PolicyState:
-        """These values (none: all) are inherited again. Otherwise as `set_policy`."""
+        """Remove these values (none given: all), so that they are inherited again. Otherwise the same as
+        `set_policy`."""
         if is_namespace(name):
             with _making_a_request():
                 of_namespace = admin_pb2.RemoveNamespacePolicyRequest(namespace=name, values=values)
@@ -190,7 +196,7 @@ class Admin:
         return PolicyState(topic.set_policy, topic.policy)
 
     async def producers(self, topic: str) -> list[admin_pb2.Producer]:
-        """All producers of a topic in the order in which they first came. Raises NotFoundError."""
+        """Return all producers of a topic, in the order of their first use. Raises NotFoundError."""
         name = topic_name(topic)
 
         async def all_pages(sidecar: SidecarConnection) -> list[admin_pb2.Producer]:
@@ -206,7 +212,7 @@ class Admin:
         return await self._calls.at(name, all_pages, is_look=True)
 
     async def producer(self, topic: str, name: str) -> admin_pb2.Producer:
-        """Raises NotFoundError."""
+        """Return the state of a producer. Raises NotFoundError."""
         with _making_a_request():
             request = admin_pb2.GetProducerRequest(topic=topic_name(topic), producer_name=name)
         return (await self._calls.call(lambda sidecar: sidecar.admin.GetProducer, request)).producer
@@ -214,7 +220,8 @@ class Admin:
     async def message_state(
         self, topic: str, producer_name: str = "", sequence_id: int = 0, *, deduplication_id: bytes | str = b""
     ) -> admin_pb2.GetMessageStateResponse:
-        """What is known of one message: of this producer, or with this deduplication ID. Raises NotFoundError."""
+        """Return the state of one message, identified by producer and sequence ID or by deduplication ID. Raises
+        NotFoundError."""
         one = deduplication_id.encode() if isinstance(deduplication_id, str) else deduplication_id
         with _making_a_request():
             request = admin_pb2.GetMessageStateRequest(
@@ -223,30 +230,32 @@ class Admin:
         return await self._calls.call(lambda sidecar: sidecar.admin.GetMessageState, request)
 
     async def in_flight(self, topic: str, *, longer_than_ms: int = 0) -> admin_pb2.ListInFlightResponse:
-        """The producers with messages in flight for at least so long, the longest first. Raises NotFoundError."""
+        """Return the producers with messages in flight for at least `longer_than_ms`, the longest first. Raises
+        NotFoundError."""
         with _making_a_request():
             request = admin_pb2.ListInFlightRequest(topic=topic_name(topic), longer_than_ms=longer_than_ms)
         return await self._calls.call(lambda sidecar: sidecar.admin.ListInFlight, request)
 
     async def reset_producer(self, topic: str, name: str, persisted: int) -> admin_pb2.ResetProducerResponse:
-        """Sets a producer's highest persisted sequence ID to a lower one (-1: none); durable when it returns.
+        """Set a producer's highest persisted sequence ID to a lower one (-1: none). It is durable on return.
 
-        Its sessions are fenced, and what it sends above that ID is new again. Raises NotFoundError,
-        InvalidRequestError. After OutcomeUnknownError look at the producer before doing it again: whoever has opened
-        the name since would be reset a second time.
+        The producer's sessions are fenced, and messages above that ID are new again. Raises NotFoundError,
+        InvalidRequestError. After OutcomeUnknownError, look at the producer before you repeat the call: a client that
+        has opened the name since would be reset too.
         """
         with _making_a_request():
             request = admin_pb2.ResetProducerRequest(topic=topic_name(topic), producer_name=name, persisted=persisted)
         return await self._calls.call(lambda sidecar: sidecar.admin.ResetProducer, request)
 
     async def cursors(self, topic: str) -> list[admin_pb2.TopicCursor]:
-        """The named cursors of a topic, by name. Raises NotFoundError."""
+        """Return the named cursors of a topic, by name. Raises NotFoundError."""
         request = admin_pb2.ListCursorsRequest(topic=topic_name(topic))
         return list((await self._calls.call(lambda sidecar: sidecar.admin.ListCursors, request)).cursors)
 
     async def hold_cursor(self, topic: str, name: str, retention_in_mb: int) -> None:
-        """Has retention keep what the cursor has not passed, as long as the log is not larger than this; 0: not any
-        more. Raises NotFoundError, InvalidRequestError, UnavailableError: then it may be in force or not."""
+        """Make retention keep messages that the cursor has not passed, while the log is not larger than
+        `retention_in_mb`; 0 ends this. Raises NotFoundError, InvalidRequestError; UnavailableError: then the change may
+        be in force or not."""
         with _making_a_request():
             request = admin_pb2.SetCursorHoldRequest(
                 topic=topic_name(topic), name=name, hold_retention_in_mb=retention_in_mb
@@ -254,41 +263,42 @@ class Admin:
         await self._calls.call(lambda sidecar: sidecar.admin.SetCursorHold, request)
 
     async def delete_cursor(self, topic: str, name: str) -> None:
-        """Removes a cursor: it keeps nothing any more. Raises NotFoundError, UnavailableError: then it may be gone."""
+        """Delete a cursor and its position. Raises NotFoundError; UnavailableError: then it may be deleted."""
         with _making_a_request():
             request = admin_pb2.DeleteCursorRequest(topic=topic_name(topic), name=name)
         await self._calls.call(lambda sidecar: sidecar.admin.DeleteCursor, request)
 
     async def snapshot(self, topic: str) -> Position:
-        """Takes a snapshot now; returns when it is durable, with the position after which recovery would start."""
+        """Take a snapshot now. When it is durable, return the position after which recovery would start."""
         request = admin_pb2.SnapshotRequest(topic=topic_name(topic))
         return Position.from_proto((await self._calls.call(lambda sidecar: sidecar.admin.Snapshot, request)).position)
 
     async def export_watermarks(self, topic: str, path: Path) -> int:
-        """Writes the highest persisted ID of every producer that has one, as of one moment, to a file of watermarks.
+        """Write the highest persisted ID of every producer that has one, as of one moment, to a file of watermarks.
 
-        Returns how many there are, and holds them all meanwhile. What a producer sends later is not in it. Raises
-        NotFoundError, UnavailableError, OSError: then a file that was there is as it was.
+        Return the number of watermarks. They are all held in memory meanwhile. Later messages are not included. Raises
+        NotFoundError, UnavailableError, OSError: then an existing file is unchanged.
         """
         return await self._transfer(export_watermarks, topic, path, is_look=True)
 
     async def import_watermarks(self, topic: str, path: Path) -> int:
-        """Takes a file of watermarks over into a topic that nobody has used. In force, and durable, when it returns how
-        many there were.
+        """Import a file of watermarks into an unused topic, and return their number. They are in force and durable on
+        return.
 
         Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
-        UnavailableError: then nothing is in force, but after OutcomeUnknownError perhaps all. Repeating it is harmless.
+        UnavailableError: then nothing is in force. After OutcomeUnknownError all may be in force. The call may be
+        repeated.
         """
         return await self._transfer(import_watermarks, topic, path, is_look=False)
 
     async def import_window(self, topic: str, path: Path) -> int:
-        """Takes a file of deduplication IDs over into a topic of these that has no messages. In force, and durable,
-        when it returns how many there were. The partitions of a partitioned topic get those that belong there, one
-        after the other; the folder for temporary files needs room for another copy.
+        """Import a file of deduplication IDs into a topic of deduplication IDs that has no messages. Return the number
+        of IDs. They are in force and durable on return. Each partition of a partitioned topic gets the IDs that belong
+        there, one partition after the other. The folder for temporary files needs room for another copy.
 
         Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
-        UnavailableError: then nothing is in force, but after OutcomeUnknownError perhaps all; of a partitioned topic
-        what the error says. Repeating it is harmless.
+        UnavailableError: then nothing is in force. After OutcomeUnknownError all may be in force. For a partitioned
+        topic the error says how many partitions have their part. The call may be repeated.
         """
 
         def bring(one: str, part: Path) -> Awaitable[int]:
@@ -300,17 +310,17 @@ class Admin:
         return await bring(topic, path)
 
     async def export_snapshot(self, topic: str, path: Path) -> admin_pb2.SnapshotHead:
-        """Writes the topic's snapshot, as of one moment, to a file; returns of which position it is.
+        """Write the topic's snapshot, as of one moment, to a file. Return its head, which has the position.
 
-        Raises NotFoundError, UnavailableError, OSError: then a file that was there is as it was.
+        Raises NotFoundError, UnavailableError, OSError: then an existing file is unchanged.
         """
         return await self._transfer(export_snapshot, topic, path, is_look=True)
 
     async def import_snapshot(self, topic: str, path: Path) -> admin_pb2.Topic:
-        """Puts such a file in the place of the topic's snapshot, durably, and opens the topic from it.
+        """Replace the topic's snapshot durably by a file of `export_snapshot`, and open the topic from it.
 
-        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, PositionError if the file is not of this topic's log as it is,
-        NotFoundError: then nothing has changed; UnavailableError: then do it again.
+        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, NotFoundError, or PositionError if the file does not fit the
+        topic's current log: then nothing has changed. After UnavailableError repeat the call.
         """
         return await self._transfer(import_snapshot, topic, path, is_look=False)
 
@@ -325,31 +335,32 @@ class Admin:
         return await self._calls.at(name, at, is_look=is_look)
 
     async def rebuild_topic(self, topic: str) -> admin_pb2.Topic:
-        """Makes the store's records of a topic anew from its log. Raises NotFoundError, InvalidRequestError
-        (LOG_INCOMPLETE); UnavailableError: then do it again."""
+        """Rebuild the store's records of a topic from its log. Raises NotFoundError, InvalidRequestError
+        (LOG_INCOMPLETE). After UnavailableError repeat the call."""
         request = admin_pb2.RebuildTopicRequest(topic=topic_name(topic))
         return (await self._calls.call(lambda sidecar: sidecar.admin.RebuildTopic, request)).topic
 
     async def sidecars(self) -> list[admin_pb2.ClusterSidecar]:
-        """The sidecars of a cluster, by name, as its topics show them: all or an error."""
+        """Return the sidecars of a cluster, by name, as its topics show them. The list is complete, or an error is
+        raised."""
         return list((await self._calls.call(lambda sidecar: sidecar.admin.ListSidecars, _LIST_SIDECARS)).sidecars)
 
     async def forget_sidecar(self, name: str) -> list[str]:
-        """Removes the subscriptions of a sidecar that is gone for good; returns on which topics it had one.
+        """Remove the subscriptions of a sidecar that is permanently gone. Return the topics on which it had one.
 
         Raises NotFoundError if it has none, InvalidRequestError (SIDECAR_ALIVE), UnavailableError: then some may be
-        removed, and doing it again removes what is left.
+        removed, and repeating the call removes the rest.
         """
         with _making_a_request():
             request = admin_pb2.ForgetSidecarRequest(name=name)
         return list((await self._calls.call(lambda sidecar: sidecar.admin.ForgetSidecar, request)).topics)
 
     async def move_topic(self, topic: str, to: str = "") -> str:
-        """Moves a topic to the sidecar at this address, or to whichever takes it first; returns the address of the one
-        that serves it now. Where all of its log has to be copied that takes as long as it takes.
+        """Move a topic to the sidecar at this address, or without an address to the first sidecar that takes it. Return
+        the address of the sidecar that serves it now. If the whole log must be copied, the call lasts as long as that.
 
-        Raises NotFoundError, InvalidRequestError; UnavailableError (MOVE_FAILED): then it stays where it was, or is
-        taken again there.
+        Raises NotFoundError, InvalidRequestError; UnavailableError (MOVE_FAILED): then the topic stays with its former
+        owner, or that owner takes it again.
         """
         with _making_a_request():
             request = admin_pb2.MoveTopicRequest(topic=topic_name(topic), to=to)
@@ -364,7 +375,7 @@ class Admin:
         offset: int = 0,
         limit: int = 0,
     ) -> admin_pb2.GetStatisticsResponse:
-        """How one sidecar does, and which of its topics, in this order, are on the page asked for: see
+        """Return the statistics of one sidecar, and the requested page of its topics in this order: see
         `GetStatisticsRequest`. Raises InvalidRequestError."""
         with _making_a_request():
             request = admin_pb2.GetStatisticsRequest(search=search, order=order, offset=offset, limit=limit)
@@ -373,12 +384,12 @@ class Admin:
     async def backup(
         self, name: str, told: Callable[[list[admin_pb2.BackupResponse]], None] = lambda so_far: None
     ) -> list[admin_pb2.BackupResponse]:
-        """Makes a backup of this name below the sidecar's `backup_directory`; what each process says at its end, when
-        all is durable. Where topics are spread over processes each makes its own part, and all have to be among the
-        addresses that the client was given.
+        """Make a backup with this name below the sidecar's `backup_directory`. When all is durable, return the last
+        response of each process. If topics are spread over processes, each makes its own part, and the client's
+        addresses must include all of them.
 
-        `told` gets what each has said last. Raises InvalidRequestError (no `backup_directory`),
-        ConfigurationError (DIRECTORY_NOT_EMPTY), NOT_OWNER for a process that the client may not go to;
+        `told` is called with the latest response of each process. Raises InvalidRequestError (no `backup_directory`),
+        ConfigurationError (DIRECTORY_NOT_EMPTY), NOT_OWNER for a process that the client may not connect to;
         UnavailableError (BACKUP_FAILED), DataLossError.
         """
         with _making_a_request():
@@ -386,28 +397,28 @@ class Admin:
         return await make_backups(self._calls, await self._spread_over(), request, told)
 
     async def confirm_backup(self, made: list[admin_pb2.BackupResponse]) -> None:
-        """Tells the processes that their parts of a backup, as `backup` returned them, were verified. Durable on
-        return.
+        """Report to the processes that their parts of a backup, as `backup` returned them, were verified. The report is
+        durable on return.
 
-        The metric `seqdedupe_backup_timestamp_seconds` is the moment of the earliest part. Raises InvalidRequestError,
+        The metric `seqdedupe_backup_timestamp_seconds` is the time of the earliest part. Raises InvalidRequestError,
         UnavailableError.
         """
         request = admin_pb2.ConfirmBackupRequest(made_at_us=min(one.made_at_us for one in made))
         await confirm_backups(self._calls, await self._spread_over(), request)
 
     async def _spread_over(self) -> list[str]:
-        """The addresses of the processes that topics are spread over; none if they are not."""
+        """Return the addresses of the processes that topics are spread over; none if they are not spread."""
         try:
             return [one.name for one in await self.sidecars() if one.shards]
         except InvalidRequestError:
             return []
 
     async def version(self) -> admin_pb2.GetVersionResponse:
-        """The sidecar's version and limits."""
+        """Return the sidecar's version and limits."""
         return await self._calls.call(lambda sidecar: sidecar.admin.GetVersion, admin_pb2.GetVersionRequest())
 
 
-# -- A topic's numbers, from a sidecar into a file and back, as streams, which are not begun again by themselves.
+# -- Export and import of a topic's numbers, as streams. A broken stream is not resumed automatically.
 
 SENT_AT_ONCE_BYTES = 256 * 1024
 
@@ -415,7 +426,8 @@ _BYTES_A_WATERMARK = 4 + 8
 
 
 async def export_watermarks(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
-    """See `Admin.export_watermarks`. The sidecar's order is not the file's, so all of them are held for once."""
+    """Export watermarks, see `Admin.export_watermarks`. The file has another order than the sidecar's stream, so all
+    are held in memory."""
     check_not_forked()
     marks: list[Watermark] = []
     with typed_errors(address):
@@ -427,10 +439,10 @@ async def export_watermarks(address: SidecarAddress, stub: Any, topic: str, path
 
 
 async def import_watermarks(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
-    """See `Admin.import_watermarks`."""
+    """Import watermarks, see `Admin.import_watermarks`."""
     check_not_forked()
     with closing(read_watermarks(path)) as marks:
-        # With the first one the whole file has been checked, before anything is sent.
+        # The first watermark is only yielded when the whole file is checked. Nothing was sent before.
         first = await asyncio.to_thread(next, marks, None)
         with typed_errors(address):
             return await _imported(
@@ -439,7 +451,7 @@ async def import_watermarks(address: SidecarAddress, stub: Any, topic: str, path
 
 
 async def import_window(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
-    """See `Admin.import_window`."""
+    """Import a window, see `Admin.import_window`."""
     check_not_forked()
     with closing(read_window(path)) as parts:
         checksum = await asyncio.to_thread(next, parts)
@@ -448,7 +460,7 @@ async def import_window(address: SidecarAddress, stub: Any, topic: str, path: Pa
 
 
 async def _imported(method: Any, requests: Iterator[Any], field: str) -> int:
-    """What the answer says in this field. Raises DecodeError if it is not what the last request says there."""
+    """Return this field of the answer. Raises DecodeError if it differs from that field of the last request."""
     sent = 0
 
     def counted() -> Iterator[Any]:
@@ -473,7 +485,7 @@ def _window_requests(topic: str, checksum: bytes, blocks: Iterable[bytes]) -> It
 
 
 async def export_snapshot(address: SidecarAddress, stub: Any, topic: str, path: Path) -> admin_pb2.SnapshotHead:
-    """See `Admin.export_snapshot`."""
+    """Export a snapshot, see `Admin.export_snapshot`."""
     check_not_forked()
     head: admin_pb2.SnapshotHead | None = None
     producers = 0
@@ -488,7 +500,7 @@ async def export_snapshot(address: SidecarAddress, stub: Any, topic: str, path: 
 
 
 async def import_snapshot(address: SidecarAddress, stub: Any, topic: str, path: Path) -> admin_pb2.Topic:
-    """See `Admin.import_snapshot`."""
+    """Import a snapshot, see `Admin.import_snapshot`."""
     check_not_forked()
     with closing(read_snapshot(path)) as parts:
         first = await asyncio.to_thread(next, parts, None)
@@ -526,17 +538,17 @@ def _request(topic: str, marks: list[Watermark]) -> admin_pb2.ImportWatermarksRe
     return request
 
 
-# -- One window of deduplication IDs, dealt to the partitions of a topic: each gets the IDs that belong there.
+# -- Distribution of one window of deduplication IDs over a topic's partitions: each gets the IDs that belong there.
 #
-# What a partition gets follows from the file and the number of partitions alone, byte by byte. So the same file may
-# be dealt again, whatever ended it before: a partition that has its part takes it for the same one.
+# The bytes that a partition gets depend only on the file and the number of partitions. So an import that broke off may
+# be repeated with the same file: a partition that has its part recognizes it.
 
 AT_ONCE = 64
-"""Of so many partitions the parts are written while the file is read once: each has a block in memory."""
+"""The number of partitions whose parts are written while the file is read once. Each has a block in memory."""
 
 
 class WindowOfPartition(NamedTuple):
-    """What a partition gets."""
+    """The part of a window for one partition."""
 
     topic: str
     path: Path
@@ -544,7 +556,7 @@ class WindowOfPartition(NamedTuple):
 
 
 def check_route_is_known(whole: admin_pb2.Topic) -> None:
-    """Raises RECOVERING while the sidecar does not know by what messages find their partitions."""
+    """Raise RECOVERING while the sidecar does not know the topic's deduplication route."""
     if whole.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED:
         raise error("RECOVERING", f"by what messages of topic {whole.name} find their partitions is not known yet")
 
@@ -555,13 +567,13 @@ async def import_dealt_window(
     look: Callable[[str], Awaitable[admin_pb2.Topic]],
     bring: Callable[[str, Path], Awaitable[int]],
 ) -> int:
-    """Imports it into a partitioned topic; returns how many IDs it has. A partition that none belongs to is left alone.
+    """Import a window into a partitioned topic, and return its number of IDs. Partitions without IDs are not touched.
 
-    `look` gives a topic as it is, `bring` imports a file into one. Raises as `Admin.import_window`, and then says how
-    many partitions have their part; INVALID_REQUEST for a topic to whose partitions no ID leads, RECOVERING while that
-    is not known.
+    `look` returns the state of a topic; `bring` imports a file into a topic. Raises the errors of
+    `Admin.import_window`, with the number of partitions that have their part; INVALID_REQUEST if IDs do not select the
+    topic's partitions; RECOVERING while that is unknown.
     """
-    # Here, since it imports archives and random numbers, which no other call of a client needs.
+    # Imported here: it imports modules for archives and random numbers, which no other call of a client needs.
     from tempfile import TemporaryDirectory
 
     _check_id_leads(whole)
@@ -597,7 +609,8 @@ def _check_id_leads(whole: admin_pb2.Topic) -> None:
 
 
 def _check_takes(partition: admin_pb2.Topic) -> None:
-    """Raises TOPIC_IN_USE: before anything is in force in any of them, not when half of them have their part."""
+    """Raise TOPIC_IN_USE if the partition has messages and no imported window. All AT_ONCE partitions are checked
+    before the first of them gets its part."""
     if partition.last.index >= 0 and not partition.window_imported:
         raise error("TOPIC_IN_USE", f"the window cannot be imported into topic {partition.name}: it has messages")
 
@@ -613,7 +626,7 @@ def _broken_off(e: SeqdedupeError, partition: str, done: int) -> SeqdedupeError:
 
 
 def _dealt(whole: admin_pb2.Topic, path: Path, folder: Path, numbers: range) -> list[WindowOfPartition]:
-    """Writes what each of these partitions gets; those that get something. Blocks."""
+    """Write the part of each of these partitions, and return the parts that are not empty. Blocks."""
     paths = {number: folder / str(number) for number in numbers}
     with ExitStack() as files, closing(read_window(path)) as blocks:
         writers = {number: files.enter_context(writing_window(part)) for number, part in paths.items()}
@@ -629,7 +642,7 @@ def _dealt(whole: admin_pb2.Topic, path: Path, folder: Path, numbers: range) -> 
     ]
 
 
-# -- Having backups made: each process makes its own, all at once.
+# -- Backups: all processes make their own at the same time.
 
 Told = Callable[[list[admin_pb2.BackupResponse]], None]
 
@@ -637,7 +650,7 @@ Told = Callable[[list[admin_pb2.BackupResponse]], None]
 async def make_backups(
     calls: ClientCalls, processes: list[str], request: admin_pb2.BackupRequest, told: Told
 ) -> list[admin_pb2.BackupResponse]:
-    """See `Admin.backup`. Without `processes` there is one, which is that of the client's first address."""
+    """Make backups, see `Admin.backup`. Without `processes`, the process at the client's first address makes one."""
     check_not_forked()
     so_far: dict[int, admin_pb2.BackupResponse] = {}
 
@@ -656,14 +669,14 @@ async def make_backups(
     try:
         return await asyncio.gather(*work)
     finally:
-        # Where one has failed the others are given up.
+        # If one has failed, the others are cancelled.
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
 
 
 async def confirm_backups(calls: ClientCalls, processes: list[str], request: admin_pb2.ConfirmBackupRequest) -> None:
-    """See `Admin.confirm_backup`. `processes` are those that `make_backups` was given."""
+    """Confirm backups, see `Admin.confirm_backup`. `processes` are the same as for `make_backups`."""
     for sidecar in _connections(calls, processes):
         with typed_errors(sidecar.address):
             await sidecar.admin.ConfirmBackup(request)

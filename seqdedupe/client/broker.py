@@ -1,7 +1,7 @@
-"""For a broker with a log of its own: it attaches its topics to a sidecar, asks for verdicts, and reports.
+"""The client for a broker with an own log: it attaches topics to a sidecar, asks for verdicts, and reports.
 
-Begin with `BrokerClient`; an `Attachment` is its hold on one topic. What a broker has to keep to is in dedupe.proto.
-This does of it what does not concern the broker's own log.
+Begin with `BrokerClient`; an `Attachment` holds one topic. dedupe.proto states the duties of a broker. This module
+fulfils those that do not concern the broker's own log.
 """
 
 import asyncio
@@ -28,26 +28,26 @@ from seqdedupe.names import new_producer_name, topic_name
 from seqdedupe.v1 import dedupe_pb2
 from seqdedupe.v1.dedupe_pb2_grpc import DedupeServiceStub
 
-# -- A broker's hold on a topic: one stream, on which it replays, asks and reports.
+# -- A broker's attachment to a topic: one stream, on which it replays, asks and reports.
 
 ATTACH = "/seqdedupe.v1.DedupeService/Attach"
 
 REGISTER_NAMES = 16_384
-"""Names in one message: 4 MiB of the longest."""
+"""The most names in one message: 4 MiB if they have the maximum length."""
 
 FULL_MESSAGE_BYTES = 160 * 1024
 MAX_CHECKS = 256
-"""In one message, as many as are ready."""
+"""The most checks in one message."""
 
 CHECKS = dedupe_pb2.AttachRequest.DESCRIPTOR.fields_by_name["checks"].number
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A message or batch that a broker was sent: the sequence IDs from `sequence_id` to `highest_sequence_id`.
+    """A message or batch that a broker received: the sequence IDs from `sequence_id` to `highest_sequence_id`.
 
-    Left out, the highest is the lowest. `passes`: it is no message of its own (a marker, a chunk that is not its
-    message's last): it is new whatever its ID, and leaves no trace; its name and ID do not matter.
+    By default the highest ID is the lowest. `passes`: it is not a separate message (a marker, or a chunk other than its
+    message's last). Then it is always new and leaves no trace, and its name and ID are ignored.
     """
 
     producer_name: str
@@ -58,7 +58,8 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of the broker's log: what it holds, its position, and that of the entry before it (the first: empty)."""
+    """An entry of the broker's log: its range, its position, and the position of the entry before it (empty for the
+    first)."""
 
     range: Range
     position: bytes
@@ -68,13 +69,13 @@ class Entry:
 class Attachment:
     """A topic that a broker holds, made by `BrokerClient.attach`. For one event loop.
 
-    When it has ended (another broker took the topic, the connection broke, a report was late) every call raises why:
-    stop writing, and attach again.
+    An attachment ends if another broker takes the topic, the connection breaks, or a report is late. Then every call
+    raises the reason: stop writing, and attach again.
     """
 
     def __init__(self, stream: Any, address: SidecarAddress) -> None:
         self.trim_position = b""
-        """Entries up to here, itself included, may be trimmed."""
+        """The position up to which, inclusive, entries may be trimmed."""
         self._stream = stream
         self._address = address
         self._token = 0
@@ -95,13 +96,13 @@ class Attachment:
     # -- attaching ---------------------------------------------------------------------------------------------
 
     async def begin(self, topic: str) -> bytes:
-        """Begins; returns the position after which to replay."""
+        """Begin, and return the position after which to replay."""
         with typed_errors(self._address):
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
-                    # Whoever does not know the call ends it at once, and a write meanwhile would hide why.
+                    # A server that does not know the call ends it at once. A write before that would hide the reason.
                     await self._stream.initial_metadata()
-                    # An earlier end of the stream is told by reading.
+                    # If the stream has ended already, the read below gives the reason.
                     with suppress(asyncio.InvalidStateError):
                         await self._stream.write(wire.AttachRequest(begin=wire.Begin(topic=topic)))
                     data = await self._stream.read()
@@ -117,7 +118,7 @@ class Attachment:
         return after
 
     async def replay(self, entries: Sequence[Entry]) -> None:
-        """Sends entries that are in the log; returns when there is room for more."""
+        """Send entries of the log, and return when there is room for more."""
         self._check_not_ended()
         columns = self._columns([entry.range for entry in entries])
         positions = Binary.of_all([entry.position for entry in entries])
@@ -135,19 +136,19 @@ class Attachment:
         self._check_not_ended()
 
     async def end_replay(self, last_position: bytes) -> None:
-        """The log's last entry is at this position; returns when checks are answered."""
+        """End the replay with the position of the log's last entry. Return when the sidecar answers checks."""
         self._ask(end_replay=wire.EndReplay(last_position=last_position))
         await asyncio.shield(self._ready)
 
     # -- publishing --------------------------------------------------------------------------------------------
 
     async def check(self, ranges: Sequence[Range]) -> list[Verdict]:
-        """The verdicts of ranges, at most MAX_BATCH_ROWS of them. What is NOT_DUP is to be written now, in order.
+        """Return the verdicts of at most MAX_BATCH_ROWS ranges. Then write the ranges with NOT_DUP, in order.
 
-        Verdicts come in the order of the calls. Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, GAP, QUEUE_FULL, …
-        (then none of the ranges was admitted, and the topic is still attached), NOT_ATTACHED and other reasons for
-        which it has ended.
-        Whoever is cancelled here does not know what was admitted: close the attachment and attach again.
+        Verdicts come in the order of the calls. Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, GAP, QUEUE_FULL, …:
+        then none of the ranges was admitted, and the topic is still attached. Raises NOT_ATTACHED and other reasons if
+        the attachment has ended.
+        If the call is cancelled, the admissions are unknown: close the attachment and attach again.
         """
         self._check_not_ended()
         if not 1 <= len(ranges) <= MAX_BATCH_ROWS:
@@ -160,14 +161,14 @@ class Attachment:
         return await answered
 
     def persisted(self, position: bytes, count: int = 1) -> None:
-        """The oldest `count` admissions of which nothing was said are in the log, the last of them at this position."""
+        """Report that the oldest `count` unreported admissions are in the log, the last of them at this position."""
         self._report(persisted=count, position=position)
 
     def failed(self, count: int = 1) -> None:
-        """The oldest `count` admissions of which nothing was said will never be in the log.
+        """Report that the oldest `count` unreported admissions will never be in the log.
 
-        Every verdict is UNKNOWN from now on: say the same of all that is in flight, drop the producers' connections,
-        then `reset`.
+        From now on every verdict is UNKNOWN. Report all other admissions in flight as failed too, drop the producers'
+        connections, then call `reset`.
         """
         self._report(failed=count)
 
@@ -181,16 +182,16 @@ class Attachment:
             what = wire.Report(first_admission=self._reported, persisted=persisted, position=position, failed=failed)
             self._ask(report=what)
         else:
-            # It goes on where the one that waits ends.
+            # Extend the unsent report, which ends where this one begins.
             unsent.persisted += persisted
             unsent.failed += failed
             unsent.position = position or unsent.position
         self._reported += count
 
     def reset(self) -> None:
-        """After `failed`, when all that was in flight has been reported: checks have verdicts again.
+        """Reset after `failed`, when all admissions have been reported. Checks get verdicts again.
 
-        Raises INVALID_REQUEST while something is in flight, or may be because a check has no answer yet.
+        Raises INVALID_REQUEST while an admission is in flight, or a check has no answer yet.
         """
         self._check_not_ended()
         if self._checks or self._reported != self._admitted:
@@ -202,7 +203,7 @@ class Attachment:
         self._ask(reset=wire.Reset())
 
     def release(self, producer_name: str) -> None:
-        """Nobody publishes under this name for now."""
+        """Release a name under which no producer publishes for now."""
         self._check_not_ended()
         handle = self._handles.pop(producer_name, None)
         if handle is not None:
@@ -212,16 +213,16 @@ class Attachment:
 
     @property
     def ended(self) -> SeqdedupeError | None:
-        """Why it has ended; None while the topic is attached."""
+        """The reason why the attachment has ended; None while the topic is attached."""
         return self._ended
 
     async def wait_until_ended(self) -> SeqdedupeError:
-        """Returns why it has ended, when it has."""
+        """Wait until the attachment has ended, and return the reason."""
         await self._over.wait()
         return self._ended or error("NOT_ATTACHED", "the attachment has ended")
 
     def close(self) -> None:
-        """Lets go of the topic."""
+        """Release the topic."""
         self._end(error("NOT_ATTACHED", "the attachment was closed"))
         self._stream.cancel()
 
@@ -238,19 +239,19 @@ class Attachment:
         for future in waiting:
             if not future.done():
                 future.set_exception(why)
-                # Nobody may be waiting any more.
+                # Mark it as read: perhaps no task waits any more.
                 future.exception()
         self._has_room.set()
 
     def _check_not_ended(self) -> None:
         if self._ended is not None:
-            # Each raise would add to what the last one left.
+            # Without this, each raise would extend the traceback.
             raise self._ended.with_traceback(None)
 
     # -- messages ----------------------------------------------------------------------------------------------
 
     def _columns(self, ranges: Sequence[Range]) -> dict[str, bytes]:
-        """The columns of ranges; names that are new are registered first."""
+        """Return the columns of ranges. New names are registered first."""
         self._register(name for name in dict.fromkeys(one.producer_name for one in ranges if not one.passes))
         handles = self._handles
         columns = {
@@ -302,7 +303,7 @@ class Attachment:
                         await self._stream.write(request)
                 self._has_room.set()
         except (SeqdedupeError, asyncio.InvalidStateError):
-            # The stream has ended: reading tells why.
+            # The stream has ended: the reader gets the reason.
             return
 
     async def _receive(self) -> None:
@@ -314,7 +315,7 @@ class Attachment:
         except SeqdedupeError as e:
             why = e
         finally:
-            # Whatever it is: nobody may wait for an answer that nobody reads.
+            # After any failure no answers are read, so no caller may wait for one.
             self._end(why)
 
     def _take(self, answer: Any) -> None:
@@ -346,7 +347,7 @@ class Attachment:
 
 
 def _goes_with(step: Any, request: Any) -> bool:
-    """Whether a step that comes after a message can travel in it: its steps are done in the order of the fields."""
+    """Return whether a step can be added to a message. A message's steps run in the order of its fields."""
     kind = _last_step(step)
     return kind > _last_step(request) or (kind == CHECKS and len(request.checks) < MAX_CHECKS)
 
@@ -364,26 +365,26 @@ def _ids(values: Sequence[int]) -> bytes:
 
 
 REPLAY_ROWS = 8192
-"""Entries in one message of the replay."""
+"""The most entries in one message of the replay."""
 
 
 class ProducerNumbers(NamedTuple):
-    """The highest sequence ID that was judged new, and the highest that is in the log; -1 is none."""
+    """The highest sequence ID that was judged new, and the highest that is in the log; -1 means none."""
 
     pushed: int
     persisted: int
 
 
 Replay = Callable[[bytes], AsyncIterator[Entry]]
-"""Gives every entry of the log after a position (empty: from the first), in order."""
+"""A function that yields every entry of the log after a position (empty: from the first), in order."""
 
 
 class BrokerClient:
     """A broker's connection to its sidecar. Close it with `close`, or use it as a context."""
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
-        """`credentials` left out are what the environment says. Raises INVALID_ADDRESS, INVALID_CREDENTIALS. Nothing is
-        connected yet."""
+        """Make a client without connecting. By default `credentials` come from the environment. Raises INVALID_ADDRESS,
+        INVALID_CREDENTIALS."""
         self._address = SidecarAddress.parse(address)
         self._credentials = Credentials.from_environment() if credentials is None else credentials
         self._channel: grpc.aio.Channel | None = None
@@ -397,7 +398,7 @@ class BrokerClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the connection, and the attachments with it."""
+        """Close the connection, which ends its attachments."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
@@ -408,12 +409,12 @@ class BrokerClient:
         return self._channel
 
     async def attach(self, topic: str, replay: Replay, *, last_position: bytes) -> Attachment:
-        """Takes a topic, replays what the sidecar does not know of its log, and returns when checks are answered.
+        """Attach a topic, replay the entries of its log that the sidecar lacks, and return when checks are answered.
 
-        Only when nothing that was admitted before is being written any more, and what is in the log is durable.
-        `last_position` is that of the log's last entry (empty: there is none), as the log says it: a log that has lost
-        its end is found out by it. Raises REPLAY_GAP, INVALID_NAME, and why the sidecar cannot be reached or does not
-        take the topic; then nothing is attached.
+        Call this only when no earlier admission is still being written, and everything in the log is durable.
+        `last_position` is the position of the log's last entry (empty: there is none), as the log itself reports it.
+        With it the sidecar detects a log that has lost its end. Raises REPLAY_GAP, INVALID_NAME, and the error if the
+        sidecar cannot be reached or refuses the topic. After an error nothing is attached.
         """
         stub: Any = self._connected().stream_stream(ATTACH, wire.AttachRequest.SerializeToString)
         attachment = Attachment(stub(wait_for_ready=False), self._address)
@@ -434,7 +435,7 @@ class BrokerClient:
         return attachment
 
     async def producer(self, topic: str, producer_name: str) -> ProducerNumbers | None:
-        """A producer's numbers in an attached topic; None if its name never came. Raises NOT_ATTACHED, …"""
+        """Return a producer's numbers in an attached topic; None if its name is unknown. Raises NOT_ATTACHED, …"""
         stub = DedupeServiceStub(self._connected())
         request = dedupe_pb2.DedupeServiceGetProducerRequest(topic=topic_name(topic), producer_name=producer_name)
         try:

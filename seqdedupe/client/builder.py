@@ -1,4 +1,4 @@
-"""Messages to sealed batches: checks and gathers what a producer sends."""
+"""The builder: checks a producer's messages, and gathers them into sealed batches."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -23,17 +23,17 @@ from seqdedupe.limits import (
 )
 
 BATCH_OVERHEAD_BYTES = 512
-"""What an encoded batch takes at most beside its rows: the producer, and the columns' tags and lengths."""
+"""The most bytes of an encoded batch in addition to its rows: the producer, and the columns' tags and lengths."""
 
 ROW_OVERHEAD_BYTES = 33
-"""What a row takes at most beside its payload, key and properties: its ID, times, offsets and bits."""
+"""The most bytes of a row in addition to its payload, key and properties: its ID, times, offsets and bits."""
 
 PROPERTY_OVERHEAD_BYTES = 8
-"""What a property takes beside its name and value."""
+"""The bytes of a property in addition to its name and value."""
 
 _NO_EPOCHS = np.zeros(1, np.int64)
 _NO_LINKS = np.full(1, NO_SEQUENCE_ID)
-"""Of a batch that is not being sent yet: the send queue puts others in their place, and leaves these as they are."""
+"""The columns of a batch before it is sent. The send queue replaces them, and does not change these arrays."""
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _MILLISECOND = timedelta(milliseconds=1)
@@ -46,10 +46,10 @@ PropertyRows = PropertyColumns | Sequence[Properties | None]
 
 
 class Builder:
-    """Gathers a producer's messages and hands each batch, sealed, to `emit`.
+    """Gathers a producer's messages, and passes each sealed batch to `emit`.
 
-    Sequence IDs rise strictly; the first may be any. `last_sequence_id` is the highest that was sent or that Open
-    answered: an ID that is not given is the next one.
+    Sequence IDs rise strictly; the first may be any. `last_sequence_id` is the highest ID that was sent or that Open
+    answered. A message without an ID gets the next one.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Builder:
         self.last_sequence_id = persisted
         self._last_sent = NO_SEQUENCE_ID
         self.leaving: PendingBatch | None = None
-        """The batch that is being handed over."""
+        """The batch that is being passed to `emit`."""
         self._start()
 
     def _start(self) -> None:
         self.pending = PendingBatch()
-        """The batch of which the next message will be, unless that one seals it."""
+        """The batch that the next message joins, unless that message seals it."""
         self._sequence_ids: list[int] = []
         self._payloads: list[bytes | None] = []
         self._some_without_payload = False
@@ -86,7 +86,7 @@ class Builder:
 
     @property
     def rows(self) -> int:
-        """How many messages are gathered."""
+        """The number of gathered messages."""
         return len(self._payloads)
 
     def append(
@@ -97,9 +97,9 @@ class Builder:
         event_time: datetime | int | None,
         properties: Properties | None,
     ) -> tuple[PendingBatch, int]:
-        """Adds a message; the batch that it is in, and its row. Raises before anything is changed."""
+        """Add a message, and return its batch and its row. Raises before anything is changed."""
         if type(payload) is bytes and key is None and event_time is None and not properties:
-            # The common message, as long as there is room for it: the checks below in one.
+            # The common message, while there is room for it: the checks of `_append`, combined.
             next_id = self.last_sequence_id + 1 if sequence_id is None else sequence_id
             payloads = self._payloads
             row = len(payloads)
@@ -157,7 +157,7 @@ class Builder:
         return pending, row
 
     def seal(self) -> None:
-        """Hands over what is gathered, if there is anything."""
+        """Seal the gathered messages, if there are any, and pass the batch to `emit`."""
         rows = len(self._payloads)
         if not rows:
             return
@@ -180,7 +180,8 @@ class Builder:
         self.leaving = None
 
     def next_id(self, sequence_id: int | None) -> int:
-        """The ID of a message for which this one is given, or none. Raises INVALID_SEQUENCE_ID, NOT_ASCENDING."""
+        """Return the ID of the next message: the given one, or the next if none is given. Raises INVALID_SEQUENCE_ID,
+        NOT_ASCENDING."""
         try:
             sequence_id = self.last_sequence_id + 1 if sequence_id is None else operator.index(sequence_id)
         except TypeError as e:
@@ -190,7 +191,7 @@ class Builder:
         return sequence_id
 
     def sent(self, sequence_id: int) -> None:
-        """A message with this ID is sent: those to come have higher ones."""
+        """Note that a message with this ID is sent. Later messages must have higher IDs."""
         self._last_sent = sequence_id
         self.last_sequence_id = max(self.last_sequence_id, sequence_id)
 
@@ -202,7 +203,7 @@ class Builder:
         event_times_ms: Numbers | None,
         properties: PropertyRows | None,
     ) -> PendingBatch:
-        """Hands over a ready batch, after what is gathered. Raises before anything is changed."""
+        """Pass a ready batch to `emit`, after the gathered messages. Raises before anything is changed."""
         return self.add_batch(self.check_columns(payloads, sequence_ids, keys, event_times_ms, properties))
 
     def check_columns(
@@ -213,7 +214,7 @@ class Builder:
         event_times_ms: Numbers | None,
         properties: PropertyRows | None,
     ) -> Batch:
-        """The batch of these columns. Raises what of them cannot be sent."""
+        """Return the batch of these columns. Raises an error if they cannot be sent."""
         batch = self._batch(NO_INT64S, payloads if isinstance(payloads, Binary) else _payload_column(payloads))
         rows = len(batch.payloads.offsets) - 1
         if not 1 <= rows <= MAX_BATCH_ROWS:
@@ -235,7 +236,7 @@ class Builder:
         return Batch(self._names, _NO_EPOCHS, _NO_LINKS, sequence_ids, payloads)
 
     def add_batch(self, batch: Batch) -> PendingBatch:
-        """Hands over a batch that was checked, after what is gathered."""
+        """Pass a checked batch to `emit`, after the gathered messages."""
         self.seal()
         pending = PendingBatch()
         pending.seal(batch, _size_bytes(batch))
@@ -288,7 +289,8 @@ def _id_column(sequence_ids: list[int]) -> Int64s:
 
 
 def _payload_column(payloads: Sequence[bytes | None]) -> Binary:
-    """Unlike a key column it is never left out: with no payload at all, it says so of each row."""
+    """Return the column of these payloads. Unlike a key column it is never omitted: rows without a payload are marked
+    even if no row has one."""
     values = [payload if payload is None else _bytes_of("payload", payload) for payload in payloads]
     present = np.array([value is not None for value in values], np.uint8)
     validity = b"" if present.all() else np.packbits(present, bitorder="little").tobytes()
@@ -311,7 +313,7 @@ def _set_properties(batch: Batch, rows: PropertyRows) -> None:
 
 
 def _check_columns(batch: Batch, rows: int) -> None:
-    """Checks what the sidecar would refuse."""
+    """Check the limits that the sidecar enforces."""
     for name, column in (("payloads", batch.payloads), ("keys", batch.keys)):
         if column:
             _check_binary(name, column, rows)
@@ -327,7 +329,7 @@ def _check_columns(batch: Batch, rows: int) -> None:
 
 
 def _size_bytes(batch: Batch) -> int:
-    """How large it is encoded, at most."""
+    """Return the most bytes that the encoded batch can have."""
     return (
         BATCH_OVERHEAD_BYTES
         + ROW_OVERHEAD_BYTES * len(batch)
@@ -375,7 +377,7 @@ def _copy(row: Properties | None) -> dict[str, str]:
 
 
 def milliseconds(event_time: datetime | int | None) -> int:
-    """Milliseconds since 1970; 0 for none."""
+    """Return the milliseconds since 1970; 0 for none."""
     if isinstance(event_time, datetime):
         if event_time.tzinfo is None:
             raise error("INVALID_REQUEST", f"the event time {event_time} has no time zone")

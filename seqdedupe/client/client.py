@@ -1,4 +1,4 @@
-"""The way in: a client of a sidecar, or of several in front of one log."""
+"""The entry point: a client of one sidecar, or of several in front of one log."""
 
 import asyncio
 import itertools
@@ -36,41 +36,41 @@ _MAX_INT64 = 2**63 - 1
 
 
 class TopicEnds(NamedTuple):
-    """What a topic holds: the index of the first message left, and the position of the last one there ever was."""
+    """The ends of a topic: the index of the first stored message, and the position of the last message ever stored."""
 
     first_index: int
     last: Position
 
 
 class Located(NamedTuple):
-    """An index, in an incarnation of its topic."""
+    """An index in an incarnation of its topic."""
 
     incarnation: int
-    index: int  # type: ignore[assignment]  # a field, where a tuple has a method nobody needs here
+    index: int  # type: ignore[assignment]  # a field: the method of tuples is not needed here
 
 
 class Client:
-    """A client of the sidecar at `host:port` or `unix:path`: `async with Client(address) as client`.
+    """A client of the sidecar at `host:port` or `unix:path`. Use it as `async with Client(address) as client`.
 
-    Or of several in front of one log: their addresses separated by commas, or in a list. Each topic is looked for
-    where it is likeliest to be, and followed to where it is; a sidecar that is gone is left for another. One of them
-    may send this client to the others in the list, and to hosts in a domain that stands there too (`*.example.org`),
-    to nobody else.
+    For several sidecars in front of one log, give their addresses separated by commas, or in a list. The client asks
+    the likeliest sidecar for a topic first, and follows the topic to its owner. If a sidecar is gone, the client tries
+    another. A sidecar may redirect the client only to addresses in the list, and to hosts in a domain of the list
+    (`*.example.org`).
 
-    All of them are shown its `credentials`; left out they are what the environment says, see `Credentials`.
+    The client presents its `credentials` to all sidecars. By default they come from the environment, see `Credentials`.
 
-    Raises INVALID_ADDRESS for text that is no address, INVALID_CREDENTIALS.
+    Raises INVALID_ADDRESS for text that is not an address, and INVALID_CREDENTIALS.
 
-    Its producers share a connection to each sidecar, and those of one topic a stream; any number of names works. Each
-    reader has a connection of its own, made when it is first read, and this object one to each sidecar for the other
-    calls. It belongs to one event loop.
+    The client's producers share one connection per sidecar, and the producers of one topic share a stream. Any number
+    of producer names works. Each reader opens a separate connection at its first read. All other calls use one
+    connection per sidecar. A client belongs to one event loop.
     """
 
     def __init__(self, address: Addresses = DEFAULT_ADDRESS, credentials: Credentials | None = None) -> None:
         credentials = Credentials.from_environment() if credentials is None else credentials
         self._sidecars = Sidecars.parse(address, credentials)
         self.address: str = address if isinstance(address, str) else str(self._sidecars)
-        """As it was given."""
+        """The address as given."""
         self._connections = SharedConnections(self._sidecars)
         self._calls = ClientCalls(self._sidecars)
         self.admin: Admin = Admin(self._calls)
@@ -85,7 +85,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Lets go of this object's connections. Producers and readers are closed by themselves."""
+        """Close the connections of the client's own calls. Close producers and readers separately."""
         await self._calls.close()
 
     def producer(
@@ -96,7 +96,7 @@ class Client:
         *,
         on_waiting: OnWaiting | None = None,
     ) -> Producer:
-        """A producer, to be entered, see `Producer`."""
+        """Return a producer, to be entered: see `Producer`."""
         return Producer(self._connections, topic, name, config, on_waiting)
 
     def publisher(
@@ -106,7 +106,7 @@ class Client:
         on_waiting: OnWaiting | None = None,
         delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
     ) -> Publisher:
-        """A publisher to a topic of deduplication IDs, to be entered, see `Publisher`."""
+        """Return a publisher to a topic of deduplication IDs, to be entered: see `Publisher`."""
         return Publisher(self._sidecars, topic, on_waiting, delivery_timeout_seconds, lambda: self.admin.topic(topic))
 
     def reader(
@@ -120,7 +120,7 @@ class Client:
         on_waiting: OnWaiting | None = None,
         cursor: Cursor | None = None,
     ) -> Reader:
-        """A reader, see `Reader`."""
+        """Return a reader, see `Reader`."""
         return Reader(
             self._sidecars,
             topic,
@@ -142,8 +142,8 @@ class Client:
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
     ) -> PartitionedReader:
-        """A reader of all partitions of a topic, see `PartitionedReader`. `stop_indexes` has the `stop_index` of each
-        partition's `Reader`."""
+        """Return a reader of all partitions of a topic, see `PartitionedReader`. `stop_indexes` has the `stop_index` of
+        each partition's `Reader`."""
         whole = topic_name(topic)
 
         async def ends() -> list[PartitionEnds]:
@@ -172,31 +172,32 @@ class Client:
         return PartitionedReader(whole, start, ends, part)
 
     def cursor(self, topic: str, name: str) -> SidecarCursor:
-        """A named cursor of the topic, kept by the sidecar (`Cursor`, docs/guides/cursors.md). At most 32 a topic."""
+        """Return a named cursor of the topic, which the sidecar stores (`Cursor`, docs/guides/cursors.md). A topic has
+        at most 32."""
         return SidecarCursor(self._calls, topic, name)
 
     async def ends(self, topic: str) -> TopicEnds:
-        """What the topic holds now. Raises NotFoundError; RECOVERING if its end is still not known after 30 seconds."""
+        """Return the topic's current ends. Raises NotFoundError; RECOVERING if its end is unknown after 30 seconds."""
         request = read_pb2.GetLastMessageIdRequest(topic=topic_name(topic))
         answer = await self._calls.call(lambda sidecar: sidecar.read.GetLastMessageId, request)
         return TopicEnds(answer.first_index, Position.from_proto(answer.last))
 
     async def locate_time(self, topic: str, publish_time_ms: int) -> Located:
-        """The first message published at or after a time; the end if there is none. Raises NotFoundError."""
+        """Locate the first message published at or after a time; the end if there is none. Raises NotFoundError."""
         time_ms = min(max(publish_time_ms, -_MAX_INT64), _MAX_INT64)
         return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), publish_time_ms=time_ms))
 
     async def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located:
-        """Where about so many bytes of the stored form end, at least a message after `from_index` unless that is the
-        end. Raises NotFoundError, PositionError, InvalidRequestError."""
+        """Locate the index that is about `size_bytes` of the stored form after `from_index`. It is at least one message
+        after `from_index`, unless that is the end. Raises NotFoundError, PositionError, InvalidRequestError."""
         budget = read_pb2.ByteBudget(from_index=checked_index(from_index), bytes=min(size_bytes, _MAX_INT64))
         return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), byte_budget=budget))
 
     async def position_at(self, topic: str, index: int) -> Position:
-        """The position of the message with this index: all that says which one it is.
+        """Return the position of the message with this index: everything that identifies it.
 
-        Raises NotFoundError, PositionError if the message is trimmed or not there yet, InvalidRequestError for what is
-        no index, DamagedError.
+        Raises NotFoundError; PositionError if the message is trimmed or does not exist yet; InvalidRequestError for an
+        invalid index; DamagedError.
         """
         start, stop_index = read_pb2.ReadStart(index=checked_index(index)), min(index + 1, MAX_INDEX)
         request = read_pb2.ReadRequest(topic=topic_name(topic), start=start, stop_index=stop_index)
@@ -211,7 +212,8 @@ class Client:
         return Located(answer.incarnation, answer.index)
 
     async def wait_ready(self, timeout_seconds: float) -> None:
-        """Until the sidecar, or one of them, says that it serves. Raises UnavailableError if none does in time."""
+        """Wait until the sidecar, or one of several, reports that it serves. Raises UnavailableError if none does in
+        time."""
         why = "it says NOT_SERVING"
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -232,7 +234,7 @@ class Client:
 
 
 def _position_of_first(record: batch_pb2.Record) -> Position:
-    """That of a record's first row."""
+    """Return the position of a record's first row."""
     if record.run_rows:
         message_id = MessageId(record.run_ledger_ids[0], record.run_entry_ids[0], record.run_batch_indexes[0])
     else:

@@ -1,6 +1,6 @@
-"""How the client reaches sidecars: channels, what gRPC's errors mean (nothing else looks at them), and unary calls.
+"""Connections to sidecars: channels, the meaning of gRPC's errors (no other module reads them), and unary calls.
 
-Begin with `new_channel`, `typed_errors` and `ClientCalls`, a client's calls: each goes to the sidecar of its topic.
+Begin with `new_channel`, `typed_errors` and `ClientCalls`, which sends each call to the sidecar of its topic.
 """
 
 import asyncio
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from seqdedupe.v1.read_pb2_grpc import ReadServiceAsyncStub
 
 
-# -- A channel whose calls say who makes them, and whose callers learn how a call ended.
+# -- A channel whose calls carry the token, and keep the status that the other side sent.
 
 AUTHORIZATION = "authorization"
-"""The name of the metadata in which a token goes, as `Bearer TOKEN`."""
+"""The name of the metadata that carries a token, as `Bearer TOKEN`."""
 
 
 class Channel(grpc.aio.Channel):
-    """A channel over which each call and stream carries the token as it is when that begins, if there is one.
+    """A channel whose calls and streams carry the token, if there is one, read when each of them begins.
 
-    gRPC's own call credentials take no connection without TLS, and its interceptors have every message of a stream pass
-    them. Making a call raises CREDENTIALS_UNAVAILABLE, and what `check` raises, which is called just before.
+    gRPC's own call credentials refuse connections without TLS, and every message of a stream passes its interceptors.
+    Making a call first calls `check`. It raises CREDENTIALS_UNAVAILABLE and the errors of `check`.
     """
 
     def __init__(self, channel: grpc.aio.Channel, credentials: Credentials, check: Callable[[], None]) -> None:
@@ -101,7 +101,7 @@ class Channel(grpc.aio.Channel):
 
 
 def _keeping_status(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The same calls, whose status is always the one that the other side sent."""
+    """Wrap `make`, so that the status of its calls is always the one that the other side sent."""
 
     def call(*args: Any, **options: Any) -> Any:
         made = make(*args, **options)
@@ -113,22 +113,22 @@ def _keeping_status(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _INSIDE = "_cython_call"
-"""Where grpcio has the inside of a call."""
+"""The attribute in which grpcio keeps the inner object of a call."""
 
 
 class _StatusKept:
-    """The inside of a call to which the caller sends messages.
+    """The inner object of a call to which the caller sends messages.
 
-    A write fails when the other side has ended the call. grpcio then replaces the status, whether it has come or is
-    still to come, with "Internal error from Core", so that the caller never learns why. Without that it waits for the
-    status.
+    A write fails when the other side has ended the call. grpcio then replaces the status, received or not, with
+    "Internal error from Core". That hides the reason from the caller. This class prevents it, and the call waits for
+    the real status.
     """
 
     def __init__(self, inside: Any) -> None:
         self._inside = inside
 
     def __getattr__(self, name: str) -> Any:
-        # It has methods only, which every message asks for: each is found here the next time.
+        # The inner object has only methods, and every message looks one up. The next lookup finds it here.
         found = self.__dict__[name] = getattr(self._inside, name)
         return found
 
@@ -136,21 +136,21 @@ class _StatusKept:
         pass
 
 
-# -- Channels, calls over them, and what they end with.
+# -- Channels, the calls over them, and the errors of these calls.
 
 M = TypeVar("M", bound=Message)
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""The longest answer taken: all receipts of a commit round come in one."""
+"""The longest answer accepted: all receipts of a commit round come in one."""
 
 CALL_TIMEOUT_SECONDS = 30.0
-"""A unary call that is not answered by then has an unknown outcome. It is longer than any wait of the sidecar's own."""
+"""A unary call without an answer by then has an unknown outcome. This is longer than any wait inside the sidecar."""
 
 KEEPALIVE_SECONDS = 30
-"""So often a silent connection is asked whether it is still there; it has as long to answer."""
+"""The interval of pings on a silent connection, and the time limit for their answer."""
 
 IMPATIENT_SECONDS = 5
-"""The same where there are other sidecars to go to, and how long one may take to accept a connection there."""
+"""The same interval and limit if there are other sidecars. Also the time limit for accepting a connection then."""
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
@@ -158,9 +158,9 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Two channels never share a connection: one that stalls does not stall another, and a new one starts afresh.
+    # Two channels never share a connection: a stalled one does not affect another, and a new one connects again.
     ("grpc.use_local_subchannel_pool", 1),
-    # The sidecar stands beside its client; a proxy of the environment does not lead to it.
+    # The sidecar runs next to its client. A proxy from the environment does not lead to it.
     ("grpc.enable_http_proxy", 0),
 )
 
@@ -171,7 +171,7 @@ _PATIENT = (
 _IMPATIENT = (
     ("grpc.keepalive_time_ms", IMPATIENT_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", IMPATIENT_SECONDS * 1000),
-    # A ping that is under way already counts by this one alone, which is a minute otherwise.
+    # Only this limit, a minute by default, counts for a ping in flight.
     ("grpc.http2.ping_timeout_ms", IMPATIENT_SECONDS * 1000),
     ("grpc.min_reconnect_backoff_ms", IMPATIENT_SECONDS * 1000),
 )
@@ -179,20 +179,20 @@ _IMPATIENT = (
 _BRIEF = (("grpc.client_idle_timeout_ms", 10_000),)
 
 _DOMAIN = "seqdedupe"
-"""Of the ErrorInfos that count."""
+"""The domain of a sidecar's ErrorInfos. Others are ignored."""
 
 _RICH_STATUS = "grpc-status-details-bin"
-"""The trailing metadata with the status as a message of google.rpc, by the convention of gRPC."""
+"""The trailing metadata that holds the status as a google.rpc message, by gRPC's convention."""
 
 NOT_A_SIDECAR = "NOT_A_SIDECAR"
-"""The reason of an answer that is not the sidecar's own. It is final for what starts: the address may be wrong. Once
-the sidecar has answered, the connection counts as broken."""
+"""The reason of an answer that does not come from a sidecar. At the start it is final: the address may be wrong. After
+a sidecar has answered, it means that the connection is broken."""
 
 _BREAKS_STREAM = {NOT_A_SIDECAR, "OUTCOME_UNKNOWN"}
-"""The reasons with which a stream ends when something on the way ends it."""
+"""The reasons of a stream's end if a component on the way ends it."""
 
 _OWN_LIMIT = "CLIENT: "
-"""With this gRPC begins what it says of a message that is larger than this side takes or sends."""
+"""The prefix of gRPC's details about a message that is larger than this side accepts or sends."""
 
 _SHORTEST_DELAY_SECONDS = 0.01
 
@@ -212,7 +212,7 @@ MAY_BE_EMPTY = {
     read_pb2.GetCursorResponse,
     read_pb2.MoveCursorResponse,
 }
-"""The answers to unary calls that have a meaning when they are empty. All others have something in them always."""
+"""The answers to unary calls that have a meaning when they are empty. All other answers are never empty."""
 
 _LOST = {
     grpc.StatusCode.ABORTED,
@@ -221,7 +221,7 @@ _LOST = {
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
 }
-"""What gRPC says, beside UNAVAILABLE, when a connection breaks within a call."""
+"""gRPC's status codes, in addition to UNAVAILABLE, if a connection breaks during a call."""
 
 _HINT_OF_LOST = (
     "The sidecar's log says what it waits for. What the call was to change may be in force or not: look, then do it "
@@ -247,7 +247,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def check_not_forked() -> None:
-    """Raises INVALID_REQUEST in a child of a process that has used the client: there gRPC waits for ever."""
+    """Raise INVALID_REQUEST in a forked child of a process that has used the client: there gRPC never returns."""
     if _forked:
         raise error(
             "INVALID_REQUEST",
@@ -259,11 +259,11 @@ def check_not_forked() -> None:
 def new_channel(
     address: SidecarAddress, credentials: Credentials = NO_CREDENTIALS, *, is_one: bool = True, is_brief: bool = False
 ) -> grpc.aio.Channel:
-    """A channel with a connection of its own. `is_one`: there is no other sidecar that could be asked. `is_brief`: the
-    connection ends when nothing was called over it for some seconds, and is made again by the next call.
+    """Return a channel with a separate connection. `is_one`: there is no other sidecar to ask. `is_brief`: the
+    connection closes after some seconds without a call, and the next call opens it again.
 
-    Raises INSECURE_ADDRESS where a token would go over a network as it is, CREDENTIALS_UNAVAILABLE. Where it goes as it
-    is to a port of this machine, calls raise as `check_listener`.
+    Raises INSECURE_ADDRESS if a token would go over a network unencrypted; CREDENTIALS_UNAVAILABLE. If the token goes
+    unencrypted to a port of this machine, calls raise the errors of `check_listener`.
     """
     global _used
     check_not_forked()
@@ -285,7 +285,7 @@ def new_channel(
 
 
 def channel_to(sidecars: Sidecars, address: SidecarAddress, *, is_brief: bool = False) -> grpc.aio.Channel:
-    """A channel to one of them, see `new_channel`."""
+    """Return a channel to one of the sidecars, see `new_channel`."""
     return new_channel(address, sidecars.credentials, is_one=sidecars.is_one, is_brief=is_brief)
 
 
@@ -296,10 +296,10 @@ async def call(
     request: object,
     timeout_seconds: float = CALL_TIMEOUT_SECONDS,
 ) -> M:
-    """Makes a unary call over this channel. While the answer is RECOVERING, it is made again after the delay that the
-    answer asks for; once, if it is TOKEN_EXPIRED, with the token as it is then.
+    """Make a unary call over this channel. After RECOVERING, repeat it after the delay in the answer. After
+    TOKEN_EXPIRED, repeat it once with the current token.
 
-    Raises what the call is refused for, RECOVERING too if that lasts for CALL_TIMEOUT_SECONDS.
+    Raises the reason of a refusal; RECOVERING if that lasts for CALL_TIMEOUT_SECONDS.
     """
     check_not_forked()
     loop = asyncio.get_running_loop()
@@ -321,10 +321,12 @@ async def call(
 async def answer_of(
     channel: grpc.aio.Channel, method: Callable[..., Awaitable[M]], request: object, timeout_seconds: float
 ) -> M:
-    """The answer to a unary call over this channel. Raises DecodeError for one that no sidecar gives, AioRpcError.
+    """Return the answer to a unary call over this channel. Raises DecodeError for an answer that no sidecar gives, and
+    AioRpcError.
 
-    What is no sidecar may say OK to anything, with an empty message. Where that has a meaning, a sidecar says so in its
-    trailing metadata. An earlier version does not: then `GetVersion` tells whether there is a sidecar.
+    A server that is no sidecar may answer OK to any call, with an empty message. If an empty answer has a meaning, a
+    sidecar marks it in the trailing metadata. An earlier version does not; then `GetVersion` tells whether it is a
+    sidecar.
     """
     made: grpc.aio.UnaryUnaryCall[object, M] = method(request, timeout=timeout_seconds)  # type: ignore[assignment]
     answer: M | None = await made
@@ -342,11 +344,11 @@ async def answer_of(
 
 @contextmanager
 def typed_errors(address: SidecarAddress) -> Iterator[None]:
-    """Turns gRPC's errors into this project's; and DecodeError, which says that an answer is none of a sidecar's. gRPC
-    gives None instead of a message that cannot be decoded.
+    """Convert gRPC's errors into this project's errors. Convert DecodeError too: the answer is not a sidecar's. (For a
+    message that cannot be decoded, gRPC returns None.)
 
-    A call that the other side cancels, or that is cancelled by `call.cancel()`, looks to gRPC's callers as if they
-    themselves were; it is an error like others, unless they are.
+    If the other side cancels a call, or `call.cancel()` does, gRPC raises CancelledError in the caller. That becomes an
+    ordinary error, unless the caller's task itself is being cancelled.
     """
     try:
         yield
@@ -363,13 +365,13 @@ def typed_errors(address: SidecarAddress) -> Iterator[None]:
 
 
 def may_break_for_a_frame(failure: SeqdedupeError) -> bool:
-    """Whether something on the way has ended a stream, perhaps because of what was sent. One that answers for the
-    sidecar, with OK, has not."""
+    """Return whether a component on the way has ended a stream, perhaps because of a frame. A component that answers OK
+    in the sidecar's place does not count."""
     return failure.reason in _BREAKS_STREAM and not isinstance(failure.__cause__, DecodeError)
 
 
 def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dict[str, str]) -> SeqdedupeError:
-    """The error that a sidecar named by its reason. A newer sidecar's unknown reason is kept as it is."""
+    """Return the error for a sidecar's reason. An unknown reason, from a newer sidecar, is kept unchanged."""
     known = REASONS.get(reason)
     kind = known.kind if known else UnavailableError if retry_delay_ms >= 0 else SeqdedupeError
     hint = numbers.pop("hint", known.hint if known else "See the sidecar's list of errors.")
@@ -377,14 +379,14 @@ def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dic
 
 
 def of_known_topic(failure: SeqdedupeError) -> SeqdedupeError:
-    """The failure of who knows that the topic was there: its name is not mistyped."""
+    """Change the hint of TOPIC_NOT_FOUND if the caller knows that the topic existed: its name is not mistyped."""
     if failure.reason == "TOPIC_NOT_FOUND":
         failure.hint = HINT_OF_GONE
     return failure
 
 
 def refusal_error(refusal: Any) -> SeqdedupeError:
-    """The error that a refusal on a publish stream stands for, with the numbers of a producer that caused it."""
+    """Return the error for a refusal on a publish stream, with the numbers of a producer that caused it."""
     numbers: dict[str, str] = {}
     for producer in refusal.producers:
         numbers = {
@@ -409,7 +411,7 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
         return error_of_reason(info.reason, details, retry_delay_ms, dict(info.metadata))
     if failure.code() is grpc.StatusCode.UNAVAILABLE or is_of_another_host(details):
         return unreachable(address, details)
-    # Where a status of HTTP's own hides behind these words gRPC gives no metadata.
+    # If these details stand for a plain HTTP status, gRPC gives no metadata.
     if has_no_grpc_status(details) and (failure.initial_metadata() or failure.trailing_metadata()):
         what = f"{address} answered without a gRPC status, as a web server does"
         return error(NOT_A_SIDECAR, f"{what}; the likely cause is a proxy on the way: {details}")
@@ -428,7 +430,7 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
 
 
 def _details(failure: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo | None, int]:
-    """The ErrorInfo, if there is one, and the retry delay in milliseconds or NEVER."""
+    """Return the ErrorInfo, if there is one, and the retry delay in milliseconds or NEVER."""
     info: error_details_pb2.ErrorInfo | None = None
     retry_delay_ms = NEVER
     try:
@@ -447,10 +449,10 @@ def _details(failure: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo
 
 
 def _rich_details(failure: grpc.aio.AioRpcError) -> Sequence[Any]:
-    """The details of the rich status; none if there is no such status, or if the plain one says something else: whoever
-    answers for the sidecar may send anything. Raises DecodeError.
+    """Return the details of the rich status. Return none if there is no rich status, or if it contradicts the plain
+    one: a proxy that answers for the sidecar may send anything. Raises DecodeError.
 
-    As `grpc_status.rpc_status`, whose import costs each client what it needs nothing of.
+    This does the same as `grpc_status.rpc_status`, which would import much that a client does not need.
     """
     for name, value in failure.trailing_metadata() or ():
         if name == _RICH_STATUS:
@@ -461,7 +463,7 @@ def _rich_details(failure: grpc.aio.AioRpcError) -> Sequence[Any]:
 
 
 class Backoff:
-    """Delays that double from `first_seconds` to `longest_seconds`, each cut at random by up to a half."""
+    """Delays that double from `first_seconds` to `longest_seconds`. Each is shortened at random by up to a half."""
 
     def __init__(self, first_seconds: float, longest_seconds: float) -> None:
         self._first_seconds = first_seconds
@@ -471,11 +473,11 @@ class Backoff:
     def next_seconds(self) -> float:
         delay = self._next_seconds
         self._next_seconds = min(2 * delay, self._longest_seconds)
-        # Not `random`, which would be imported for this alone.
+        # Not `random`, to avoid an import only for this.
         return delay * (0.5 + os.urandom(1)[0] / 510)
 
     def reset(self) -> None:
-        """There was progress: the next delay is the first again."""
+        """Begin again with the first delay, after progress."""
         self._next_seconds = self._first_seconds
 
 
@@ -484,15 +486,15 @@ class Backoff:
 T = TypeVar("T")
 
 MAX_REMEMBERED = 10_000
-"""Topics of which is remembered where they were found."""
+"""The most topics whose sidecar is remembered."""
 
 CHANGED_NOTHING = {"NOT_OWNER", "DRAINING"}
-"""A call that is refused so has changed nothing."""
+"""The reasons of refusals that guarantee that the call has changed nothing."""
 
 _CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR"}
 
 _LOOKS = ("Get", "List", "Locate", "Read", "Export")
-"""How requests are called that change nothing."""
+"""The prefixes of requests that change nothing."""
 
 _HINT_OF_CHANGES = "Look whether the change is in force, and do it again if it is not."
 
@@ -501,7 +503,7 @@ _LONGEST_DELAY_SECONDS = 1.0
 
 
 class SidecarConnection:
-    """A connection to a sidecar, and what is called over it."""
+    """A connection to a sidecar, with its service stubs."""
 
     def __init__(self, address: SidecarAddress, channel: grpc.aio.Channel) -> None:
         self.address = address
@@ -517,29 +519,30 @@ class SidecarConnection:
 
 
 class ClientCalls:
-    """Makes the calls of one client, over a connection to each sidecar that it comes to. For one event loop."""
+    """Makes the calls of one client, over one connection to each sidecar that it calls. For one event loop."""
 
     def __init__(self, sidecars: Sidecars) -> None:
         self._sidecars = sidecars
         self._connections: dict[SidecarAddress, SidecarConnection] = {}
         self._found_at: dict[str, SidecarAddress] = {}
-        """By topic; "" is the whole."""
+        """The sidecar by topic; "" stands for calls without a topic."""
 
     async def close(self) -> None:
-        """Lets go of the connections."""
+        """Close the connections."""
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             await connection.channel.close()
 
     def connection(self, address: SidecarAddress) -> SidecarConnection:
-        """The one connection to this sidecar."""
+        """Return the connection to this sidecar."""
         check_not_forked()
         if address not in self._connections:
             self._connections[address] = SidecarConnection(address, channel_to(self._sidecars, address))
         return self._connections[address]
 
     def connection_to(self, text: str) -> SidecarConnection:
-        """The one to a sidecar that another one has named. Raises NOT_OWNER if the client may not go there."""
+        """Return the connection to a sidecar that another sidecar has named. Raises NOT_OWNER if the client may not
+        connect to it."""
         address = self._sidecars.allowed(text)
         if address is None:
             why = f"the sidecar at {text} has a part of it, and is not among the addresses that the client was given"
@@ -547,7 +550,7 @@ class ClientCalls:
         return self.connection(address)
 
     def first_connection(self) -> SidecarConnection:
-        """That to the first address."""
+        """Return the connection to the first address."""
         return self.connection(self._sidecars.addresses[0])
 
     async def call(
@@ -556,9 +559,9 @@ class ClientCalls:
         request: Message,
         timeout_seconds: float = CALL_TIMEOUT_SECONDS,
     ) -> M:
-        """Makes a unary call, of the request's topic or of the whole. A topic that recovers is waited for.
+        """Make a unary call about the request's topic, or about no topic. Waits while the topic recovers.
 
-        Raises as `at`, RECOVERING too if that lasts for CALL_TIMEOUT_SECONDS.
+        Raises the errors of `at`; RECOVERING if that lasts for CALL_TIMEOUT_SECONDS.
         """
 
         def act(connection: SidecarConnection) -> Awaitable[M]:
@@ -568,11 +571,10 @@ class ClientCalls:
         return await self.at(getattr(request, "topic", ""), act, is_look=is_look)
 
     async def at(self, topic: str, act: Callable[[SidecarConnection], Awaitable[T]], *, is_look: bool) -> T:
-        """Does it at the topic's owner, or, without a topic, at one sidecar that answers. It may be begun several
-        times: what changes something only where it is certain that it has changed nothing yet.
+        """Run `act` at the topic's owner, or, without a topic, at one sidecar that answers. `act` may be begun several
+        times. If it makes changes (not `is_look`), that is only done while it has certainly changed nothing.
 
-        While the sidecars say that the topic is none of theirs it waits, for CALL_TIMEOUT_SECONDS at most. Raises what
-        it is refused for.
+        While no sidecar owns the topic, wait for at most CALL_TIMEOUT_SECONDS. Raises the reason of a refusal.
         """
         route = Route(self._sidecars, topic, first=self._found_at.get(topic))
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
@@ -605,9 +607,8 @@ class ClientCalls:
                 return answer
 
     def _forget(self, connection: SidecarConnection) -> None:
-        """The next call makes a new one, which tries at once, where gRPC would answer for up to a second that the old
-        one was refused, and which takes the TLS files as they are then. Others that are under way over the old one end
-        as they may."""
+        """Drop the connection. The next call makes a new one, which connects at once and reads the TLS files again. The
+        old one would report its refusal for up to a second. Calls in progress over the old one are not touched."""
         if self._connections.get(connection.address) is connection:
             del self._connections[connection.address]
 
@@ -618,7 +619,7 @@ class ClientCalls:
 
 
 def _unknown_outcome(failure: UnavailableError) -> SeqdedupeError:
-    """The error of a call that changes something and may have been sent: a sidecar may have carried it out, and its
-    answer got lost."""
+    """Return the error of a changing call that may have been sent. A sidecar may have carried it out, and the answer
+    got lost."""
     what = f"the call may have reached the sidecar, and what it was to change may be in force: {failure.message}"
     return error("OUTCOME_UNKNOWN", what, hint=f"{_HINT_OF_CHANGES} {failure.hint}")

@@ -1,4 +1,4 @@
-"""What a client shows a sidecar so that it knows who calls, and how it knows the sidecar."""
+"""Credentials: how a client authenticates itself to a sidecar, and how it verifies the sidecar."""
 
 import os
 from collections.abc import Callable
@@ -23,54 +23,55 @@ SIDECAR_USER = "SEQDEDUPE_SIDECAR_USER"
 VARIABLES = frozenset(
     (TOKEN, TOKEN_FILE, TLS_CA_FILE, TLS_CERTIFICATE_FILE, TLS_KEY_FILE, ALLOW_INSECURE_TOKEN, SIDECAR_USER)
 )
-"""Of the environment."""
+"""The environment variables."""
 
 USUAL_TOKEN_FILE = "~/.config/seqdedupe/token"
-"""Where a token is looked for that nobody names."""
+"""The default token file, used if no token is configured."""
 
 MAX_FILE_BYTES = 1024 * 1024
-"""Of any of the files. The certificates of all public authorities are 200 KB."""
+"""The maximum size of each file. The certificates of all public authorities have 200 KB."""
 
 Token = str | Callable[[], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A token, or TLS with or without a certificate of the client's own, or both. `Credentials()` is neither.
+    """A token, or TLS with or without a client certificate, or both. `Credentials()` is neither.
 
-    A token file is read, and a function that answers the token is called, for each new call and stream, on the client's
-    event loop: the function must answer at once. The TLS files are read for each new connection. So all of them may be
-    replaced while the client works. What cannot be read then is CREDENTIALS_UNAVAILABLE, and tried again.
+    For each new call and stream the client reads the token file or calls the token function. It does so on its event
+    loop, so the function must return at once. The client reads the TLS files for each new connection. So all of them
+    may be replaced at any time. If one cannot be read then, the error is CREDENTIALS_UNAVAILABLE, and the client tries
+    again.
 
-    With any TLS file a connection to a host and port is encrypted, and the sidecar's certificate is checked: it has to
-    be of this host name or IP address, and of an authority in `tls_ca_file`, or, without that, of a public one. A Unix
-    socket never is. A token goes to another host only over TLS.
+    With any TLS file, connections to a host and port are encrypted, and the sidecar's certificate is checked. It must
+    be issued for this host name or IP address, by an authority in `tls_ca_file`, or without that file by a public one.
+    Connections over a Unix socket never use TLS. The client sends a token to another host only over TLS.
 
-    Raises INVALID_CREDENTIALS for a combination that cannot be, for a file that cannot be read, for what is no token.
-    No token is ever in an error or in `repr`.
+    Raises INVALID_CREDENTIALS for an invalid combination, an unreadable file, or an invalid token. A token never
+    appears in an error or in `repr`.
     """
 
     token: Token | None = field(default=None, repr=False)
-    """The token itself, or a function that answers it."""
+    """The token itself, or a function that returns it."""
 
     token_file: str | os.PathLike[str] | None = None
-    """The token is its one line."""
+    """A file with one line, the token."""
 
     tls_ca_file: str | os.PathLike[str] | None = None
-    """Certificates of the authorities that are believed, as PEM."""
+    """The certificates of the trusted authorities, as PEM."""
 
     tls_certificate_file: str | os.PathLike[str] | None = None
-    """The client's own certificate and those between it and its authority, as PEM."""
+    """The client's certificate and the intermediate certificates up to its authority, as PEM."""
 
     tls_key_file: str | os.PathLike[str] | None = None
     """The certificate's key, as PEM."""
 
     allow_insecure_token: bool = False
-    """The token may go to other hosts as it is, for whoever listens on the way: something else encrypts, such as a mesh
-    of proxies."""
+    """Whether the client may send the token to other hosts without TLS, readable on the way. Set this only if another
+    layer encrypts, such as a mesh of proxies."""
 
     sidecar_user: str | None = None
-    """The user of this machine that the sidecar runs as, by name or number."""
+    """The user of this machine that runs the sidecar, by name or number."""
 
     def __post_init__(self) -> None:
         if self.token is not None and self.token_file is not None:
@@ -95,10 +96,11 @@ class Credentials:
         tls_certificate_file: str | None = None,
         tls_key_file: str | None = None,
     ) -> Self:
-        """What is given here, and for the rest what the environment says: `SEQDEDUPE_TOKEN`, or `SEQDEDUPE_TOKEN_FILE`,
-        or else `~/.config/seqdedupe/token` if that is there; and `SEQDEDUPE_TLS_CA_FILE`,
-        `SEQDEDUPE_TLS_CERTIFICATE_FILE`, `SEQDEDUPE_TLS_KEY_FILE`, `SEQDEDUPE_ALLOW_INSECURE_TOKEN=true`,
-        `SEQDEDUPE_SIDECAR_USER`. What is empty counts as not said. Raises INVALID_CREDENTIALS."""
+        """Return credentials from the arguments, and for the others from the environment. The token comes from
+        `SEQDEDUPE_TOKEN`, or `SEQDEDUPE_TOKEN_FILE`, or else `~/.config/seqdedupe/token` if that file exists. The
+        others come from `SEQDEDUPE_TLS_CA_FILE`, `SEQDEDUPE_TLS_CERTIFICATE_FILE`, `SEQDEDUPE_TLS_KEY_FILE`,
+        `SEQDEDUPE_ALLOW_INSECURE_TOKEN=true` and `SEQDEDUPE_SIDECAR_USER`. Empty values count as unset. Raises
+        INVALID_CREDENTIALS."""
         if not token and not token_file:
             token = os.environ.get(TOKEN)
         if not token and not token_file:
@@ -122,7 +124,7 @@ class Credentials:
         return self.tls_ca_file is not None or self.tls_certificate_file is not None
 
     def token_now(self) -> str | None:
-        """The token as it is now; None if there is none. Raises CREDENTIALS_UNAVAILABLE."""
+        """Return the current token; None if there is none. Raises CREDENTIALS_UNAVAILABLE."""
         if self.token_file is not None:
             return _checked(_read(self.token_file).decode("latin-1"), f"the file {os.fspath(self.token_file)!r}")
         if not callable(self.token):
@@ -134,8 +136,8 @@ class Credentials:
         return _checked(token, "what the function for the token answers")
 
     def trusted_users(self) -> frozenset[int]:
-        """The users of this machine, by number, who may be shown the token: of its file the owner has it anyway. Raises
-        INVALID_CREDENTIALS."""
+        """Return the users of this machine, by number, that may receive the token. The owner of the token file is one:
+        that user has it anyway. Raises INVALID_CREDENTIALS."""
         users = set() if self.sidecar_user is None else {user_of(self.sidecar_user)}
         if self.token_file is not None:
             with suppress(OSError):
@@ -143,7 +145,7 @@ class Credentials:
         return frozenset(users)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """For a new connection; None: without TLS. Raises CREDENTIALS_UNAVAILABLE."""
+        """Return gRPC's credentials for a new connection; None: without TLS. Raises CREDENTIALS_UNAVAILABLE."""
         files = self._channel_credentials()
         return None if files is None else grpc.ssl_channel_credentials(*files)
 
@@ -175,7 +177,7 @@ def _read(path: str | os.PathLike[str]) -> bytes:
 
 
 def _checked(token: object, where: str) -> str:
-    """The token without white space around it. Nothing of it is in the error."""
+    """Return the token without white space around it. The error contains no part of the token."""
     stripped = token.strip() if isinstance(token, str) else ""
     if not 0 < len(stripped) <= MAX_TOKEN_BYTES or not all("!" <= letter <= "~" for letter in stripped):
         what = f"{where} is no token: that is one line of 1 to {MAX_TOKEN_BYTES} printable ASCII letters without blanks"

@@ -1,6 +1,6 @@
-"""Where positions live: the contract of a cursor, a place that keeps how far somebody has got with a topic.
+"""Cursors: the contract of a cursor, which stores how far a reader has got in a topic, and two kinds of it.
 
-Two kinds are here: in a file, and with the sidecar. tests/client/cursors.py is the suite that each kind has to pass.
+One kind is stored in a file, the other by the sidecar. Each kind must pass the suite tests/client/cursors.py.
 """
 
 import asyncio
@@ -24,36 +24,38 @@ MAX_NOTE_BYTES = 1024
 
 
 class Kept(NamedTuple):
-    """What a cursor keeps: a position, and a note of its owner's, up to 1,024 bytes of UTF-8 that nobody else reads."""
+    """The value of a cursor: a position, and a note of up to 1,024 bytes of UTF-8, which only its owner interprets."""
 
     position: Position
     note: str = ""
 
 
 class Cursor(ABC):
-    """A place that keeps one position. What is kept survives a power cut.
+    """Durable storage of one position. The stored value survives a power cut.
 
-    Effects that are not in the cursor's own transaction are at least once: after a crash what came since the last
-    `compare_and_set` comes again. So they should be idempotent. Exactly once takes a position in the database that
-    the effects go to, in their transaction.
+    Effects outside the cursor's own transaction happen at least once: after a crash, messages since the last
+    `compare_and_set` come again. So effects should be idempotent. For exactly-once effects, store the position in the
+    database that the effects go to, in the same transaction.
     """
 
     @abstractmethod
     async def read(self) -> Kept | None:
-        """What is kept; None if nothing ever was. Raises what keeps it from being read, never something older."""
+        """Return the stored value; None if nothing was ever stored. If it cannot be read, raise the cause; never return
+        an older value."""
 
     @abstractmethod
     async def compare_and_set(self, expected: Kept | None, new: Kept) -> None:
-        """Keeps `new` if what is kept equals `expected` (None: nothing is), in one step; durable when it returns.
+        """Store `new` if the stored value equals `expected` (None: nothing is stored), in one step. It is durable on
+        return.
 
-        Raises CURSOR_MOVED, which changes nothing, if something else is kept; INVALID_POSITION for what cannot be kept.
-        If it raises OUTCOME_UNKNOWN or what is no SeqdedupeError, or is cancelled, either may be kept: the one or the
-        other, and whole. All other errors say that nothing has changed.
+        Raises CURSOR_MOVED if another value is stored; INVALID_POSITION for a value that cannot be stored. If it raises
+        OUTCOME_UNKNOWN or an error that is no SeqdedupeError, or is cancelled, either the old or the new value is
+        stored, whole. All other errors mean that nothing has changed.
         """
 
 
 def check(kept: Kept) -> None:
-    """Raises INVALID_POSITION, INVALID_REQUEST for what no cursor keeps."""
+    """Raise INVALID_POSITION or INVALID_REQUEST for a value that no cursor stores."""
     position, note = kept
     if not position.is_whole() or min(position.incarnation, position.index + 1) < 0:
         raise error("INVALID_POSITION", f"{position!r} is no position: its parts do not fit together")
@@ -68,7 +70,7 @@ def check(kept: Kept) -> None:
 
 
 def moved(name: str, expected: Kept | None, found: Kept | None) -> SeqdedupeError:
-    """The error of a compare-and-set that finds something else than it expects."""
+    """Return the error of a compare-and-set that finds another value than it expects."""
     there = "nothing" if found is None else f"the position {found.position}"
     wanted = "nothing" if expected is None else f"{expected.position}"
     if found and expected and found.position == expected.position:
@@ -77,21 +79,22 @@ def moved(name: str, expected: Kept | None, found: Kept | None) -> SeqdedupeErro
 
 
 class CursorMoves:
-    """The moves of a cursor by its one owner, who knows a move of its own again, also one whose answer was lost."""
+    """Moves a cursor for its one owner. It recognizes the owner's own moves, even if the answer was lost."""
 
     def __init__(self, cursor: Cursor) -> None:
         self.kept: Kept | None = None
-        """What was last read, or set with success."""
+        """The value last read, or last set with success."""
         self._cursor = cursor
-        self._in_doubt: set[Kept] = set()  # moves from there, which may be in force
+        self._in_doubt: set[Kept] = set()  # moves from that value that may have taken effect
 
     async def read(self) -> Kept | None:
-        """What the cursor keeps, from which the next move goes."""
+        """Return the cursor's value. The next move starts from it."""
         self.kept = await self._cursor.read()
         return self.kept
 
     async def move(self, new: Kept) -> None:
-        """Keeps `new`. Raises as `compare_and_set`: CURSOR_MOVED only if what is kept is no move of this owner's."""
+        """Store `new`. Raises the errors of `compare_and_set`; CURSOR_MOVED only if the stored value is not one of this
+        owner's moves."""
         while True:
             try:
                 await self._cursor.compare_and_set(self.kept, new)
@@ -104,7 +107,7 @@ class CursorMoves:
                 if found not in self._in_doubt:
                     raise
                 self.kept = found
-                self._in_doubt.clear()  # the others went from what is kept no more
+                self._in_doubt.clear()  # the others started from a value that is no longer stored
             except BaseException:
                 self._in_doubt.add(new)
                 raise
@@ -114,7 +117,7 @@ class CursorMoves:
                 return
 
 
-# -- A cursor in a file: `docs/guides/cursors.md` has the format, byte by byte.
+# -- A cursor in a file. `docs/guides/cursors.md` describes the format byte by byte.
 
 MAGIC = b"seqdedupe-cursor"
 FORMAT_VERSION = 1
@@ -124,15 +127,19 @@ _LENGTH = struct.Struct("<I")
 
 
 class FileCursor(Cursor):
-    """A cursor in a file on a local disk, in a folder that is there. Processes of one machine may share it.
+    """A cursor in a file on a local disk, in an existing folder. Processes of one machine may share it.
 
-    A new position is written to a file beside it, synced, renamed over it, and the folder is synced: after a crash
-    there is the old one or the new one, whole. Beside it stands a lock file, `.NAME.lock`, that is never removed. If
-    the path is a symbolic link, all of that is where it points to, and the link stays.
+    A new position is written to a file next to it and synced. That file is renamed over the old one, and the folder is
+    synced. So after a crash the old position or the new one is there, whole. A lock file next to it, `.NAME.lock`, is
+    never removed. If the path is a symbolic link, all these files are where it points to, and the link stays.
 
-    Its calls raise INVALID_OPTION without that folder (as of a disk that is not mounted: a cursor in it may keep
-    something) and for a path that is a folder; OSError for what else the file system refuses; CURSOR_DAMAGED if any
-    byte is not as it was written, NEWER_FORMAT if a newer version wrote it.
+    Its calls raise:
+
+    - INVALID_OPTION: the folder does not exist (its disk may not be mounted, and hold a cursor), or the path is a
+      folder.
+    - OSError: the file system refuses the call for another reason.
+    - CURSOR_DAMAGED: a byte differs from what was written.
+    - NEWER_FORMAT: a newer version wrote the file.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -155,8 +162,8 @@ class FileCursor(Cursor):
 
     @contextmanager
     def _locked(self) -> Iterator[Path]:
-        """No other process, nor thread, compares and sets meanwhile, by whichever link. The system lets go of the lock
-        with a process. Gives the file itself."""
+        """Lock out every other process and thread, also those that use another link. Yield the path of the file itself.
+        When a process ends, the system releases its lock."""
         path = self._file
         lock = path.with_name(f".{path.name}.lock")
         try:
@@ -171,7 +178,7 @@ class FileCursor(Cursor):
 
     @property
     def _file(self) -> Path:
-        """Where the path leads, now."""
+        """The file that the path leads to now."""
         return Path(os.path.realpath(self.path))
 
     def _read(self) -> Kept | None:
@@ -200,7 +207,7 @@ class FileCursor(Cursor):
 
 
 def _parsed(body: bytes) -> Kept:
-    """Raises ValueError, INVALID_POSITION."""
+    """Return the value in these bytes. Raises ValueError, INVALID_POSITION."""
     parts = []
     while len(body) >= _LENGTH.size:
         end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
@@ -212,15 +219,16 @@ def _parsed(body: bytes) -> Kept:
     return kept
 
 
-# -- A cursor that the sidecar keeps: named, of one topic, in the topic's log and the sidecar's store.
+# -- A named cursor of one topic that the sidecar stores, in the topic's log and in its own store.
 
 
 class SidecarCursor(Cursor):
-    """A named cursor of a topic. Made by `Client.cursor`; who may read the topic moves those whose names are its own
-    (docs/reference/rules.md).
+    """A named cursor of a topic, made by `Client.cursor`. A client that may read the topic may move the cursors whose
+    names are its own (docs/reference/rules.md).
 
-    Its calls wait for up to 30 seconds for a topic that recovers, or moves. Raises NotFoundError if there is no topic,
-    INVALID_NAME, TOO_MANY_CURSORS, AccessDeniedError, UnavailableError (LOG_REFUSED, SHARE_EXCEEDED: it did not move).
+    Its calls wait for up to 30 seconds while the topic recovers or moves. They raise NotFoundError for an unknown
+    topic, INVALID_NAME, TOO_MANY_CURSORS, AccessDeniedError, or UnavailableError (LOG_REFUSED, SHARE_EXCEEDED: the
+    cursor did not move).
     """
 
     def __init__(self, calls: ClientCalls, topic: str, name: str) -> None:

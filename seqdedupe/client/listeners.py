@@ -1,8 +1,8 @@
-"""Whose process listens at a port of this machine: a token goes only to users who are trusted.
+"""The users that listen at a port of this machine: the client sends a token only to trusted users.
 
-While a sidecar is away, any user of the machine may listen at its port. Linux knows the user of every TCP socket, and
-which socket gets what comes from one address to another. It answers that in microseconds over netlink; where that is
-not allowed, `/proc` has a table of all sockets, whose reading may take milliseconds.
+While a sidecar is down, any user of the machine may listen at its port. Linux knows the user of every TCP socket, and
+the socket that receives data from one address to another. It answers in microseconds over netlink. If netlink is not
+allowed, `/proc` has a table of all sockets; reading it may take milliseconds.
 """
 
 import os
@@ -19,13 +19,13 @@ from stat import S_ISSOCK
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 
-# -- What it means when gRPC has no connection: the one place that reads its words.
+# -- The meaning of gRPC's details if there is no connection. No other module reads their text.
 
 _NEVER_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution failed")
-"""What gRPC says where nothing can have been sent."""
+"""gRPC's details if nothing can have been sent."""
 
 _HTTP_STATUS = "http2 header with status"
-"""What gRPC says where an answer is one of HTTP alone: that status follows."""
+"""gRPC's details of a plain HTTP answer; the HTTP status follows."""
 
 _HINT_OF_HTTP = (
     "Something on the way, such as a proxy, answered in the sidecar's place: its log says why. Is the sidecar behind "
@@ -33,7 +33,7 @@ _HINT_OF_HTTP = (
 )
 
 _NO_GRPC_STATUS = ("Data frame with END_STREAM flag received", "No status received")
-"""What gRPC says of an answer that ends as a web page does; if it has another HTTP status than 200, not always that."""
+"""gRPC's details of an answer that ends like a web page. With an HTTP status other than 200 they may differ."""
 
 _HINTS = {
     "errors resolving": "Is the host's name right? It could not be found.",
@@ -46,7 +46,7 @@ _HINTS = {
     "client's that is valid and that it knows (tls_certificate_file)? It says why with GRPC_VERBOSITY=INFO in its "
     "environment.",
 }
-"""By what gRPC says."""
+"""Hints by a part of gRPC's details."""
 
 _OTHER_HOST = "call host does not match"
 
@@ -66,11 +66,11 @@ _TLS_HINTS = {
     "Tls handshake failed": None,
     "Custom verification check failed": None,
 }
-"""The same where it was TLS that failed. None: that of the reason."""
+"""The same if TLS failed. None: the hint of the reason."""
 
 
 def unreachable(address: SidecarAddress, details: str) -> SeqdedupeError:
-    """The error for what gRPC says of a connection that could not be made, or is lost: TLS_FAILED or UNREACHABLE."""
+    """Return the error for gRPC's details of a failed or lost connection: TLS_FAILED or UNREACHABLE."""
     if is_of_tls(details):
         hint = next(hint for sign, hint in _TLS_HINTS.items() if sign in details)
         return error("TLS_FAILED", f"no TLS connection to the sidecar at {address}: {details}", hint=hint)
@@ -83,61 +83,61 @@ def unreachable(address: SidecarAddress, details: str) -> SeqdedupeError:
 
 
 def hint_of_http(details: str) -> str | None:
-    """What to do about an answer of HTTP alone, which no sidecar gives; None for all others."""
+    """Return the hint for a plain HTTP answer, which no sidecar gives; None for other details."""
     return _HINT_OF_HTTP if _HTTP_STATUS in details or has_no_grpc_status(details) else None
 
 
 def has_no_grpc_status(details: str) -> bool:
-    """Whether gRPC says that an answer ends without a status, as none of a gRPC server does."""
+    """Return whether an answer ends without a status, which never happens with a gRPC server."""
     return any(sign in details for sign in _NO_GRPC_STATUS)
 
 
 def is_of_tls(details: str) -> bool:
-    """Whether somebody is there, and it is TLS that does not come about with them."""
+    """Return whether a server was reached, but TLS with it failed."""
     return any(sign in details for sign in _TLS_HINTS)
 
 
 def is_of_another_host(details: str) -> bool:
-    """Whether gRPC says, of a call, that the certificate is of another host. (It looks at the common name when it
-    connects, and not when it calls.)"""
+    """Return whether the details of a call say that the certificate is for another host. (gRPC accepts the common name
+    when it connects, but not when it makes a call.)"""
     return _OTHER_HOST in details
 
 
 def was_never_sent(failure: SeqdedupeError) -> bool:
-    """Whether it is certain that the call did not reach a sidecar."""
+    """Return whether the call has certainly not reached a sidecar."""
     if failure.reason == "UNREACHABLE":
         return any(sign in failure.message for sign in _NEVER_CONNECTED)
     return failure.reason in ("TLS_FAILED", "CREDENTIALS_UNAVAILABLE", "UNTRUSTED_LISTENER")
 
 
 ROOT = 0
-"""It can read every token anyway."""
+"""The user root, which can read every token anyway."""
 
 Host = IPv4Address | IPv6Address
 Place = tuple[Host, int]
 """An address and a port."""
 
 Look = Callable[[Place, Place], int | None]
-"""The user, by number, of the socket here that gets what comes from there: it is the end of a connection, or listens.
-None if there is no such socket."""
+"""A function of two places, here and there. It returns the user number of the socket here that receives data from
+there: the socket is the end of a connection, or listens. None if there is no such socket."""
 
 Looking = Callable[[], AbstractContextManager[Look]]
 
 NO_PORT = 0
-"""From where nothing comes: who gets that listens."""
+"""A port that sends nothing: the socket that would receive data from it is one that listens."""
 
 _STRANGER = 65_534
-"""Stands for all users whom the user namespace of this process does not have."""
+"""The number that stands for all users outside the user namespace of this process."""
 _ALL_USERS = 2**32 - 1
 
 
 def check_listener(address: SidecarAddress, trusted: frozenset[int]) -> None:
-    """To be called just before a token goes to this address of loopback. These users are trusted, root, and that of
-    this process.
+    """Check the listener just before a token goes to this loopback address. The given users, root, and the user of this
+    process are trusted.
 
-    Raises UNTRUSTED_LISTENER if another one listens there, or has the other end of a connection from this process to
-    there; UNREACHABLE if nobody listens; CREDENTIALS_UNAVAILABLE if no descriptor is left to find out. Does nothing
-    where the system does not say it.
+    Raises UNTRUSTED_LISTENER if another user listens there, or has the other end of a connection from this process to
+    that address; UNREACHABLE if no process listens; CREDENTIALS_UNAVAILABLE if no descriptor is left for the check.
+    Does nothing if the system cannot answer.
     """
     places = [(host, address.port) for host in _hosts(address.host)]
     try:
@@ -145,7 +145,7 @@ def check_listener(address: SidecarAddress, trusted: frozenset[int]) -> None:
             return
         with looking() as look:
             listening = [look(place, (place[0], NO_PORT)) for place in places]
-            # A connection to one who listened before may be open still.
+            # A connection to an earlier listener may still be open.
             ends = [look(there, here) for here, there in _own_connections() if there in places]
     except OSError as e:
         why = f"it could not be found out who listens at {address}: {e.strerror}"
@@ -161,7 +161,7 @@ def check_listener(address: SidecarAddress, trusted: frozenset[int]) -> None:
 
 @cache
 def user_of(said: str) -> int:
-    """The number of a user that is said by name or number. Raises INVALID_CREDENTIALS."""
+    """Return the number of a user given by name or number. Raises INVALID_CREDENTIALS."""
     try:
         return int(said) if said.isascii() and said.isdecimal() else pwd.getpwnam(said).pw_uid
     except KeyError as e:
@@ -176,16 +176,16 @@ def _hosts(host: str) -> list[Host]:
 
 
 def _plain(host: str) -> Host:
-    """One of IPv4 that is written as one of IPv6 is the former."""
+    """Return the address. An IPv4 address written as IPv6 becomes IPv4."""
     found = ip_address(host.partition("%")[0])
     return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
 
 
 def _own_connections() -> Iterator[tuple[Place, Place]]:
-    """Both ends of those that this process has open, its own first."""
+    """Yield both ends of this process's open connections, its own end first."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            # Another thread may have closed it, and what is no connection has no ends.
+            # Another thread may have closed the descriptor. A socket without a connection has no other end.
             with suppress(OSError, ValueError):
                 if S_ISSOCK(os.fstat(int(name)).st_mode):
                     with socket.socket(fileno=os.dup(int(name))) as one:
@@ -196,7 +196,7 @@ def _own_connections() -> Iterator[tuple[Place, Place]]:
 
 @cache
 def _way_to_look() -> Looking | None:
-    """The quickest that finds a socket that is there; None: there is no way."""
+    """Return the fastest method that finds a known socket; None if none does."""
     here = IPv4Address("127.0.0.1")
     with socket.create_server((str(here), 0)) as known:
         for looking in (over_netlink, in_tables):
@@ -222,7 +222,8 @@ _MAX_ANSWER_BYTES = 8192
 
 @contextmanager
 def over_netlink() -> Iterator[Look]:
-    """Raises OSError where it is not allowed. Finds nothing where the kernel has no tcp_diag."""
+    """Look up sockets over netlink. Raises OSError if that is not allowed. Finds nothing if the kernel has no
+    tcp_diag."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
         kernel.connect((0, 0))
 
@@ -248,7 +249,7 @@ _LISTENS = b"0A"
 
 @contextmanager
 def in_tables() -> Iterator[Look]:
-    """Raises OSError where there are none."""
+    """Look up sockets in the tables of `/proc`. Raises OSError if there are none."""
     users: dict[tuple[bytes, bytes], int] = {}
     for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with open(path, "rb") as table:
@@ -258,7 +259,7 @@ def in_tables() -> Iterator[Look]:
                 users[_unmapped(local), b"" if state == _LISTENS else _unmapped(remote)] = int(user)
 
     def look(here: Place, there: Place) -> int | None:
-        # Who listens at the address itself comes before who listens at all addresses.
+        # A listener at the address itself comes before a listener at all addresses.
         hosts = [here[0], *([IPv4Address(0)] if here[0].version == 4 else []), IPv6Address(0)]
         ends = [(_written(*here), _written(*there)), *((_written(host, here[1]), b"") for host in hosts)]
         return next((users[one] for one in ends if one in users), None)
@@ -267,7 +268,7 @@ def in_tables() -> Iterator[Look]:
 
 
 def _written(host: Host, port: int) -> bytes:
-    """As the tables write it: in words of the machine's own order."""
+    """Return the place as the tables write it: in words of the machine's byte order."""
     words = (host.packed[begin : begin + 4] for begin in range(0, len(host.packed), 4))
     return b"".join(b"%08X" % int.from_bytes(word, sys.byteorder) for word in words) + b":%04X" % port
 
@@ -283,7 +284,7 @@ def _unmapped(written: bytes) -> bytes:
 
 
 def _strangers() -> frozenset[int]:
-    """Numbers that may be anybody's here."""
+    """Return the user numbers that may stand for any user in this namespace."""
     with suppress(OSError), open("/proc/self/uid_map", "rb") as known:
         if sum(int(line.split()[2]) for line in known) < _ALL_USERS:
             return frozenset((_STRANGER,))

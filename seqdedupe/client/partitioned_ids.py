@@ -1,7 +1,8 @@
-"""The sequence IDs of a producer of a partitioned topic: they rise over all partitions, and up to some all is settled.
+"""The sequence IDs of a producer of a partitioned topic. They rise over all partitions.
 
-Begin with `Numbering`. `SettledIds` says up to which ID, and each batch carries that (`Partition.mark`). After a crash
-it is from where the producer's source has to be sent again: `complete_up_to` reads it out of the last messages.
+Begin with `Numbering`. `SettledIds` knows the ID up to which everything is settled, and each batch carries that ID
+(`Partition.mark`). After a crash the producer's source must be sent again after it: `complete_up_to` reads it from the
+last messages.
 """
 
 import threading
@@ -22,26 +23,27 @@ from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_of
 
-# -- From where the source of a partitioned topic's producer has to be sent again: its last messages say it.
+# -- The ID after which a producer's source must be sent again, read from the producer's last messages.
 
 
 class Persisted(NamedTuple):
-    """The last message of a producer that a topic had when its session started."""
+    """The last message of a producer in a topic when its session started."""
 
     topic: str
-    """The full name; where the topic is partitioned, that of a partition."""
+    """The full name of the topic, or of a partition."""
     sequence_id: int
     """-1 if there was none."""
     position: Position | None
-    """None if it is no longer known, or there was none."""
+    """None if there was none, or its position is no longer known."""
     incarnation: int
-    """Which creation of that topic it is."""
+    """The incarnation of that topic."""
 
 
 async def complete_up_to(sidecars: Sidecars, producer_name: str, last: Iterable[Persisted]) -> int:
-    """The highest ID up to which the last messages of the producer say that everything is settled; -1 if none does.
+    """Return the highest ID up to which everything is settled, according to the producer's last messages; -1 if none
+    says so.
 
-    A message that retention has dropped says nothing: going on from an earlier ID only costs time.
+    Messages trimmed by retention are ignored: to go on from an earlier ID only costs time.
     """
     highest = NO_SEQUENCE_ID
     for one in last:
@@ -61,36 +63,36 @@ async def complete_up_to(sidecars: Sidecars, producer_name: str, last: Iterable[
     return highest
 
 
-# -- Up to which ID everything is settled, in all partitions: the producer says it with every batch.
+# -- The ID up to which everything is settled in all partitions. The producer puts it into every batch.
 
 _SWEEP_BATCHES = 1024
 
 
 class SettledIds:
-    """Up to which ID everything that was sent is settled in all partitions. Threads may share it."""
+    """Tracks the ID up to which everything sent is settled in all partitions. Threads may share it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # held for moments only
+        self._lock = threading.Lock()  # held only briefly
         self._begun: deque[tuple[int, PendingBatch]] = deque()
         self._sweep_at = _SWEEP_BATCHES
         self._last_sent = self._resumed_after = NO_SEQUENCE_ID
 
     def resume(self, sequence_id: int) -> None:
-        """Everything up to this ID is settled already."""
+        """Begin after this ID: everything up to it is already settled."""
         self._last_sent = self._resumed_after = sequence_id
 
     def sent(self, first_id: int, batches: Iterable[PendingBatch], last_id: int) -> None:
-        """These batches were begun with messages from `first_id` to `last_id`; IDs rise from call to call."""
+        """Note that these batches were begun with messages from `first_id` to `last_id`. IDs rise from call to call."""
         with self._lock:
             self._begun.extend((first_id, pending) for pending in batches)
             self._last_sent = max(self._last_sent, last_id)
             if len(self._begun) >= self._sweep_at:
-                # While one partition stands still, what is settled in the others is let go of.
+                # While one partition makes no progress, settled batches of the others are dropped here.
                 self._begun = deque(begun for begun in self._begun if not begun[1].durable or begun[1].failed)
                 self._sweep_at = 2 * len(self._begun) + _SWEEP_BATCHES
 
     def up_to(self) -> int:
-        """That ID; -1 if there is none. What was given up without a receipt is never settled."""
+        """Return that ID; -1 if there is none. Batches given up without a receipt are never settled."""
         with self._lock:
             begun = self._begun
             while begun and begun[0][1].durable and not begun[0][1].failed:
@@ -99,13 +101,13 @@ class SettledIds:
 
 
 class Partition(NamedTuple):
-    """Which one a producer of a single partition has, and what is settled in all of them."""
+    """The partition of a producer's part, and the settled IDs of all partitions."""
 
     number: int
     settled: SettledIds
 
     def mark(self, pending: PendingBatch) -> None:
-        """Gives a sealed batch what goes with every batch of a partition."""
+        """Add the partition's number and the settled ID to a sealed batch."""
         pending.partition = self.number
         up_to = self.settled.up_to()
         if pending.batch is not None and up_to != NO_SEQUENCE_ID:
@@ -129,21 +131,21 @@ class Numbering:
         return self._ids.last_sequence_id
 
     def resume(self, complete_up_to: int, highest_persisted: int) -> None:
-        """The producer goes on after the first ID; IDs up to the second one may be there or not."""
+        """Continue after `complete_up_to`. IDs from there up to `highest_persisted` may be stored or not."""
         self.resumed_after = complete_up_to
         self._highest_persisted = highest_persisted
         self._ids.last_sequence_id = complete_up_to
         self.settled.resume(complete_up_to)
 
     def next_id(self, sequence_id: int | None) -> int:
-        """The ID of the next message. Raises INVALID_SEQUENCE_ID, NOT_ASCENDING; INVALID_REQUEST if it has to be
-        given, and is not."""
+        """Return the ID of the next message. Raises INVALID_SEQUENCE_ID, NOT_ASCENDING; INVALID_REQUEST if it must be
+        given but is not."""
         if sequence_id is None:
             self._check_may_be_left_out()
         return self._ids.next_id(sequence_id)
 
     def _check_may_be_left_out(self) -> None:
-        # Counted on from here, the IDs of new messages would be those of others that are stored: they would be lost.
+        # The next IDs may belong to stored messages: new messages with these IDs would be lost as duplicates.
         if self.last_sequence_id < self._highest_persisted:
             raise error(
                 "INVALID_REQUEST",
@@ -156,22 +158,22 @@ class Numbering:
             )
 
     def partition(self, key: bytes | None) -> int:
-        """That of a message with this key, or none."""
+        """Return the partition of a message with this key, or without a key."""
         return partition_of(key, self._encoded_name, self._partitions)
 
     def sent(self, sequence_id: int, begun: Sequence[PendingBatch]) -> None:
-        """A message was sent with this ID, the first one of a batch unless `begun` is empty."""
+        """Note that a message with this ID was sent. It is the first message of a batch, unless `begun` is empty."""
         self._ids.sent(sequence_id)
         self.settled.sent(sequence_id, begun, sequence_id)
 
     def check_columns(self, payloads: object, sequence_ids: object, *columns: object) -> Batch:
-        """See `Builder.check_columns`."""
+        """Return the batch of these columns, see `Builder.check_columns`."""
         if sequence_ids is None:
             self._check_may_be_left_out()
         return self._ids.check_columns(payloads, sequence_ids, *columns)  # type: ignore[arg-type]
 
     def rows_by_partition(self, batch: Batch) -> list[tuple[int, Int64s]]:
-        """The rows of a batch, by the partitions that they go to."""
+        """Return the rows of a batch by partition."""
         if not batch.keys:
             return [(self.partition(None), np.arange(len(batch)))]
         known: dict[bytes | None, int] = {}
@@ -184,7 +186,7 @@ class Numbering:
         return [(int(k), np.flatnonzero(of_rows == k)) for k in np.unique(of_rows)]
 
     def sent_batch(self, batch: Batch, begun: Sequence[PendingBatch]) -> None:
-        """These batches were sent, which are the rows of this one."""
+        """Note that a batch was sent, as the batches `begun`."""
         first, last = int(batch.sequence_ids[0]), int(batch.sequence_ids[-1])
         self._ids.sent(last)
         self.settled.sent(first, begun, last)

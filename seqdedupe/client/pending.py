@@ -1,7 +1,7 @@
-"""A batch on its way: what its senders wait for, and what it ends in.
+"""A batch that is being sent: its receipts and its result.
 
-Begin with `PendingBatch`. Before it stand the columns of a receipt and of a result, after it the receipts that are
-awaited, and what all senders know of a frame (`InFlightBatch`, `Breaks`).
+Begin with `PendingBatch`. Before it come the columns of a receipt and of a result. After it come the receipts that
+senders await, and the state of a frame that all senders share (`InFlightBatch`, `Breaks`).
 """
 
 import asyncio
@@ -18,23 +18,23 @@ from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId, MessageIds
 
-# -- What the sidecar answers to a frame: verdicts, and where its messages stand, in columns.
+# -- The sidecar's answer to a frame, in columns: verdicts, and the indexes and IDs of its messages.
 
 NO_INDEX = -1
-"""In a column of indexes: not known."""
+"""In a column of indexes: unknown."""
 
 NO_ROWS: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
 
 
 class Verdict(IntEnum):
-    """What the sidecar decided. `UNKNOWN` never ends a receipt: the client sends the message again."""
+    """The sidecar's decision. A receipt never ends with `UNKNOWN`: the client sends the message again."""
 
     NOT_DUP = 1
     """The message is new and is now in the log."""
     DUP = 2
     """The sequence ID is at or below the producer's highest persisted one; nothing was appended."""
     UNKNOWN = 3
-    """A copy is in flight and its outcome is not known yet."""
+    """A copy is in flight, and its outcome is unknown so far."""
 
 
 @dataclass(slots=True)
@@ -51,17 +51,17 @@ class ReceiptColumns:
     known_entry_ids: Int64s
     known_batch_indexes: Int32s
     run_rows: npt.NDArray[np.uint32]
-    """Empty, as the next three: the rows that were stored are one run, from `first_message_id` on."""
+    """If this and the next three are empty, the stored rows are one run that begins with `first_message_id`."""
     run_ledger_ids: Int64s
     run_entry_ids: Int64s
     run_batch_indexes: Int32s
     durable_at: int = 0
-    """0: the rows are durable. Else they are when the topic is durable up to this index."""
+    """0: the rows are durable. Else they are durable when the topic is durable up to this index."""
     imported_rows: npt.NDArray[np.uint32] = field(default_factory=lambda: NO_ROWS)
 
     @staticmethod
     def all_stored(first_index: int, first_message_id: MessageId, durable_at: int = 0) -> "ReceiptColumns":
-        """That of a frame whose rows are all new, and one run: the usual one."""
+        """Return the usual receipt: all rows of the frame are new, and one run."""
         return ReceiptColumns(_NO_VERDICTS, first_index, first_message_id, *_NOTHING_KNOWN, *_ONE_RUN, durable_at)
 
     @property
@@ -70,15 +70,15 @@ class ReceiptColumns:
         return self.first_index >= 0 and not len(self.verdicts) and not len(self.run_rows)
 
     def message_ids(self, rows: int) -> tuple[Int64s, Int64s, Int32s]:
-        """Ledgers, entries and batch indexes of the rows that were stored, of which there are so many."""
+        """Return ledgers, entries and batch indexes of the stored rows, whose number is `rows`."""
         if not len(self.run_rows):
             return ids_of_run(self.first_message_id, np.arange(rows, dtype=np.int64))
         return self._runs().columns()
 
     def cut(self, first: int, stop: int) -> "ReceiptColumns":
-        """That of the rows from `first` to before `stop`, as if they had been a frame of their own."""
+        """Return the receipt of the rows from `first` to before `stop`, as if they had been a separate frame."""
         verdicts = self.verdicts[first:stop]
-        before, rows = first, stop - first  # of those that were stored
+        before, rows = first, stop - first  # stored rows only
         if len(verdicts):
             before = int(np.count_nonzero(self.verdicts[:first] == Verdict.NOT_DUP))
             rows = int(np.count_nonzero(verdicts == Verdict.NOT_DUP))
@@ -114,13 +114,13 @@ _ONE_RUN = NO_ROWS, NO_INT64S, NO_INT64S, NO_INT32S
 
 
 def later(message_id: MessageId, rows: int) -> MessageId:
-    """That of a message so many rows later in the same run."""
+    """Return the message ID of the message `rows` later in the same run."""
     ledger_id, entry_id, place = message_id
     return MessageId(ledger_id, entry_id + rows) if place < 0 else MessageId(ledger_id, entry_id, place + rows)
 
 
 def ids_of_run(first_message_id: MessageId, steps: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-    """Ledgers, entries and batch indexes of messages so many rows later in the same run."""
+    """Return ledgers, entries and batch indexes of the messages `steps` rows later in the same run."""
     ledger_id, entry_id, place = first_message_id
     rows = len(steps)
     ledger_ids = np.full(rows, ledger_id, np.int64)
@@ -129,26 +129,26 @@ def ids_of_run(first_message_id: MessageId, steps: Int64s) -> tuple[Int64s, Int6
     return ledger_ids, np.full(rows, entry_id, np.int64), (place + steps).astype(np.int32)
 
 
-# -- What became of the messages of a batch, of one by itself or of all in columns.
+# -- The outcome of the messages of a batch: of one message, or of all in columns.
 
 UNDECIDED = 0
 """In a column of verdicts: not answered yet."""
 
 NO_PARTITION = -1
-"""That of a message in a topic without partitions."""
+"""The partition of a message in a topic without partitions."""
 
-# In columns: numpy takes five times as long with a member of an enumeration.
+# For use in columns: numpy takes five times as long with a member of an enumeration.
 _NEW, _UNKNOWN = int(Verdict.NOT_DUP), int(Verdict.UNKNOWN)
 
 
 @dataclass(slots=True)
 class Published:
-    """What became of a message: it is in the log, and durable unless the topic's flush policy lets receipts come before
-    that (see `Receipt.until_durable`).
+    """The outcome of a message: it is in the log. It is also durable, unless the topic's flush policy allows earlier
+    receipts (see `Receipt.until_durable`).
 
-    With `DUP`, `message_id` and `index` are those of the original while the sidecar still knows them; otherwise
-    None and -1. Only then is DUP a proof for that very sequence ID; for one that was sent for the first time at or
-    below `persisted` it is none.
+    With `DUP`, `message_id` and `index` are those of the original if the sidecar still knows them; otherwise None and
+    -1. Only with them does DUP prove that this sequence ID was stored. Without them, the ID is at or below `persisted`,
+    but may never have been sent before.
     """
 
     verdict: Verdict
@@ -156,27 +156,27 @@ class Published:
     index: int
     sequence_id: int
     partition: int = NO_PARTITION
-    """Of a partitioned topic, in which both count; -1 if it is none."""
+    """The partition to which index and message ID belong; -1 if the topic has no partitions."""
     is_imported: bool = False
-    """With DUP in a topic of deduplication IDs: the ID came with an imported window. The system before this one had the
-    message; there is no index and no message ID."""
+    """With DUP in a topic of deduplication IDs: whether the ID came with an imported window. The previous system had
+    the message. It has no index and no message ID."""
 
 
 @dataclass(slots=True)
 class BatchResult:
-    """What became of the messages of a batch, in columns. `result[row]` is one of them."""
+    """The outcome of the messages of a batch, in columns. `result[row]` is the outcome of one message."""
 
     sequence_ids: Int64s
     verdicts: npt.NDArray[np.uint8]
     indexes: Int64s
-    """-1 where the verdict is DUP and the original's index is no longer known."""
+    """-1 if the verdict is DUP and the original's index is no longer known."""
     ledger_ids: Int64s
     entry_ids: Int64s
     batch_indexes: Int32s
     partitions: Int32s
     """-1 in a topic without partitions."""
     imported: npt.NDArray[np.bool_]
-    """Which came with an imported window: see `Published.is_imported`."""
+    """Whether each ID came with an imported window: see `Published.is_imported`."""
 
     @staticmethod
     def undecided(sequence_ids: Int64s, partition: int = NO_PARTITION) -> "BatchResult":
@@ -196,7 +196,7 @@ class BatchResult:
     def all_stored(
         sequence_ids: Int64s, first_index: int, first_message_id: MessageId, partition: int
     ) -> "BatchResult":
-        """That of messages that are all new, and one run."""
+        """Return the result of messages that are all new, and one run."""
         rows = len(sequence_ids)
         steps = np.arange(rows, dtype=np.int64)
         return BatchResult(
@@ -210,7 +210,7 @@ class BatchResult:
 
     @staticmethod
     def of(sequence_ids: Int64s, receipt: ReceiptColumns, partition: int = NO_PARTITION) -> "BatchResult":
-        """What the first receipt of these rows decides."""
+        """Return the result of the first receipt of these rows."""
         if receipt.is_one_run:
             return BatchResult.all_stored(sequence_ids, receipt.first_index, receipt.first_message_id, partition)
         result = BatchResult.undecided(sequence_ids, partition)
@@ -218,7 +218,7 @@ class BatchResult:
         return result
 
     def put(self, rows: Int64s, other: "BatchResult") -> None:
-        """These rows are those of another one, in its order."""
+        """Set these rows from another result, in its order."""
         for column in fields(self):
             getattr(self, column.name)[rows] = getattr(other, column.name)
 
@@ -226,7 +226,7 @@ class BatchResult:
         return len(self.sequence_ids)
 
     def merge(self, receipt: ReceiptColumns) -> None:
-        """Adds what the receipt decides. Rows that are decided already stay as they are."""
+        """Add the decisions of a receipt. Rows that are already decided stay unchanged."""
         new = BatchResult.of(self.sequence_ids, receipt)
         decided = (self.verdicts == UNDECIDED) & (new.verdicts != UNDECIDED)
         for mine, theirs in (
@@ -240,7 +240,7 @@ class BatchResult:
             mine[decided] = theirs[decided]
 
     def _put(self, receipt: ReceiptColumns) -> None:
-        """What the receipt says, where nothing is decided yet."""
+        """Fill the columns from the receipt. No row is decided yet."""
         stored: Int64s | slice = slice(None)
         count = len(self)
         if len(receipt.verdicts):
@@ -271,13 +271,13 @@ class BatchResult:
         return Published(verdict, message_id, index, int(self.sequence_ids[row]), partition, bool(self.imported[row]))
 
 
-_NOT_DUP = Verdict.NOT_DUP  # to look it up there takes a tenth of what a receipt does
+_NOT_DUP = Verdict.NOT_DUP  # the attribute lookup would take a tenth of the time of a receipt
 
 
 class PendingBatch:
-    """A batch from its first message to its last receipt. Receipts point to it and their row.
+    """A batch from its first message to its last receipt. Receipts refer to it and to their row.
 
-    It is changed by the event loop's thread only; `settled`, `durable` and `when_…` may be used from any.
+    Only the event loop's thread changes it. Any thread may use `settled`, `durable` and `when_…`.
     """
 
     __slots__ = (
@@ -305,38 +305,38 @@ class PendingBatch:
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
-        """Set when the batch is sealed, let go of when it is durable."""
+        """Set when the batch is sealed, released when it is durable."""
         self.sequence_ids: Int64s = NO_INT64S
         self.first_sequence_id = self.last_sequence_id = -1
         self.previous_sequence_id = -1
-        """The link: the highest ID below the first one that was sent in this session or that Open answered."""
+        """The link: the highest ID below the first one that this session sent or that Open answered."""
         self.partition = NO_PARTITION
         self.size_bytes = 0
         self.queued_at = 0.0
-        """Since when it waits for its receipt, by the event loop's clock."""
+        """The time from which it waits for its receipt, by the event loop's clock."""
         self.settled = False
-        """Whether it has had receipts for all of its messages, or has failed."""
+        """Whether it has received receipts for all of its messages, or has failed."""
         self.has_receipts = False
-        """Whether it has had them all, and need not be sent again since."""
+        """Whether it has all receipts, and has not had to be sent again since."""
         self.durable = False
-        """Whether they say what is durable, or it has failed (`failed`): nothing of it is kept any more."""
+        """Whether the messages are durable, or the batch has failed (`failed`). Then the batch is no longer kept."""
         self.durable_at = 0
-        """0: what has a receipt is durable. Else it is when the topic is durable up to this index."""
+        """0: messages with a receipt are durable. Else they are when the topic is durable up to this index."""
         self.decided_up_to = -1
         """The highest sequence ID with a receipt; -1 if there is none."""
         self.failed = False
-        """Given up before all of its messages were known to be durable."""
+        """Whether it was given up before all of its messages were known to be durable."""
         self.last_refusal: SeqdedupeError | None = None
-        """While it is not settled: why it is not, if that is known."""
+        """While it is not settled: the reason, if known."""
         self._collected: BatchResult | None = None
-        """What is known while some rows have no receipt."""
+        """The result so far, while some rows have no receipt."""
         self._outcome: ReceiptColumns | BatchResult | None = None
         self._error: SeqdedupeError | None = None
         self._waiters: list[Callable[[], None]] = []
         self._waiters_until_durable: list[Callable[[], None]] = []
 
     def seal(self, batch: Batch, size_bytes: int) -> None:
-        """Gives it its messages."""
+        """Set the batch's messages."""
         self.batch = batch
         self.sequence_ids = batch.sequence_ids
         self.first_sequence_id = int(batch.sequence_ids[0])
@@ -344,7 +344,7 @@ class PendingBatch:
         self.size_bytes = size_bytes
 
     def record(self, receipt: ReceiptColumns) -> None:
-        """Takes a receipt. Rows that have one already keep it. Settles the batch unless a row is left."""
+        """Take a receipt. Rows that already have one keep it. When all rows have one, the batch is settled."""
         self.durable_at = max(self.durable_at, receipt.durable_at)
         if not len(receipt.verdicts) and self._collected is None:
             self.decided_up_to = self.last_sequence_id
@@ -361,13 +361,14 @@ class PendingBatch:
             self._settle(self._collected)
 
     def begin_anew(self) -> None:
-        """What is not known to be durable may be lost: it is sent again. Whoever was told keeps what it was told."""
+        """Prepare to send the batch again: messages not known to be durable may be lost. Receipts already delivered to
+        their waiters stay valid."""
         self.has_receipts = False
         self.durable_at, self.decided_up_to = 0, -1
         self._collected = None
 
     def fail(self, failure: SeqdedupeError) -> None:
-        """No more receipts will come, nor that what they said is durable."""
+        """Fail the batch: it will get no more receipts, and no news that its messages are durable."""
         self.failed = True
         self._error = failure
         self._settle(self._outcome)
@@ -379,36 +380,36 @@ class PendingBatch:
         _tell(self._waiters)
 
     def become_durable(self) -> None:
-        """What its receipts said is durable, or it has failed."""
+        """Note that its messages are durable, or that it has failed."""
         self.batch = self._collected = None
         self.durable = True
         _tell(self._waiters_until_durable)
 
     def when_settled(self, waiter: Callable[[], None]) -> None:
-        """Calls it once or twice when the batch is settled, from the event loop's thread or at once."""
+        """Call `waiter` once or twice when the batch is settled, from the event loop's thread or at once."""
         self._waiters.append(waiter)
-        # It may have been settled meanwhile by the other thread, which then may have seen this waiter or not.
+        # The other thread may have settled the batch meanwhile, with or without having seen this waiter.
         if self.settled:
             waiter()
 
     def when_durable(self, waiter: Callable[[], None]) -> None:
-        """As `when_settled`, when it is durable or has failed."""
+        """Call `waiter` when the batch is durable or has failed. Otherwise the same as `when_settled`."""
         self._waiters_until_durable.append(waiter)
         if self.durable:
             waiter()
 
     async def wait(self) -> None:
-        """Until it is settled."""
+        """Wait until the batch is settled."""
         if not self.settled:
             await _called_by(self.when_settled)
 
     async def wait_until_durable(self) -> None:
-        """Until it is durable or has failed."""
+        """Wait until the batch is durable or has failed."""
         if not self.durable:
             await _called_by(self.when_durable)
 
     def result(self) -> BatchResult:
-        """The receipts of a settled batch. Raises what it failed with before it had them."""
+        """Return the receipts of a settled batch. Raises its failure if it failed before it had them."""
         outcome = self._outcome
         if outcome is None:
             self._raise_failure()
@@ -424,12 +425,12 @@ class PendingBatch:
         return outcome
 
     def durable_result(self) -> BatchResult:
-        """The receipts of a batch that is durable. Raises what it failed with."""
+        """Return the receipts of a durable batch. Raises its failure if it failed."""
         self._raise_failure()
         return self.result()
 
     def durable_published(self, row: int) -> Published:
-        """`durable_result()[row]`, as `published`."""
+        """Return `durable_result()[row]`, computed like `published`."""
         self._raise_failure()
         return self.published(row)
 
@@ -438,7 +439,7 @@ class PendingBatch:
             raise self._error.with_traceback(None)
 
     def published(self, row: int) -> Published:
-        """`result()[row]`. Where all rows were stored in one run the columns of the others need not be made."""
+        """Return `result()[row]`. If all rows were stored in one run, no columns are made for the other rows."""
         stored = self._outcome
         if not isinstance(stored, ReceiptColumns) or not stored.is_one_run:
             return self.result()[row]
@@ -453,17 +454,17 @@ def _tell(waiters: list[Callable[[], None]]) -> None:
 
 
 async def _called_by(when: Callable[[Callable[[], None]], None]) -> None:
-    # One future for each that waits: cancelling one of them must not cancel the others.
+    # Each waiter has a separate future: cancelling one must not cancel the others.
     future = asyncio.get_running_loop().create_future()
     when(lambda: None if future.done() else future.set_result(None))
     await future
 
 
-# -- Receipts as a sender has them, to be awaited: of a message, and of a batch.
+# -- The receipts that a sender awaits: of one message, and of a batch.
 
 
 class SpreadBatch:
-    """Batches that were one, each in a partition of its own: what a `PendingBatch` is to receipts."""
+    """One batch that was split over partitions. For receipts it takes the place of a `PendingBatch`."""
 
     def __init__(self, sequence_ids: Int64s, parts: list[tuple[Int64s, PendingBatch]]) -> None:
         self._sequence_ids = sequence_ids
@@ -486,12 +487,12 @@ class SpreadBatch:
         return next((p.last_refusal for _, p in self._parts if not p.settled and p.last_refusal is not None), None)
 
     def when_settled(self, waiter: Callable[[], None]) -> None:
-        """As `PendingBatch.when_settled`; it may be called more often, and before all is settled."""
+        """Call `waiter` when all parts are settled, perhaps several times. See `PendingBatch.when_settled`."""
         for _, pending in self._parts:
             pending.when_settled(lambda: waiter() if self.settled else None)
 
     def when_durable(self, waiter: Callable[[], None]) -> None:
-        """As `PendingBatch.when_durable`, and as above."""
+        """Call `waiter` when all parts are durable or failed, perhaps several times: see `when_settled`."""
         for _, pending in self._parts:
             pending.when_durable(lambda: waiter() if self.durable else None)
 
@@ -504,11 +505,11 @@ class SpreadBatch:
             await pending.wait_until_durable()
 
     def result(self) -> BatchResult:
-        """The receipts of all rows. Raises what one of them failed with."""
+        """Return the receipts of all rows. Raises the failure of a part that failed."""
         return self._of_all([(rows, pending.result()) for rows, pending in self._parts])
 
     def durable_result(self) -> BatchResult:
-        """As `PendingBatch.durable_result`."""
+        """Return the receipts of all rows, which are durable. See `PendingBatch.durable_result`."""
         return self._of_all([(rows, pending.durable_result()) for rows, pending in self._parts])
 
     def _of_all(self, results: list[tuple[Int64s, BatchResult]]) -> BatchResult:
@@ -519,7 +520,7 @@ class SpreadBatch:
 
 
 class Told:
-    """What a receipt, of whichever kind, tells without waiting."""
+    """The base of all receipts: their state, without waiting."""
 
     __slots__ = ("_pending",)
 
@@ -527,32 +528,32 @@ class Told:
         self._pending = pending
 
     def done(self) -> bool:
-        """Whether it is there, or what came instead: nobody would wait for it."""
+        """Return whether the receipt has come, or the failure instead. Then awaiting it does not wait."""
         return self._pending.settled
 
     def is_durable(self) -> bool:
-        """Whether all that it is of is known to be durable: `until_durable` would answer at once. Never, if its
-        producer has ended before that."""
+        """Return whether all its messages are known to be durable, so that `until_durable` returns at once. It stays
+        false if the producer ended before that."""
         return self._pending.durable and not self._pending.failed
 
     def is_over(self) -> bool:
-        """Whether `until_durable` would not wait: all is durable, or has failed."""
+        """Return whether `until_durable` would not wait: all messages are durable, or have failed."""
         return self._pending.durable
 
 
 class Receipt(Told):
-    """The receipt of one message. Await it for `Published`; it raises what the message failed with.
+    """The receipt of one message. Await it for `Published`. If the message failed, it raises the failure.
 
-    Where the topic's flush policy is not to sync every commit, it comes when the message is written: the producer keeps
-    the message until it is durable, and sends it again if a power cut has taken it. Only if the producer ends before
-    that can it be lost. `until_durable` waits for more.
+    If the topic's flush policy does not sync every commit, the receipt comes when the message is written. The producer
+    keeps the message until it is durable, and sends it again after a power cut. The message can be lost only if the
+    producer ends before that. To wait for durability, use `until_durable`.
     """
 
     __slots__ = ("_row",)
     _pending: PendingBatch
 
     def __init__(self, pending: PendingBatch, row: int) -> None:
-        self._pending = pending  # one is made for each message
+        self._pending = pending  # set here without super(): a receipt is made for each message
         self._row = row
 
     def __await__(self) -> Generator[Any, None, Published]:
@@ -561,14 +562,14 @@ class Receipt(Told):
         return self._pending.published(self._row)
 
     async def until_durable(self) -> Published:
-        """Waits until the message is durable. If it had to be sent again meanwhile, its index and message ID may be
-        others than before. Raises what the message failed with, also if its producer has ended since the receipt."""
+        """Wait until the message is durable, and return its outcome. If it was sent again meanwhile, its index and
+        message ID may differ. Raises the message's failure, also if its producer has ended since the receipt."""
         await self._pending.wait_until_durable()
         return self._pending.durable_published(self._row)
 
 
 class BatchReceipt(Told):
-    """The receipt of a batch. Await it for `BatchResult`; it raises what the batch failed with. See `Receipt`."""
+    """The receipt of a batch. Await it for `BatchResult`. If the batch failed, it raises the failure. See `Receipt`."""
 
     __slots__ = ()
 
@@ -578,19 +579,19 @@ class BatchReceipt(Told):
         return self._pending.result()
 
     async def until_durable(self) -> BatchResult:
-        """As `Receipt.until_durable`, for all messages."""
+        """Wait until all messages are durable, and return their outcome. See `Receipt.until_durable`."""
         await self._pending.wait_until_durable()
         return self._pending.durable_result()
 
 
-# -- Batches as frames on a stream, and the connections that break while one is out.
+# -- Batches as frames on a stream, and the connections that break while one is in flight.
 
 FRAME_NUMBERS = itertools.count(1)
-"""Unique in the process, as the contract wants them: whoever sends frames takes the next one."""
+"""The frame numbers. Each sender takes the next one, so they are unique in the process, as the contract requires."""
 
 
 class InFlightBatch(NamedTuple):
-    """A batch on its way, with its epoch and its link."""
+    """A batch in flight, with its epoch and its link."""
 
     number: int
     batch: Batch
@@ -599,8 +600,8 @@ class InFlightBatch(NamedTuple):
 
 MAX_BREAKS = 10
 BREAKS_SECONDS = 60.0
-"""A frame that was alone on so many connections in a row, for so long, each of which broke, is given up: something on
-the way does not let it pass. Proxies that let nothing pass for some seconds are waited for."""
+"""The limits after which a frame is given up: it was alone on MAX_BREAKS connections in a row that broke, for at least
+BREAKS_SECONDS. Something on the way does not let it pass. A proxy that fails for some seconds is waited for."""
 
 HINT_OF_BREAKS = (
     "A proxy on the way may limit how large a request may be (nginx: client_max_body_size), or refuse this one for "
@@ -608,11 +609,11 @@ HINT_OF_BREAKS = (
 )
 
 SUSPECT_BREAKS = 2
-"""After so many connections in a row broke, frames go alone: else nobody knows which one it was."""
+"""After this number of broken connections in a row, frames are sent alone, to find the one that causes it."""
 
 
 class Breaks:
-    """The connections in a row that broke while a frame was out which has no receipt."""
+    """Counts the connections in a row that broke while a frame without a receipt was in flight."""
 
     __slots__ = ("_alone", "_alone_since", "_count")
 
@@ -621,18 +622,18 @@ class Breaks:
         self._alone_since = 0.0
 
     def clear(self) -> None:
-        """There is a receipt."""
+        """Begin to count again: the frame has a receipt."""
         self._count = self._alone = 0
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the frame goes alone from now on: it may be what breaks connections."""
+        """Whether the frame is sent alone from now on: it may be the cause of broken connections."""
         return self._count >= SUSPECT_BREAKS
 
     def add(self, why: SeqdedupeError, now_seconds: float, *, is_alone: bool) -> bool:
-        """Another one; `is_alone` if the sidecar had taken the stream and nothing else was out. Whether the frame is
-        to be given up. Before that the hint of `why` tells those who give up earlier, if it is likely to be the frame:
-        it was alone on the last ones."""
+        """Count another broken connection, and return whether to give up the frame. `is_alone`: the sidecar had taken
+        the stream, and no other frame was in flight. If the frame was alone on the last connections, it is the likely
+        cause, and `why` gets a hint for callers that give up earlier."""
         self._count += 1
         if not is_alone:
             self._alone = 0
@@ -645,7 +646,7 @@ class Breaks:
         return self._alone >= MAX_BREAKS and now_seconds - self._alone_since >= BREAKS_SECONDS
 
     def why(self, what: str, size_bytes: int) -> str:
-        """Why the frame is given up."""
+        """Return the reason why the frame is given up."""
         return (
             f"{what}, of {size_bytes:,} bytes, was alone on {self._alone} connections in a row, and each of them broke"
         )

@@ -1,6 +1,6 @@
 """A producer's session with the sidecar: opens, sends, takes the answers, reconnects and resumes, until closed.
 
-Before it stands what may be told to a producer, `ProducerConfig`.
+Before it comes the configuration of a producer, `ProducerConfig`.
 """
 
 import asyncio
@@ -20,34 +20,34 @@ from seqdedupe.errors import AccessDeniedError, InvalidRequestError, SeqdedupeEr
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.message_id import Position
 
-# -- What may be told to a producer.
+# -- The configuration of a producer.
 
 DELIVERY_TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerConfig:
-    """How a producer gathers messages into batches and how much it has under way."""
+    """How a producer gathers messages into batches, and how much it may have in flight."""
 
     linger_ms: float = 1.0
-    """A batch that is not full goes after so long, or after up to five times as long while 5,000 messages a second or
-    more come; one that finds nothing in flight goes at once (as soon as the event loop gets its turn)."""
+    """The time after which a batch that is not full is sent. It may be up to five times as long while 5,000 messages a
+    second or more come. If nothing is in flight, the batch is sent as soon as the event loop gets its turn."""
 
     max_batch_rows: int = 1000
-    """A batch of so many messages is full; at most 65,536."""
+    """The number of messages in a full batch; at most 65,536."""
 
     max_batch_bytes: int = 128 * 1024
-    """A batch of about so many bytes is full; at most 8 MiB."""
+    """The approximate size of a full batch in bytes; at most 8 MiB."""
 
     max_in_flight_batches: int = 32
-    """`send` waits while so many batches have no receipt."""
+    """The number of batches without a receipt at which `send` waits."""
 
     max_in_flight_bytes: int = 16 * 1024 * 1024
-    """`send` waits while about so many bytes have no receipt, or are not known to be durable."""
+    """The approximate number of bytes without a receipt, or not known to be durable, at which `send` waits."""
 
     delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS
-    """The producer ends with OutcomeUnknownError if a batch has no receipt by then, with the reason of the last
-    refusal. Two minutes, as in Kafka. None: it tries for ever, which is right for machinery that must not give up."""
+    """The time after which a batch without a receipt ends the producer with OutcomeUnknownError, with the reason of the
+    last refusal. Two minutes, as in Kafka. None: no limit, for programs that must not give up."""
 
     def __post_init__(self) -> None:
         most = {"max_batch_rows": MAX_BATCH_ROWS, "max_batch_bytes": MAX_BATCH_BYTES}
@@ -64,10 +64,10 @@ class ProducerConfig:
 logger = logging.getLogger("seqdedupe.client")
 
 OPEN_TIMEOUT_SECONDS = 30.0
-"""A session that could not be started by then is given up. A started one is resumed for as long as it takes."""
+"""The time limit for starting a session. Resuming a started session has no limit."""
 
 CLOSE_TIMEOUT_SECONDS = 30.0
-"""What has no receipt so long after closing began has an unknown outcome."""
+"""Messages without a receipt this long after closing began have an unknown outcome."""
 
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
@@ -79,9 +79,9 @@ class Session:
 
     connecting --> opening --> serving        `_run`, again and again: `_connect` is all three
          ^            |           |
-         +--- after a delay, or where another sidecar is; or idle, until there is something to send
+         +--- after a delay, or at once to another sidecar; or idle, until there is something to send
 
-    any --> ended, by `stop` or with `failure`: what has no receipt fails with it
+    any --> ended, by `stop` or with `failure`: messages without a receipt fail with it
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Session:
         self.persisted_position: Position | None = None
         self.queue = SendQueue()
         self.has_room = asyncio.Event()
-        """Set while a batch more may be added, and for ever once there is a failure."""
+        """Set while another batch may be added, and permanently after a failure."""
         self._connections = connections
         self._route = Route(connections.sidecars, topic)
         self._older: set[SidecarAddress] = set()
-        """Who has answered a lower term than was seen before, since one last answered another."""
+        """The sidecars that have answered with a lower term than the highest, since the last answer without one."""
         self._topic = topic
         self._config = config
         self._waiting = WaitingNotice(on_waiting)
@@ -110,12 +110,12 @@ class Session:
         self._started: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._added = asyncio.Event()
-        self._stream: PublishStream | None = None  # while it is served by one
+        self._stream: PublishStream | None = None  # while one serves the session
         self._rewinding: asyncio.TimerHandle | None = None
         self._is_in_trouble = False
-        """Whether anything has failed or was refused since something had its receipt."""
+        """Whether anything has failed or was refused since the last receipt."""
         self._resumed_in_vain = False
-        """Whether a refusal was answered by a resume, and nothing has had a receipt since."""
+        """Whether a resume followed a refusal, and no receipt has come since."""
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         self.has_room.set()
 
@@ -132,8 +132,8 @@ class Session:
         return not self.queue.without_receipt
 
     async def start(self) -> None:
-        """Opens the session. Raises what keeps it from that; UnavailableError after OPEN_TIMEOUT_SECONDS, or at once
-        if what answers is not a sidecar."""
+        """Open the session. Raises the error that prevents it; UnavailableError after OPEN_TIMEOUT_SECONDS, or at once
+        if the answer does not come from a sidecar."""
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
         self._run_task(self._run())
@@ -146,7 +146,7 @@ class Session:
             raise
 
     def check_loop(self) -> None:
-        """Raises INVALID_REQUEST on another event loop than that of `start`, where it would wait for ever."""
+        """Raise INVALID_REQUEST on another event loop than that of `start`: there the call would never return."""
         if self._loop not in (None, asyncio.get_running_loop()):
             raise self._of_another_loop()
 
@@ -155,7 +155,7 @@ class Session:
         return error("INVALID_REQUEST", what, hint="Open, use and close a producer on one event loop.")
 
     def add(self, pending: PendingBatch) -> None:
-        """Queues a sealed batch to be sent. After a failure, fails it."""
+        """Queue a sealed batch to be sent. After a failure, fail it."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop and self.failure is None:
             self.queue.failure = self._of_another_loop()
@@ -167,14 +167,14 @@ class Session:
             self._stream.ready(self)
 
     def end_before(self, first: PendingBatch, what: str) -> None:
-        """Gives up this batch, what was added after it, and what will be; what was added before goes on."""
+        """Give up this batch and all later ones, also those still to be added. Earlier batches continue."""
         if self.failure is None:
             message = f"{what}; what has no receipt by now may still become durable, or not"
             self.queue.fail(error("OUTCOME_UNKNOWN", message), first)
             self._update_room()
 
     async def flush(self) -> None:
-        """Until all that is queued now has its receipts, and is durable. Raises what a batch failed with."""
+        """Wait until all batches queued now have receipts and are durable. Raises the failure of a batch."""
         self.check_loop()
         for pending in self.queue.entries:
             await pending.wait_until_durable()
@@ -182,7 +182,7 @@ class Session:
             raise self.failure.with_traceback(None)
 
     async def close(self) -> None:
-        """Flushes for at most CLOSE_TIMEOUT_SECONDS, then stops. Raises what is amiss with what was sent."""
+        """Flush for at most CLOSE_TIMEOUT_SECONDS, then stop. Raises the failure of a batch."""
         try:
             await asyncio.wait_for(self.flush(), CLOSE_TIMEOUT_SECONDS)
         except TimeoutError:
@@ -192,7 +192,7 @@ class Session:
             await self.stop()
 
     async def stop(self) -> None:
-        """Stops now. What has no receipt fails with OutcomeUnknownError."""
+        """Stop now. Batches without a receipt fail with OutcomeUnknownError."""
         self.check_loop()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
@@ -200,7 +200,7 @@ class Session:
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            # Also when this is cancelled: others wait for receipts.
+            # Also if this call is cancelled: other tasks wait for receipts.
             if len(self.queue):
                 self._fail(self.queue.outcome_unknown(f"producer {self.name!r} was closed"))
 
@@ -210,9 +210,9 @@ class Session:
         self._tasks.append(task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """No task may end on a defect, or with its event loop, and leave others waiting for receipts."""
+        """Fail the session if a task ended on a defect, or with its event loop: other tasks wait for receipts."""
         if task.cancelled():
-            if task in self._tasks and self.failure is None:  # `stop` takes them out
+            if task in self._tasks and self.failure is None:  # `stop` removes its tasks from the list
                 self._fail(self.queue.outcome_unknown(f"producer {self.name!r} has ended with its event loop"))
         elif (defect := task.exception()) is not None:
             self._fail(error("INTERNAL", f"a defect in the client: {defect!r}"))
@@ -235,10 +235,10 @@ class Session:
             self.has_room.set()
 
     async def _enforce_delivery_timeout(self, timeout_seconds: float) -> None:
-        """Gives everything up, and the connection, when the oldest batch has waited for so long.
+        """End the session and its connection when the oldest batch has waited for `timeout_seconds`.
 
-        Later messages must not get past those given up, so the session ends: whoever opens the name next waits until
-        what is still on the way is settled, and learns from where to go on.
+        Later messages must not overtake messages that were given up, so the session ends. The next producer that opens
+        the name waits until all messages in flight are settled, and learns where to go on.
         """
         loop = asyncio.get_running_loop()
         while self.failure is None:
@@ -252,7 +252,7 @@ class Session:
                 return
             due_at = loop.time() + max(left_seconds, _SHORTEST_WAIT_SECONDS)
             await asyncio.sleep(due_at - loop.time())
-            # While this process stood still nothing was sent and no answer was read: that is made up for first.
+            # While this process was suspended, nothing was sent or read. Allow the same time again first.
             await asyncio.sleep(min(loop.time() - due_at, timeout_seconds))
 
     async def _run(self) -> None:
@@ -263,16 +263,16 @@ class Session:
                 await self._connect()
             except SeqdedupeError as failure:
                 self._is_in_trouble = True
-                # The stream, too, may have been refused by one to which the topic came only then.
+                # A sidecar that received the topic only then may also have refused the stream.
                 e = self._route.doubted(failure)
                 if not isinstance(e, UnavailableError):
-                    # A frame was refused so, no Open: see `SendQueue.asks_for_resume`.
+                    # This refused a frame, not an Open: see `SendQueue.asks_for_resume`.
                     if e.reason == "INVALID_EPOCH":
                         continue
                     self._fail(self._of_resume(e))
                     return
                 if e.reason == "STREAM_IDLE" and not len(self.queue) and not self._is_starting:
-                    # The session stays: it is resumed when there is something to send.
+                    # The session stays. It resumes when there is something to send.
                     await self._wait_for_something_to_send()
                     continue
                 moves_on = self._route.moves_on(e)
@@ -287,7 +287,8 @@ class Session:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
 
     def _of_resume(self, failure: SeqdedupeError) -> SeqdedupeError:
-        """What it comes to that the session is not resumed. Of what was sent before it says nothing."""
+        """Return the session's failure if it cannot be resumed. A refused resume says nothing about messages sent
+        before: their outcome is unknown."""
         if self._epoch is not None:
             of_known_topic(failure)
         if not isinstance(failure, AccessDeniedError) or self._is_starting or self.is_idle:
@@ -301,7 +302,7 @@ class Session:
             await self._added.wait()
 
     async def _connect(self) -> None:
-        """Opens or resumes, then sends and takes answers until the stream ends."""
+        """Open or resume the session, then send and take answers until the stream ends."""
         async with self._connections.stream(self._route.address, self._topic) as stream:
             await stream.begin(has_topic=self._epoch is not None)
             await self._open(stream.openings)
@@ -309,7 +310,7 @@ class Session:
             if self._is_starting and self._started is not None:
                 self._started.set_result(None)
             if not len(self.queue):
-                # There will be no receipt that says so.
+                # Without messages in flight, no receipt will end the wait.
                 self._waiting.goes_on()
             self._stream = stream
             try:
@@ -344,7 +345,7 @@ class Session:
                 self._topic,
                 self.name,
             )
-        # What has to have another receipt has waited for it since now: it was not late before.
+        # Batches that need another receipt wait for it from now on: they were not late before.
         for entry in had_receipts:
             if not entry.has_receipts:
                 entry.queued_at = asyncio.get_running_loop().time()
@@ -353,8 +354,8 @@ class Session:
         self._epoch = opened.epoch
 
     def _check_term(self, term: int) -> None:
-        """Raises NOT_OWNER if this sidecar answers a lower term than another one did: it is not the owner. Where all do
-        so, it is for `SendQueue.open` to say what is lost."""
+        """Raise NOT_OWNER if this sidecar answers with a lower term than another one did: it is not the owner. If all
+        sidecars do so, `SendQueue.open` decides what is lost."""
         if term >= self.queue.term:
             self._older.clear()
             return
@@ -363,7 +364,7 @@ class Session:
             what = f"the sidecar at {self._route.address} answers with term {term}, lower than {self.queue.term} before"
             raise error("NOT_OWNER", what)
 
-    # -- what a stream asks of it --------------------------------------------------------------------------------
+    # -- the interface for a stream ------------------------------------------------------------------------------
 
     @property
     def waits_for_answers(self) -> bool:
@@ -378,12 +379,12 @@ class Session:
         return self.queue.breaks.is_suspect
 
     def next_frame(self) -> InFlightBatch | None:
-        """The next one to send, if there is any to be sent now."""
+        """Return the next frame to send now; None if there is none."""
         return self.queue.next_frame()
 
     def take(self, incarnation: int, term: int, answers: Answers) -> bool:
-        """Takes answers; whether they were the last ones that matter. Raises what needs another stream or a resume, and
-        what ends the session."""
+        """Take answers, and return whether they were the last ones needed. Raises an error that needs another stream or
+        a resume, or that ends the session."""
         if not self.queue.counts(incarnation, term):
             return False
         waiting = self.queue.without_receipt
@@ -414,7 +415,7 @@ class Session:
             raise why
         self.queue.refused(frame, why)
         if why.reason == "NOT_OWNER":
-            raise why  # resumes, where the owner is
+            raise why  # resumes at the owner
         if isinstance(self.queue.last_refusal, UnavailableError):
             self._waiting.waits(self.queue.last_refusal)
 

@@ -1,6 +1,6 @@
-"""The calls of `PublishService`, as a client makes them: a stream's frames and its answers, and the sessions before it.
+"""The client's calls of `PublishService`: the frames and answers of a stream, and the opening of sessions.
 
-Begin with `exchange`, a stream at work; `Openings` starts and resumes sessions.
+Begin with `exchange`, which runs a stream; `Openings` starts and resumes sessions.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 
 _NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
-# Numpy takes five times as long with a member of an enumeration.
+# Plain integers: numpy takes five times as long with a member of an enumeration.
 _STORED, _LAST_VERDICT = int(Verdict.NOT_DUP), int(max(Verdict))
 
 
 def encode_frames(frames: Sequence[InFlightBatch]) -> bytes:
-    """A PublishStreamRequest with these frames."""
+    """Return an encoded PublishStreamRequest with these frames."""
     message: list[bytes | memoryview] = []
     for frame in frames:
         message += wire.frame_parts(frame.number, frame.batch.encoded_parts())
@@ -41,7 +41,7 @@ class StreamAnswer(NamedTuple):
     """A PublishStreamResponse."""
 
     receipts: list[tuple[int, ReceiptColumns]]
-    """Each with the number of its frame."""
+    """The receipts, each with the number of its frame."""
     refusals: Sequence[Any]
     incarnation: int
     term: int
@@ -49,11 +49,11 @@ class StreamAnswer(NamedTuple):
 
 
 def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> StreamAnswer:
-    """The answer in these bytes. `rows_of` says how many rows a frame has that is out; receipts of others may be left
-    out.
+    """Return the answer in these bytes. `rows_of` returns the number of rows of a frame in flight; receipts of other
+    frames may be omitted.
 
-    Raises DecodeError if no sidecar has made it: all that is not empty, as a greeting is, says which topic it is of,
-    and a receipt fits the rows of its frame."""
+    Raises DecodeError if the answer cannot come from a sidecar. Unless it is empty, like a greeting, a sidecar's answer
+    has the topic's incarnation, and its receipts fit the rows of their frames."""
     if (usual := _usual_answer(raw)) is not None and usual.incarnation:
         return usual
     answer = wire.PublishStreamResponse.FromString(raw)
@@ -71,7 +71,7 @@ def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> StreamAns
 
 
 def _usual_answer(raw: bytes) -> StreamAnswer | None:
-    """The answer of fixed width, in a fraction of the time; None if it is another one."""
+    """Return an answer of fixed width, decoded in a fraction of the time; None for any other answer."""
     end = len(raw) - wire.STATE.size
     if end < 0 or end % wire.ALL_NEW.size:
         return None
@@ -88,12 +88,12 @@ def _usual_answer(raw: bytes) -> StreamAnswer | None:
 
 
 def _of_frames_out(answer: Any, rows_of: Callable[[int], int | None]) -> list[tuple[Any, int]]:
-    """The receipts of frames that are out, each with the rows of its frame."""
+    """Return the receipts of frames in flight, each with the number of rows of its frame."""
     return [(receipt, rows) for receipt in answer.receipts if (rows := rows_of(receipt.frame)) is not None]
 
 
 def _is_plain(receipt: Any, rows: int) -> bool:
-    """Whether the columns, read as bytes, are all there; a legal but unusual encoding would hide some."""
+    """Return whether all columns, read as bytes, are complete. A legal but unusual encoding would hide some."""
     known, runs = len(receipt.known_rows) // 4, len(receipt.run_rows) // 4
     return (
         len(receipt.verdicts) in (0, rows)
@@ -109,7 +109,7 @@ def _is_plain(receipt: Any, rows: int) -> bool:
 
 
 def _fitting(receipt: Any, rows: int) -> ReceiptColumns:
-    """The columns of a plain receipt. Raises DecodeError if they cannot be those of so many rows."""
+    """Return the columns of a plain receipt. Raises DecodeError if they do not fit a frame of `rows` rows."""
     columns = receipt_columns(receipt)
     verdicts, runs = columns.verdicts, columns.run_rows
     stored = int(np.count_nonzero(verdicts == _STORED)) if len(verdicts) else rows
@@ -138,7 +138,7 @@ def _canonical(raw: bytes) -> bytes:
 
 
 def receipt_columns(receipt: Any) -> ReceiptColumns:
-    """The columns of a receipt in the alias schema."""
+    """Return the columns of a receipt in the alias schema."""
     first = _NO_MESSAGE_ID
     if receipt.HasField("first_message_id"):
         first = MessageId.from_proto(receipt.first_message_id)
@@ -162,19 +162,19 @@ def receipt_columns(receipt: Any) -> ReceiptColumns:
     )
 
 
-# -- A publish stream at work: frames out and answers in, until one side has ended.
+# -- A running publish stream: frames out and answers in, until one side ends it.
 
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 
 _GREETED = ((wire.GREETING, "1"),)
-"""Some proxies, as nginx with TLS, hold headers back until a message follows. So the sidecar sends one when it takes a
-stream."""
+"""The metadata that asks for a greeting. Some proxies, such as nginx with TLS, hold headers back until a message
+follows. So the sidecar sends a message when it takes a stream."""
 
 
 def publish_call(channel: grpc.aio.Channel) -> Call:
-    """A publish stream that has said nothing yet."""
+    """Begin a publish stream, without a message yet."""
     return channel.stream_stream(_PUBLISH_STREAM)(metadata=_GREETED)
 
 
@@ -189,10 +189,11 @@ async def exchange(
     watch: Callable[[], Coroutine[Any, Any, None]],
     early_receipts: bool = False,
 ) -> None:
-    """Sends what `frames` waits for, and gives each answer to `take`, until one of the three raises. `watch` goes on
-    beside them. With `early_receipts` some may be of what is not durable yet. `rows_of`: see `decode_answer`.
+    """Send the frames that `frames` returns, pass each answer to `take`, and run `watch` at the same time, until one of
+    them raises. With `early_receipts`, receipts may come before their messages are durable. `rows_of`: see
+    `decode_answer`.
 
-    Raises what they do, and what the stream ends with; UNREACHABLE if that is nothing.
+    Raises their errors, and the error with which the stream ends; UNREACHABLE if it ends without one.
     """
 
     async def write() -> None:
@@ -224,30 +225,30 @@ async def exchange(
         for task in others:
             task.cancel()
         call.cancel()
-        # The reader hears of that from gRPC, and so late that nothing of the call is left to be told to a loop that may
-        # be closed by then.
+        # Wait until gRPC has reported the cancellation to the reader. Then the call has nothing left to report to an
+        # event loop that may be closed later.
         await asyncio.gather(reading, *others, return_exceptions=True)
 
 
-# -- Sessions are opened together: names that come while a call is under way go in the next one.
+# -- The opening of sessions. Names that come during a call go together in the next call.
 
 MAX_NEW_NAMES = 64
-"""In one call: of more the sidecar does not look up where their last messages stand."""
+"""The most new names in one call. For more names the sidecar does not look up the positions of their last messages."""
 
 MAX_RESUMED_NAMES = 2_048
-"""In one call: so many of the longest are below the 1 MiB that a request may have."""
+"""The most resumed names in one call. Even with the longest names the request is below its limit of 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedSession:
-    """What `Open` answers for one name."""
+    """The answer of `Open` for one name."""
 
     incarnation: int
     term: int
     epoch: int
     persisted: int
     position: Position | None
-    """Of the message with that ID; None if it is not known, or there is none."""
+    """The position of the message with the ID `persisted`; None if it is unknown, or there is none."""
     is_forgotten: bool
 
 
@@ -267,12 +268,12 @@ class Openings:
         self._address = address
         self._topic = topic
         self.term = 0
-        """The highest that was answered."""
+        """The highest term answered."""
         self._waiting: deque[_Waiting] = deque()
         self._task: asyncio.Task[None] | None = None
 
     async def open(self, name: str, epoch: int | None) -> OpenedSession:
-        """Starts a session of this name, or resumes the one of an epoch. Raises what it is refused for."""
+        """Start a session of this name, or resume the session of an epoch. Raises the reason of a refusal."""
         waiting = _Waiting(name, epoch, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._task is None:
@@ -280,7 +281,7 @@ class Openings:
         return await waiting.answer
 
     async def close(self) -> None:
-        """Ends what is under way, for which nobody waits any more."""
+        """End a call in progress. No caller waits for it any more."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -292,13 +293,13 @@ class Openings:
                     answers = await self._call(some)
                 except SeqdedupeError as e:
                     if e.reason == "INVALID_NAME" and len(some) > 1:
-                        # One of them; the others must not be told so.
+                        # Only one name is invalid: each goes alone, so that the others get their own answers.
                         for one in some:
                             one.goes_alone = True
                         self._waiting.extendleft(reversed(some))
                         continue
                     answers = [e] * len(some)
-                except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
+                except Exception as e:  # noqa: BLE001 (callers must get any failure, or they would wait forever)
                     answers = [e] * len(some)
                 for one, answer in zip(some, answers, strict=True):
                     if one.answer.done():  # it was cancelled
@@ -307,15 +308,15 @@ class Openings:
                         one.answer.set_result(answer)
                     else:
                         one.answer.set_exception(answer)
-                        # It may be cancelled before it is told.
+                        # Mark it as read: the waiter may be cancelled before it gets it.
                         one.answer.exception()
         finally:
             self._task = None
 
     def _take_some(self) -> list[_Waiting]:
-        """The next ones that can go together: all new, or all resumed, and no name twice.
+        """Return the next names that can go together: all new, or all resumed, and no name twice.
 
-        None that was given up meanwhile: it would take the name from whoever has it by now.
+        Names given up meanwhile are skipped: opening one would take it from its current owner.
         """
         some: dict[str, _Waiting] = {}
         is_new, most = False, MAX_RESUMED_NAMES
@@ -332,7 +333,7 @@ class Openings:
         return list(some.values())
 
     async def _call(self, some: list[_Waiting]) -> list[OpenedSession | Exception]:
-        """The answers, in their order."""
+        """Return the answers, in the order of the names."""
         names, epochs = [one.name for one in some], [one.epoch for one in some if one.epoch is not None]
         request = publish_pb2.OpenRequest(topic=self._topic, producer_names=names, epochs=epochs)
         with typed_errors(self._address):
@@ -347,7 +348,7 @@ class Openings:
 
 
 def check_opened(answer: publish_pb2.OpenResponse | None, names: int) -> None:
-    """Raises DecodeError if no sidecar answers so, asked for so many names."""
+    """Raise DecodeError if a sidecar cannot have given this answer to a request with this number of names."""
     if answer is None:
         raise DecodeError("it cannot be decoded")
     columns = answer.epochs, answer.persisted, answer.persisted_indexes, answer.persisted_message_ids

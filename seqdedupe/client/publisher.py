@@ -1,7 +1,7 @@
-"""A publisher: sends messages that have an ID of their own, in batches that are sent until all have their receipt.
+"""A publisher: sends messages with deduplication IDs, in batches that are resent until all messages have receipts.
 
-Begin with `Publisher`, at the end. Its `Delivery` sends to one topic, a `PartitionedDelivery` to one of each partition.
-`TopicHistory` is what tells that a topic is not the one that gave earlier receipts.
+Begin with `Publisher`, at the end. Its `Delivery` sends to one topic; a `PartitionedDelivery` has one for each
+partition. `TopicHistory` detects that a topic is not the one that gave earlier receipts.
 """
 
 import asyncio
@@ -57,14 +57,14 @@ from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQ
 from seqdedupe.names import partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
 
-# -- Batches of deduplication IDs on their way to a topic: sent until all of each has its receipt, whatever breaks.
+# -- Delivery of batches with deduplication IDs to a topic: each batch is resent until all of it has its receipt.
 
 MAX_PENDING_BYTES = 64 * 1024 * 1024
-"""What waits for receipts; whoever sends more waits until there is room."""
+"""The most bytes that wait for receipts. A call that sends more waits until there is room."""
 
 MAX_RUNS = 4096
-"""Of the indexes that a publisher was given: where others publish too there is a gap at each of their messages. The
-lowest ones are forgotten first."""
+"""The most runs of indexes that a publisher remembers. Messages of other publishers make gaps between runs. The lowest
+runs are forgotten first."""
 
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 1.0
@@ -72,7 +72,7 @@ _LONGEST_DELAY_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """What one call sends, until all of it has its receipt."""
+    """The batch of one call, until all of it has its receipt."""
 
     batch: Batch
     size_bytes: int
@@ -81,7 +81,7 @@ class _Call:
     breaks: Breaks = field(default_factory=Breaks)
 
     def record(self, receipt: ReceiptColumns) -> BatchResult:
-        """What is known with this receipt."""
+        """Add this receipt to the result, and return the result."""
         if self.result is None:
             self.result = BatchResult.of(np.full(len(self.batch), NO_SEQUENCE_ID, np.int64), receipt)
         else:
@@ -90,28 +90,28 @@ class _Call:
 
 
 class TopicHistory:
-    """What receipts have said of a topic, which those of another history of it contradict: of an older copy of its log,
-    or of a topic that was made anew under its name.
+    """The facts about a topic from its receipts. Receipts of another history contradict them: of an older copy of its
+    log, or of a topic that was recreated under its name.
 
-    Receipts come in any order, and a copy has the index of its original: a low index alone says nothing.
+    Receipts arrive in any order, and a duplicate has the index of its original. So a low index alone proves nothing.
     """
 
     def __init__(self) -> None:
         self.has_receipts = False
         self.term = 0
-        """The highest that an answer had."""
+        """The highest term of an answer."""
         self._incarnation = 0
-        self._durable_index = 0  # the highest below which everything was said to be durable
-        self._floor = 0  # the same, when the stream began
-        self._first_indexes: list[int] = []  # of the runs that were given to new messages, rising
+        self._durable_index = 0  # the sidecar has said that everything below this index is durable
+        self._floor = 0  # the same index, when the stream began
+        self._first_indexes: list[int] = []  # those of the runs assigned to new messages, rising
         self._next_indexes: list[int] = []
 
     def begin_stream(self) -> None:
-        """What is answered from now on was asked after all that has been received."""
+        """Note that later answers belong to requests sent after all receipts so far."""
         self._floor = self._durable_index
 
     def take(self, incarnation: int, term: int, durable_index: int) -> None:
-        """Takes what an answer with receipts says of the topic, with a term that is not too low. Raises DATA_LOSS."""
+        """Record the topic's state from an answer with receipts, whose term is not too low. Raises DATA_LOSS."""
         if self.has_receipts and incarnation != self._incarnation:
             what = f"the topic was recreated: its incarnation is {incarnation}, and was {self._incarnation} before"
             raise error("DATA_LOSS", what, incarnation=incarnation, incarnation_before=self._incarnation)
@@ -127,12 +127,13 @@ class TopicHistory:
         self._durable_index = max(self._durable_index, durable_index)
 
     def lower_term(self, term: int) -> SeqdedupeError:
-        """Why it is another history where every sidecar answers this term."""
+        """Return the error for another history: every sidecar answers with this lower term."""
         what = f"the sidecar answers with an older state than before: term {term} ({self.term} before)"
         return error("DATA_LOSS", what, term=term, term_before=self.term)
 
     def given(self, first_index: int, rows: int) -> None:
-        """So many new messages have the indexes from this one on. Raises DATA_LOSS if one of these was given before."""
+        """Record that `rows` new messages have the indexes from `first_index` on. Raises DATA_LOSS if an index was
+        assigned before."""
         next_index = first_index + rows
         firsts, nexts = self._first_indexes, self._next_indexes
         at = bisect_left(firsts, next_index)  # the runs from there on begin after it
@@ -155,7 +156,7 @@ class TopicHistory:
 
 
 class Delivery:
-    """To one topic, for one event loop. Its guarantee is that of `Publisher`, which is its face."""
+    """Sends to one topic, for one event loop. `Publisher` is its public form, and states the guarantee."""
 
     def __init__(
         self,
@@ -179,9 +180,9 @@ class Delivery:
         self._pending_bytes = 0
         self._frames_ever = 0
         self._waits_for_lone = False
-        """While a suspect is out: nothing else goes."""
+        """Whether a suspect frame is in flight. Then nothing else is sent."""
         self._is_taken = False
-        """Whether the sidecar has said something on this stream."""
+        """Whether the sidecar has answered anything on this stream."""
         self._answered_at = 0.0
         self._delay_until = 0.0
         self._news = asyncio.Event()
@@ -189,23 +190,23 @@ class Delivery:
         self._task: asyncio.Task[None] | None = None
         self._failure: SeqdedupeError | None = None
         self._passed_on: list[asyncio.Task[None]] = []
-        """Those that were made before it was known that the topic is partitioned."""
+        """The calls made before the client knew that the topic is partitioned."""
         self._last_refusal: UnavailableError | None = None
         self._is_in_trouble = False
-        """Whether anything has failed or was refused since a call had its receipts."""
+        """Whether anything has failed or was refused since a call last received its receipts."""
         self._is_closed = False
         self._has_begun = False  # a sidecar has answered
         self._history = TopicHistory()
         self._older: set[SidecarAddress] = set()
-        """Who has answered a lower term than was seen before, since one last answered another."""
+        """The sidecars that have answered with a lower term than the highest, since the last answer without one."""
 
     def open(self) -> None:
-        """From now on it sends."""
+        """Start to send."""
         check_not_forked()
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Ends it. Calls under way raise OUTCOME_UNKNOWN, later ones INVALID_REQUEST."""
+        """End the delivery. Calls in progress raise OUTCOME_UNKNOWN, later calls INVALID_REQUEST."""
         self._is_closed = True
         self._fail(error("OUTCOME_UNKNOWN", f"the publisher of {self.topic} was closed"))
         if self._task is not None:
@@ -216,14 +217,14 @@ class Delivery:
             await asyncio.gather(*self._passed_on)
 
     def abandon(self) -> None:
-        """Ends its work, from any thread, when nobody can close it any more."""
+        """End the work, from any thread, when no caller can close the delivery any more."""
         if self._task is not None:
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
         if self._spread is not None:
             self._spread.abandon()
 
     async def send(self, batch: Batch) -> BatchResult:
-        """Returns when all of it is in the log. Raises what `Publisher.send_batch` does."""
+        """Send the batch, and return when all of it is in the log. Raises the errors of `Publisher.send_batch`."""
         self._check_is_open()
         size_bytes = BATCH_OVERHEAD_BYTES + sum(map(len, batch.encoded_parts()))
         if size_bytes > MAX_BATCH_BYTES:
@@ -250,7 +251,7 @@ class Delivery:
             return await call.done
         finally:
             if call.done.cancelled():
-                with suppress(ValueError):  # it is on its way
+                with suppress(ValueError):  # it is in flight
                     self._ready.remove(call)
             self._pending_bytes -= size_bytes
             async with self._room:
@@ -309,12 +310,12 @@ class Delivery:
                     return
                 self._route.moves_on(doubted)
                 await asyncio.sleep(self._backoff.next_seconds())
-            except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for answers that nobody reads)
+            except Exception as e:  # noqa: BLE001 (any failure ends the calls: no task reads their answers any more)
                 self._fail(error("INTERNAL", f"the publisher of {self.topic} has failed: {type(e).__name__}: {e}"))
                 return
 
     async def _spread_out(self) -> None:
-        """The topic is partitioned: the deliveries to its partitions do the rest."""
+        """Make a delivery for each partition of the topic, and pass the waiting calls on to them."""
         if self._describe is None:
             raise error("TOPIC_IS_PARTITIONED", f"{self.topic} is partitioned")
         found = await self._describe()
@@ -334,7 +335,7 @@ class Delivery:
         self._ready.clear()
 
     async def _connect(self) -> None:
-        """Sends and takes answers until the stream ends; what has no receipt by then is sent again."""
+        """Send and take answers until the stream ends. Calls without a receipt by then are sent again."""
         address = self._route.address
         channel = channel_to(self._sidecars, address)
         try:
@@ -361,7 +362,7 @@ class Delivery:
                 await channel.close()
 
     def _broke(self, why: SeqdedupeError) -> None:
-        """Counts what was out when the connection broke. A call that was alone on too many of them ends."""
+        """Count the calls in flight when the connection broke. A call that was alone on too many of them ends."""
         now = asyncio.get_running_loop().time()
         is_alone = self._is_taken and len(self._out) == 1 and now - self._answered_at < SOON_SECONDS
         for call in self._out.values():
@@ -377,14 +378,15 @@ class Delivery:
             await asyncio.sleep(left_seconds)
 
     async def _until_taken(self) -> None:
-        """A stream that nobody takes ends whatever is sent: that is no fault of the frame's."""
+        """Wait until the sidecar answers on this stream. A stream that it does not take ends anyway, and the frame is
+        not to blame."""
         while not self._is_taken:
             self._news.clear()
             await self._news.wait()
 
     async def _frames(self) -> list[InFlightBatch]:
         await self._until_ready()
-        # Who was waited for may have gone meanwhile.
+        # The suspect that was waited for may have ended meanwhile.
         if self._ready and self._ready[0].breaks.is_suspect:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SOON_SECONDS):
@@ -426,7 +428,7 @@ class Delivery:
             self._check_history(answer)
         for number, receipt in answer.receipts:
             if (call := self._out.get(number)) is not None:
-                # It is out until the receipt is known to be one: nobody would hear of it otherwise.
+                # The call stays in `_out` until its receipt is checked. Otherwise a failure would not reach it.
                 result = call.record(receipt)
                 call.breaks.clear()
                 del self._out[number]
@@ -436,11 +438,11 @@ class Delivery:
             if (call := self._out.pop(refusal.frame, None)) is not None:
                 self._refused(call, why)
         if not self._out:
-            self._news.set()  # a suspect may wait for that, or others for its answer
+            self._news.set()  # a suspect may wait for this, or others for the suspect's answer
 
     def _check_history(self, answer: StreamAnswer) -> None:
-        """Before any of its receipts counts. Raises DATA_LOSS; and NOT_OWNER if this sidecar alone answers a lower term
-        than was seen before: one that was the owner answers copies from memory."""
+        """Check an answer before any of its receipts counts. Raises DATA_LOSS; NOT_OWNER if this sidecar, but not every
+        sidecar, answers with a lower term than before: a former owner answers duplicates from memory."""
         history = self._history
         if answer.term >= history.term:
             self._older.clear()
@@ -473,7 +475,7 @@ class Delivery:
             if not call.done.done():
                 call.done.set_result(result)
         else:
-            # A copy of some is in flight, of this client or of another one.
+            # Copies of some messages are in flight, from this client or another one.
             self._again(call, self._backoff.next_seconds())
 
     def _refused(self, call: _Call, why: SeqdedupeError) -> None:
@@ -497,7 +499,7 @@ class Delivery:
         self._end_calls(why)
 
     def _end_calls(self, why: SeqdedupeError) -> None:
-        """Ends those that were made. Later ones are tried."""
+        """End all calls made so far. Later calls are tried."""
         for call in (*self._out.values(), *self._ready):
             if not call.done.done():
                 call.done.set_exception(why)
@@ -506,15 +508,16 @@ class Delivery:
 
 
 class PartitionedDelivery:
-    """The batches of a publisher over the deliveries to the partitions, in order, which are open."""
+    """Spreads the batches of a publisher over the open deliveries to the partitions, given in order."""
 
     def __init__(self, parts: Sequence[Delivery], route: int) -> None:
         self._parts = parts
         self._by_key = route == admin_pb2.DEDUPLICATION_ROUTE_KEY
 
     async def send(self, batch: Batch) -> BatchResult:
-        """Returns when all of a batch is in the log; raises what the first partition has raised that failed: some of it
-        may be in the others, and is DUP when it is sent again. Raises INVALID_BATCH where a key is missing."""
+        """Send a batch, and return when all of it is in the log. Raises the error of the first partition that failed:
+        other partitions may have their messages, which are DUP if sent again. Raises INVALID_BATCH if a key is
+        missing."""
         if self._by_key:
             self._check_keys(batch)
         some = self._rows_by_partition(batch)
@@ -524,7 +527,7 @@ class PartitionedDelivery:
         result = BatchResult.undecided(np.full(len(batch), NO_SEQUENCE_ID, np.int64))
         for (k, rows), outcome in zip(some, sent, strict=True):
             if isinstance(outcome, SeqdedupeError) and outcome.reason == "INVALID_REQUEST" and len(some) > 1:
-                # Closed meanwhile: of this partition alone it is certain that nothing was sent.
+                # Closed meanwhile. Only for this partition is it certain that nothing was sent.
                 raise error("OUTCOME_UNKNOWN", f"nothing went to partition {k}: {outcome.message}") from outcome
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -544,19 +547,19 @@ class PartitionedDelivery:
         return [(int(k), np.flatnonzero(of_rows == k)) for k in np.unique(of_rows)]
 
     def abandon(self) -> None:
-        """As of each of them."""
+        """Abandon all deliveries."""
         for part in self._parts:
             part.abandon()
 
     async def close(self) -> None:
-        """Ends all of them."""
+        """Close all deliveries."""
         await asyncio.gather(*(part.close() for part in self._parts))
 
 
 async def _pass_on(call: _Call, spread: PartitionedDelivery) -> None:
     try:
         result = await spread.send(call.batch)
-    except Exception as e:  # noqa: BLE001 (whatever it is, the call hears of it)
+    except Exception as e:  # noqa: BLE001 (the call raises any failure)
         if not call.done.done():
             call.done.set_exception(e)
     else:
@@ -568,24 +571,25 @@ Ids = Binary | Sequence[bytes | str]
 
 
 def new_id() -> bytes:
-    """A UUID of version 7, as 16 bytes: the time in milliseconds, then random bits."""
+    """Return a UUID of version 7, as 16 bytes: the time in milliseconds, then random bits."""
     number = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
     number = number & ~(0xF << 76) | 0x7 << 76
     return (number & ~(0x3 << 62) | 0x2 << 62).to_bytes(16, "big")
 
 
 class Publisher:
-    """Sends to one topic of deduplication IDs, for one event loop: `async with client.publisher(topic) as publisher`.
+    """Sends to one topic of deduplication IDs. Use it as `async with client.publisher(topic) as publisher`.
 
-    Each call returns when all that it sent is in the log, durable, and there once, however often it had to be sent. A
-    call that is made again with the same ID, by whoever, within the topic's window, is answered with DUP and the index
-    and message ID of the original. There is no order between calls that are under way at the same time. Whatever breaks
-    or is refused for now is sent again, until `delivery_timeout_seconds` (None: for ever) have gone by since the call:
-    then it raises OutcomeUnknownError, and the publisher goes on. That call, or one that is cancelled, may have sent,
-    or not: made again with the same ID it does no harm.
+    A call returns when all its messages are durable in the log, each exactly once, even if they were sent several
+    times. If any client sends the same ID again within the topic's window, the answer is DUP, with the index and
+    message ID of the original. Calls in progress at the same time have no order.
 
-    In a partitioned topic each message goes to the partition of its ID, or of its key, as the topic was made; a call
-    that raises may have sent to some.
+    After a broken connection or a temporary refusal the publisher sends again. After `delivery_timeout_seconds` (None:
+    no limit) the call raises OutcomeUnknownError, and the publisher continues. The messages of that call, or of a
+    cancelled one, may be in the log or not. It is safe to repeat the call with the same ID.
+
+    In a partitioned topic, each message goes to the partition of its ID or of its key, as set when the topic was
+    created. A call that raises may have sent to some partitions. A publisher belongs to one event loop.
     """
 
     def __init__(
@@ -597,7 +601,7 @@ class Publisher:
         describe: Callable[[], Awaitable[admin_pb2.Topic]] | None = None,
     ) -> None:
         self.topic: str = topic_name(topic)
-        config = ProducerConfig(delivery_timeout_seconds=delivery_timeout_seconds)  # which looks at it
+        config = ProducerConfig(delivery_timeout_seconds=delivery_timeout_seconds)  # checks the timeout
         self._checks = Builder(b"", NO_SEQUENCE_ID, config, lambda batch: None)
         self._delivery = Delivery(sidecars, self.topic, on_waiting, config.delivery_timeout_seconds, describe)
 
@@ -611,12 +615,12 @@ class Publisher:
         await self.close()
 
     async def close(self) -> None:
-        """Ends it. Calls under way raise OUTCOME_UNKNOWN: wait for them before, if their messages matter. Later ones
-        are INVALID_REQUEST."""
+        """End the publisher. Calls in progress raise OUTCOME_UNKNOWN: wait for them first, if their messages matter.
+        Later calls raise INVALID_REQUEST."""
         await self._delivery.close()
 
     def abandon(self) -> None:
-        """Ends its work, from any thread, when nobody can close it any more."""
+        """End the work, from any thread, when no caller can close the publisher any more."""
         self._delivery.abandon()
 
     async def send(
@@ -628,12 +632,14 @@ class Publisher:
         event_time: datetime | int | None = None,
         properties: Properties | None = None,
     ) -> Published:
-        """Sends a message; returns when it is in the log.
+        """Send a message, and return when it is in the log.
 
-        The ID has 1 to 255 bytes, text as UTF-8. Left out, the message gets a new one, which it keeps however often it
-        is sent: another call is another message. Raises InvalidRequestError, OutcomeUnknownError without a receipt
-        within `delivery_timeout_seconds`, and what ends the publisher: AccessDeniedError, NotFoundError, DamagedError;
-        DataLossError, once the topic is not what earlier receipts said.
+        The ID has 1 to 255 bytes; text is encoded as UTF-8. Without an ID the message gets a new one, and keeps it each
+        time it is resent. Another call is then another message.
+
+        Raises InvalidRequestError; OutcomeUnknownError if no receipt comes within `delivery_timeout_seconds`. These
+        errors end the publisher: AccessDeniedError, NotFoundError, DamagedError, and DataLossError when the topic
+        contradicts earlier receipts.
         """
         one = new_id() if deduplication_id is None else deduplication_id
         times = None if event_time is None else [milliseconds(event_time)]
@@ -655,11 +661,11 @@ class Publisher:
         event_times_ms: Numbers | None = None,
         properties: PropertyRows | None = None,
     ) -> BatchResult:
-        """Sends messages in columns, at most 65,536 with 8 MiB together; returns when all are in the log. Otherwise as
-        `send`.
+        """Send messages in columns, at most 65,536 with 8 MiB together, and return when all are in the log. Otherwise
+        the same as `send`.
 
-        The result has an array for each of `verdicts`, `indexes` and `message_ids`; its `sequence_ids` are -1. A second
-        copy of an ID in one batch is DUP of the first. Raises BATCH_TOO_LARGE.
+        The result has arrays for `verdicts`, `indexes` and `message_ids`; its `sequence_ids` are -1. The second message
+        with an ID in one batch is DUP of the first. Raises BATCH_TOO_LARGE.
         """
         rows = len(payloads.offsets) - 1 if isinstance(payloads, Binary) else len(payloads)
         batch = self._checks.check_columns(payloads, np.arange(rows), keys, event_times_ms, properties)
@@ -669,7 +675,7 @@ class Publisher:
 
 
 def _column(ids: Ids | None, rows: int) -> Binary:
-    """The column of these IDs. Raises INVALID_DEDUPLICATION_ID, INVALID_BATCH."""
+    """Return the column of these IDs. Raises INVALID_DEDUPLICATION_ID, INVALID_BATCH."""
     if ids is None:
         ids = [new_id() for _ in range(rows)]
     column = ids if isinstance(ids, Binary) else Binary.of_all([_encoded(one) for one in ids])

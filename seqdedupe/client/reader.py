@@ -1,4 +1,4 @@
-"""The reader of a topic or of its partitions: messages in order, none skipped, none doubled, over any breaks."""
+"""The reader of a topic or of its partitions: messages in order, none skipped or repeated, across reconnects."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -31,49 +31,52 @@ from seqdedupe.v1 import read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
 Start = Position | MessageId | int | Literal["earliest", "latest"]
-"""After a position or a message ID, at an index, with the first message left, or with the next one published.
+"""Start after a position or a message ID, at an index, with the first stored message, or with the next published one.
 
-A message ID alone has to be one of the embedded log, whose index it says; of other logs it takes a position."""
+A message ID alone must be from the embedded log, where it contains the index. Other logs need a position."""
 
 _READ_STREAM = "/seqdedupe.v1.ReadService/ReadStream"
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
 
 _MISSED = 2
-"""When the sidecar has missed so many times to say something, the way to it is broken. A proxy may answer pings for a
-host that is silent."""
+"""The connection counts as broken after this number of missed signs of life from the sidecar. Pings do not suffice: a
+proxy may answer them for a silent host."""
 
 MAX_MISFITS = 5
-"""The number of streams in a row that may bring nothing but what does not follow what was read: something on the way
-may double answers, or leave one out. After one more the reader ends with the misfit."""
+"""The most streams in a row whose answers do not follow the messages read so far. A component on the way may repeat or
+drop answers. After one more such stream the reader ends with the first misfit."""
 
 
 class Reader(Messages):
     """Reads a topic: `async for message in reader`, or `async for stored in reader.batches()` for whole batches.
 
-    It starts after a position or message ID, at an index, with the earliest message left, or with the latest: the
-    first one published after it has connected. It ends with the last message that was there when it connected, with
-    `follow` never, or before `stop_index`, waiting for messages that are not there yet. Over a lost connection it
-    reads on by itself, and for a topic that recovers it waits, for as long as it takes, without skipping or doubling a
-    message: `position` is that of the last one handed out.
+    `start` is a position or message ID (the reader starts after it), an index, "earliest" (the first stored message),
+    or "latest" (the first message published after the reader has connected). By default the reader ends with the last
+    message that existed when it connected. With `follow` it never ends. With `stop_index` it ends before that index,
+    and waits for messages that do not exist yet. After a lost connection, or while the topic recovers, the reader waits
+    without a time limit and then continues. It skips and repeats no message. `position` is the position of the last
+    message handed out.
 
-    With a `cursor` it starts after the position kept there, and as told where none is. `save_position` moves it: call
-    it when all that the messages handed out have caused is done. After a crash what came since then comes again, so
-    that it should do no harm to do it twice.
+    With a `cursor` the reader starts after the cursor's position, or at `start` if the cursor has none. `save_position`
+    moves the cursor: call it when the effects of all messages handed out are done. After a crash, messages since the
+    last saved position come again. Their effects should be idempotent.
 
-    Where an answer does not follow those before, it reads again over a new stream. ANSWERS_INCONSISTENT says that this
-    did not help.
+    If an answer does not follow the earlier ones, the reader reads again over a new stream. It raises
+    ANSWERS_INCONSISTENT if that does not help.
 
-    Messages that are damaged on the sidecar's disk end it, unless `skip_damaged` says to go on with the next one that
-    can be read. What is missing is in `skipped` before any message after it is handed out.
+    A message that is damaged on the sidecar's disk ends the reader. With `skip_damaged` it continues with the next
+    readable message. `skipped` names the missing messages before any later message is handed out.
 
-    `on_waiting` is called, on the event loop, once each time that it has waited for the sidecar, or for the topic's
-    recovery, for a second: with why. Waiting for messages that are not there yet is none of that.
+    `on_waiting` is called on the event loop, with the reason, once each time that the reader has waited for a second
+    for the sidecar or for the topic's recovery. Waiting for new messages does not count.
 
-    Raises `PositionError` if that cannot be (the messages are trimmed, the topic was recreated, or ends before where it
-    ended when the reader connected), `NotFoundError`
-    for an unknown topic, `DamagedError` for what is damaged where it reads (not with `skip_damaged`), and for answers
-    that do not fit.
+    The reader raises these errors:
+
+    - `PositionError`: the messages are trimmed, the topic was recreated, or it ends before the end that it had when
+      the reader connected.
+    - `NotFoundError`: the topic is unknown.
+    - `DamagedError`: stored messages are damaged (not with `skip_damaged`), or answers are inconsistent.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Reader(Messages):
             raise error("INVALID_REQUEST", what, hint="Leave out stop_index, or follow.")
         self.topic = topic_name(topic)
         self.skipped: list[range] = []
-        """With `skip_damaged`, the indexes of messages that were passed over, in order."""
+        """With `skip_damaged`, the indexes of the messages skipped, in order."""
         self._partition = partition
         self._cursor = None if cursor is None else CursorMoves(cursor)
         self._knows_cursor = cursor is None
@@ -106,24 +109,24 @@ class Reader(Messages):
         self._follow = follow
         self._incarnation: int | None = None
         self._is_topic_known = False
-        """Whether a sidecar has answered that there is such a topic."""
-        self._next_index: int | None = None  # None: not known before the first message
+        """Whether a sidecar has answered that the topic exists."""
+        self._next_index: int | None = None  # None: unknown before the first message
         self._stop_index = None if stop_index is None else checked_index(stop_index)
-        self._stops_at_end = stop_index is None and not follow  # where that is the first connection tells
+        self._stops_at_end = stop_index is None and not follow  # the first connection fixes that index
         self._after: Position | None = None
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
         self._silent_seconds: float | None = None
-        """A stream that says nothing for longer is broken. None: it may be silent for any time."""
-        self._records: list[Any] = []  # of the last answer, in reverse
+        """A stream that is silent for longer counts as broken. None: no limit."""
+        self._records: list[Any] = []  # those of the last answer, in reverse
         self._stored: StoredBatch | None = None  # the batch in hand, and the next row of it
         self._row = 0
         self._closed = False
         self._has_begun = False  # a sidecar has answered
         self._misfits: list[SeqdedupeError] = []
-        """How answers did not fit what was read, one for each stream since there was any progress."""
+        """The inconsistencies of answers, one for each stream since the last progress."""
         self._is_misled = False
-        """Whether this stream is such a one."""
+        """Whether this stream brought one."""
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         if isinstance(start, Position):
             self._read_on_after(start)
@@ -133,15 +136,15 @@ class Reader(Messages):
             self._next_index = checked_index(start)
         elif start not in ("earliest", "latest"):
             raise error("INVALID_POSITION", f"{start!r} is neither a position nor 'earliest' nor 'latest'")
-        self._before: Position | None = self._after  # what was handed out before that batch
+        self._before: Position | None = self._after  # the position before the batch in hand
 
     def _read_on_after(self, position: Position) -> None:
         self._after, self._incarnation, self._next_index = position, position.incarnation, position.index + 1
 
     async def save_position(self) -> None:
-        """Moves the cursor to `position`; durable when it returns. Without a position, or at the same one, it does
-        nothing. Raises CURSOR_MOVED if somebody else has moved it since it was read; OUTCOME_UNKNOWN if the answer got
-        lost, and then the next call finds out; INVALID_REQUEST without a cursor.
+        """Move the cursor to `position`; the move is durable on return. Without a position, or at the same one, nothing
+        changes. Raises CURSOR_MOVED if another owner has moved the cursor since it was read; INVALID_REQUEST without a
+        cursor. Raises OUTCOME_UNKNOWN if the answer got lost; the next call settles that.
         """
         if self._cursor is None:
             raise error("INVALID_REQUEST", f"this reader of {self.topic} was given no cursor")
@@ -159,7 +162,7 @@ class Reader(Messages):
 
     @property
     def position(self) -> Position | None:
-        """After the last message handed out; before the first, where it was told to start if that is known."""
+        """The position after the last message handed out. Before the first message: the start position, if known."""
         stored, row = self._stored, self._row  # in this order: the event loop may take the next batch meanwhile
         return stored.position(row - 1) if stored is not None and row else self._before
 
@@ -209,7 +212,7 @@ class Reader(Messages):
                 if not moves_on:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except BaseException:
-                # Cancelled or refused: what was under way is void, a later call starts from the position.
+                # Cancelled or refused: the stream is dropped, and a later call starts from the position.
                 await self._disconnect()
                 raise
         return False
@@ -226,13 +229,13 @@ class Reader(Messages):
         return True
 
     def _doubt(self, misfit: SeqdedupeError) -> None:
-        """Believes nothing more of this stream. `fetch` goes on."""
+        """Take nothing more from this stream. `fetch` opens another."""
         self._misfits.append(misfit)
         self._is_misled = True
         self._records.clear()
 
     async def _begin_again(self) -> None:
-        """After a while, over a new connection. Raises the first misfit once there have been too many."""
+        """Disconnect and pause, so that a new connection begins. Raises the first misfit after too many."""
         await self._disconnect()
         if len(self._misfits) > MAX_MISFITS:
             first, *_ = self._misfits
@@ -255,7 +258,7 @@ class Reader(Messages):
             await channel.close()
 
     async def _connect(self) -> bool:
-        """Begins to read at the next index; false if there is nothing to read, or the reader is closed meanwhile."""
+        """Begin to read at the next index. Return false if there is nothing to read, or the reader was closed."""
         channel = self._channel = channel_to(self._sidecars, self._route.address)
         if self._incarnation is None or self._next_index is None or (self._stops_at_end and not self._is_at_stop):
             await self._look_at_the_ends(channel)
@@ -277,7 +280,7 @@ class Reader(Messages):
             request_serializer=read_pb2.ReadStreamRequest.SerializeToString,
         )(request)
         self._call = call
-        # A sidecar sends them at once, however long there is nothing to read.
+        # A sidecar sends the metadata at once, even if there is nothing to read.
         try:
             async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
                 await call.initial_metadata()
@@ -292,7 +295,7 @@ class Reader(Messages):
         return self._stop_index is not None and (self._next_index or 0) >= self._stop_index
 
     async def _look_at_the_ends(self, channel: grpc.aio.Channel) -> None:
-        """Fixes what "latest" and the end stand for, so that a new connection means the same."""
+        """Fix the positions of "latest" and of the end, so that they stay the same after a reconnect."""
         request = read_pb2.GetLastMessageIdRequest(topic=self.topic)
         answer: read_pb2.GetLastMessageIdResponse | None = await ReadServiceStub(channel).GetLastMessageId(
             request, timeout=CALL_TIMEOUT_SECONDS
@@ -306,7 +309,7 @@ class Reader(Messages):
             self._read_on_after(last)
             self._before = last
         if self._next_index is None and self._stop_index is not None and self._stop_index <= answer.first_index:
-            self._next_index = answer.first_index  # retention has dropped all that there was to read
+            self._next_index = answer.first_index  # retention has trimmed everything before the stop
         if self._stops_at_end:
             if self._stop_index is not None and self._stop_index > last.index + 1:
                 raise error(
@@ -331,7 +334,7 @@ class Reader(Messages):
                 )
 
     def _read_start(self) -> read_pb2.ReadStart:
-        # Where messages were passed over, the position before them does not say that: it would bring them again.
+        # After skipped messages the index is used: the position before them would bring them again.
         if self._after is not None and self._next_index == self._after.index + 1:
             return read_pb2.ReadStart(after=self._after.to_proto())
         if self._next_index is not None:
@@ -339,7 +342,7 @@ class Reader(Messages):
         return read_pb2.ReadStart(earliest=True)
 
     async def _receive(self) -> bool:
-        """Takes the next answer; false when the stream has ended as asked."""
+        """Take the next answer. Return false when the stream has ended at the stop index."""
         call = self._call
         if call is None:
             return False
@@ -384,7 +387,7 @@ class Reader(Messages):
         self._incarnation = incarnation
 
     def _skip(self, first_index: int, next_index: int) -> None:
-        """The sidecar passes over these. After a new connection it may begin with some that it has named before."""
+        """Note the indexes that the sidecar skips. After a reconnect it may name some of them again."""
         expected = first_index if self._next_index is None else self._next_index
         if first_index > expected:
             raise self._not_the_next(f"{first_index} to {next_index - 1} were skipped", first_index)
@@ -429,18 +432,18 @@ class Reader(Messages):
         self._misfits.clear()
 
 
-# -- The reader of a partitioned topic: its partitions' messages, each partition in order, all of them in turn.
+# -- The reader of a partitioned topic: the messages of each partition in order, the partitions in turn.
 
 _FORM = "partitions-1:"
-"""What the text of a position begins with: its version."""
+"""The prefix of a position's text: its version."""
 
 _PARTITIONED = "Begin at earliest or latest, or at a position that a reader of the whole topic gave."
 
 
 class PartitionedPosition(NamedTuple):
-    """Where a reader of a partitioned topic is: a position in each partition, in the order of their numbers.
+    """The position of a reader of a partitioned topic: a position in each partition, in the order of their numbers.
 
-    `str()` gives a text, `parse` takes it back. There is no order between two of them.
+    `str()` returns its text, and `parse` reads that text. Two partitioned positions have no order.
     """
 
     partitions: tuple[Position, ...]
@@ -450,7 +453,7 @@ class PartitionedPosition(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> "PartitionedPosition":
-        """The position that `str()` printed. Raises INVALID_POSITION."""
+        """Return the position that `str()` printed. Raises INVALID_POSITION."""
         if not text.startswith(_FORM):
             what = f"{text[:80]!r} is no position in a partitioned topic, as {_FORM}123@45,…"
             raise error("INVALID_POSITION", what, hint=_PARTITIONED)
@@ -461,7 +464,7 @@ PartitionedStart = PartitionedPosition | Literal["earliest", "latest"]
 
 
 class PartitionEnds(NamedTuple):
-    """The positions before the first message that a partition has left, and after its last one."""
+    """The positions before the first stored message of a partition, and after its last message."""
 
     earliest: Position
     latest: Position
@@ -470,13 +473,14 @@ class PartitionEnds(NamedTuple):
 class PartitionedReader(Messages):
     """Reads all partitions of a topic: `async for message in reader`, or `reader.batches()` for whole batches.
 
-    It is a `Reader` of each partition, with what that says, and hands out one batch of each in turn as they come:
-    between messages of two partitions there is no order. It ends when each of them has ended, with `follow` never.
-    `message.partition` says where a message is from, and `position` is to be read on from.
+    It has one `Reader` for each partition, which behaves as described there. It hands out one batch of each partition
+    in turn, as they arrive. Messages of two partitions have no order. It ends when the readers of all partitions have
+    ended; with `follow` never. `message.partition` is the partition of a message. To continue later, start at
+    `position`.
 
-    `ends` looks at all partitions; `part` makes a reader of one. Made by `Client.partitioned_reader`. Raises what
-    `Reader` does, INVALID_REQUEST for a topic without partitions, INVALID_POSITION for a position of another number of
-    them.
+    `Client.partitioned_reader` makes it. `ends` looks up the ends of all partitions; `part` makes the reader of one.
+    Raises the errors of `Reader`; INVALID_REQUEST for a topic without partitions; INVALID_POSITION for a position with
+    another number of partitions.
     """
 
     def __init__(
@@ -497,14 +501,14 @@ class PartitionedReader(Messages):
         self._fetching: dict[int, asyncio.Task[bool]] = {}
         self._ended: set[int] = set()
         self._starts: tuple[Position, ...] = ()
-        self._turn = 0  # whose batch is in hand, or was
-        self._holds = False  # whether it is
+        self._turn = 0  # the partition whose batch is or was in hand
+        self._holds = False  # whether it is in hand now
         self._closed = False
 
     @property
     def position(self) -> PartitionedPosition | None:
-        """After the last message handed out of each partition; None before the first call that reads, unless it was
-        told where to start."""
+        """The positions after the last message handed out of each partition. Before the first read: the start position,
+        or None if none was given."""
         if not self._readers:
             return self._start if isinstance(self._start, PartitionedPosition) else None
         each = zip(self._readers, self._starts, strict=True)
@@ -512,7 +516,7 @@ class PartitionedReader(Messages):
 
     @property
     def skipped(self) -> dict[int, list[range]]:
-        """With `skip_damaged`, by partition the indexes of messages that were passed over, in order."""
+        """With `skip_damaged`, the indexes of the messages skipped, in order, by partition."""
         return {k: reader.skipped for k, reader in enumerate(self._readers)}
 
     def has_in_hand(self) -> bool:
@@ -525,7 +529,7 @@ class PartitionedReader(Messages):
         return self._readers[self._turn].rest_in_hand() if self._holds else None
 
     def take_record(self) -> bool:
-        """As of a single topic, of the next partition that has one."""
+        """Take a record of the next partition that has one. Otherwise the same as for a single topic."""
         if not self._readers:
             return False
         self._holds = False

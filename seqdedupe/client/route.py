@@ -1,7 +1,7 @@
-"""Which sidecar is asked: the one place that decides it, without any I/O.
+"""The choice of the sidecar to ask: only this module decides it, without any I/O.
 
-Begin with `Sidecars`, those that a client was given, and `Route`, which one of them is asked now. `WaitingNotice` tells
-the user that none answers.
+Begin with `Sidecars`, the sidecars given to a client, and `Route`, the one to ask now. `WaitingNotice` notifies the
+user that none answers.
 """
 
 import asyncio
@@ -17,48 +17,48 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
-# -- In which order the sidecars of a topic are tried: a hash, so that all clients and sidecars find the same order.
+# -- The order in which a topic's sidecars are tried. A hash gives it, so that all clients and sidecars agree.
 
 
 def in_order(topic: str, addresses: Iterable[str]) -> list[str]:
-    """The addresses in the order in which they are tried for the topic with this full name.
+    """Return the addresses in the order in which they are tried for the topic with this full name.
 
     The weight of an address is the first 8 bytes, as an unsigned big-endian number, of the SHA-256 of the topic's
-    name, a line feed and the address, in UTF-8. The highest comes first. So topics spread evenly, and an address more,
-    or less, moves no topic between the others.
+    name, a line feed and the address, in UTF-8. The highest weight comes first. So topics spread evenly, and adding or
+    removing an address moves no topic between the others.
     """
     return sorted(addresses, key=lambda address: sha256(f"{topic}\n{address}".encode()).digest()[:8], reverse=True)
 
 
-# -- Which sidecars a client was told of: those that it tries, where else one may send it, and what it shows them.
+# -- The sidecars given to a client: the addresses it tries, the domains it may be redirected to, and its credentials.
 
 Addresses = str | Sequence[str]
-"""Addresses and domains: in one text, separated by commas, or one by one."""
+"""Addresses and domains: in one text, separated by commas, or in a sequence."""
 
 _DOMAIN = "*."
 _LABEL = r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?"
 _HOST = re.compile(rf"{_LABEL}(\.{_LABEL})*")
-"""A host's name, and nothing in which gRPC would see more than that."""
+"""A plain host name, without characters that have a special meaning for gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sidecars:
-    """The sidecars in front of one log. `str()` gives back what `parse` takes."""
+    """The sidecars in front of one log. `str()` returns a text that `parse` reads."""
 
     addresses: tuple[SidecarAddress, ...]
-    """At least one, each once."""
+    """The addresses: at least one, without duplicates."""
 
     domains: tuple[str, ...] = ()
-    """A sidecar may send a client to the hosts in these as well, on any port."""
+    """Further domains: a sidecar may redirect a client to any host in them, on any port."""
 
     credentials: Credentials = NO_CREDENTIALS
-    """What they are shown: they, and nobody else."""
+    """The credentials that the client presents to these sidecars, and to no other server."""
 
     @classmethod
     def parse(cls, given: Addresses, credentials: Credentials = NO_CREDENTIALS) -> Self:
-        """Reads addresses, and domains as `*.example.org`. One that is there twice counts once.
+        """Parse addresses, and domains like `*.example.org`. Duplicates count once.
 
-        In a sequence a comma is part of an address, as of a socket's path. Raises INVALID_ADDRESS.
+        In a sequence a comma is part of the address, for example of a socket's path. Raises INVALID_ADDRESS.
         """
         texts = [text.strip() for text in given.split(",")] if isinstance(given, str) else list(given)
         addresses = tuple(SidecarAddress.parse(text) for text in texts if not text.startswith(_DOMAIN))
@@ -72,19 +72,20 @@ class Sidecars:
 
     @property
     def is_one(self) -> bool:
-        """Whether there is nowhere else to go."""
+        """Whether there is no other sidecar to ask."""
         return len(self.addresses) == 1 and not self.domains
 
     def in_order(self, topic: str) -> tuple[SidecarAddress, ...]:
-        """The addresses in the order in which they are tried for a topic (its full name), or, if it is empty, for what
-        is no topic's."""
+        """Return the addresses in the order in which they are tried for a topic (its full name), or for a call without
+        a topic if the name is empty."""
         if not topic or len(self.addresses) == 1:
             return self.addresses
         by_text = {str(address): address for address in self.addresses}
         return tuple(by_text[text] for text in in_order(topic, by_text))
 
     def allowed(self, text: str) -> SidecarAddress | None:
-        """The address, if a client may be sent there: it is listed, or a host in one of the domains. Else None."""
+        """Return the address if a client may be redirected to it: it is listed, or a host in one of the domains. Else
+        return None."""
         try:
             address = SidecarAddress.parse(text)
         except SeqdedupeError:
@@ -98,13 +99,13 @@ class Sidecars:
 
 def _domain(text: str) -> str:
     domain = text.removeprefix(_DOMAIN).lower()
-    # One that ends in a number would be part of an IP address.
+    # A domain that ends in a number would be part of an IP address.
     if not _HOST.fullmatch(domain) or domain.rpartition(".")[2].isdecimal():
         raise error("INVALID_ADDRESS", f"{text!r} is not a domain: it should be as *.example.org, without a port")
     return domain
 
 
-# -- Who waits for the sidecar says so, once each time.
+# -- The notice that a caller waits for the sidecar, once for each wait.
 
 OnWaiting = Callable[[UnavailableError], None]
 
@@ -115,21 +116,21 @@ _log = logging.getLogger("seqdedupe")
 
 
 def logged(on_waiting: OnWaiting) -> OnWaiting:
-    """The same, where no event loop calls it: what it raises is logged, and ends nobody's work."""
+    """Wrap a callback that no event loop calls: its errors are logged, and end no work."""
 
     def call(why: UnavailableError) -> None:
         try:
             on_waiting(why)
-        except Exception:  # noqa: BLE001 (whatever it is, it is logged)
+        except Exception:  # noqa: BLE001 (any failure is logged)
             _log.exception("on_waiting has failed when it was told: %s", why)
 
     return call
 
 
 class WaitingNotice:
-    """Calls `on_waiting`, on the event loop, once each time that something has waited for SAY_WAITING_SECONDS.
+    """Calls `on_waiting`, on the event loop, once for each wait that has lasted for SAY_WAITING_SECONDS.
 
-    What it raises ends nobody's work: the loop's exception handler is given it, which logs it.
+    Errors of the callback end no work: they go to the loop's exception handler, which logs them.
     """
 
     def __init__(self, on_waiting: OnWaiting | None) -> None:
@@ -137,74 +138,75 @@ class WaitingNotice:
         self._since: float | None = None
 
     def waits(self, why: UnavailableError) -> None:
-        """It waits, or waits on."""
+        """Note that the wait begins, or continues."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if self._since is None:
             self._since = now
         if self._on_waiting is not None and now - self._since >= SAY_WAITING_SECONDS:
-            self._since = math.inf  # said
+            self._since = math.inf  # the callback was called
             loop.call_soon(self._on_waiting, why)
 
     def goes_on(self) -> None:
-        """What it waited for is there."""
+        """Note that the wait is over."""
         self._since = None
 
 
 logger = logging.getLogger("seqdedupe.client")
 
 MAX_REDIRECTS = 5
-"""So often in a round a sidecar is believed that names the owner; then it is the turn of the next one in the list."""
+"""The most redirects followed in a round. After that the next sidecar in the list is asked."""
 
 MAX_RETURNS = 5
-"""So often, until it goes well, one that was asked just now is asked again after a pause since another one names it: a
-topic moves between them. Those that have nothing to do with it may take long to answer, or not answer at all."""
+"""The most times, until a success, that a sidecar is asked again after a pause because another one names it as the
+owner. The topic is moving between the two. Asking uninvolved sidecars could take long, or get no answer."""
 
 OWNER_ADDRESS = "owner_address"
-"""The number of NOT_OWNER that says where the owner can be reached. It may be missing, or empty."""
+"""The key in NOT_OWNER's numbers with the owner's address. It may be missing, or empty."""
 
 _LEADS_ELSEWHERE = {"NOT_OWNER", "DRAINING", "UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN"}
-"""With these another sidecar is asked; with all others the same one again, later."""
+"""The reasons after which another sidecar is asked. After all others the same sidecar is asked again, later."""
 
 _IS_DOUBTED = {"TOPIC_NOT_FOUND", "NO_STATE"}
-"""What says more of the sidecar than of the topic."""
+"""The reasons that may be true only for this sidecar, not for the topic."""
 
 _IS_SURE = "shard"
-"""A number of TOPIC_NOT_FOUND: said by the only one that could have it."""
+"""A key in TOPIC_NOT_FOUND's numbers: the answer comes from the only sidecar that could have the topic."""
 
 _PASSES = {"NOT_OWNER", "DRAINING"}
-"""What sidecars say while a topic moves from one to another."""
+"""The reasons that sidecars give while a topic moves from one to another."""
 
 
 class Route:
-    """The sidecars of a topic, and which one is asked now (`address`).
+    """The sidecars of a topic, and the one to ask now (`address`).
 
-    They are asked in the topic's order, each once in a round, and whoever one of them names as the owner before the
-    next in the list. After a round one waits, and begins again with the first; or with the one that was asked already
-    and is named as the owner all the same.
+    They are asked in the topic's order, each once in a round. If one of them names the owner, the owner comes before
+    the next in the list. After a round the caller waits, and begins again with the first sidecar, or with a sidecar
+    that was already asked but is named as the owner.
     """
 
     def __init__(self, sidecars: Sidecars, topic: str = "", *, first: SidecarAddress | None = None) -> None:
-        """`first` is where the topic was found last. Without a topic the order is that of the list."""
+        """Begin with `first`, where the topic was last found. Without a topic the order is that of the list."""
         self._sidecars = sidecars
         self._topic = topic
         self._order = sidecars.in_order(topic)
         self.address = first or self._order[0]
         self._asked: set[SidecarAddress] = set()  # in this round
-        self._said: dict[SidecarAddress, UnavailableError] = {}  # last, the latest at the end
-        self._unknown_to: set[SidecarAddress] = set()  # since it last went well
+        self._said: dict[SidecarAddress, UnavailableError] = {}  # the last error of each, the latest at the end
+        self._unknown_to: set[SidecarAddress] = set()  # since the last success
         self._redirects = 0
-        self._returns = 0  # since it last went well
-        self._is_over = False  # the round
+        self._returns = 0  # since the last success
+        self._is_over = False  # whether the round is over
         self._ignored = ""
 
     @property
     def is_one(self) -> bool:
-        """Whether there is nowhere else to go."""
+        """Whether there is no other sidecar to ask."""
         return self._sidecars.is_one
 
     def moves_on(self, why: UnavailableError) -> bool:
-        """Takes what came of asking `address`. True: that is another one now, to be asked at once; else wait first."""
+        """Take the error of `address`. Return true if `address` is now another sidecar, to be asked at once. Else the
+        caller must wait first."""
         if self._is_over:
             self._begin_round()
         self._asked.add(self.address)
@@ -224,16 +226,16 @@ class Route:
         return not self._is_over
 
     def doubted(self, e: SeqdedupeError) -> SeqdedupeError:
-        """What an error of `address` comes to: one that knows no such topic need not have heard of it yet, and one that
-        has no state of it may get it from the owner. So it counts as NOT_OWNER until all in the list have said so; but
-        one that has the topic's shard knows."""
+        """Return the meaning of an error of `address`. A sidecar that does not know the topic may not have heard of it
+        yet. A sidecar without its state may get it from the owner. So these errors count as NOT_OWNER until all listed
+        sidecars have answered so. But a sidecar that has the topic's shard knows."""
         if e.reason not in _IS_DOUBTED or self.is_one or _IS_SURE in e.numbers:
             return e
         self._unknown_to.add(self.address)
         return e if self._unknown_to.issuperset(self._order) else error("NOT_OWNER", e.message)
 
     def goes_well(self) -> None:
-        """It does with `address`; if that changes, all may be asked."""
+        """Note a success with `address`. At the next error, all sidecars may be asked again."""
         if self._said or self._unknown_to:
             self._said.clear()
             self._unknown_to.clear()
@@ -248,11 +250,11 @@ class Route:
 
     @property
     def passes(self) -> bool:
-        """Whether one of those that were asked in this round has said what is otherwise in a moment."""
+        """Whether a sidecar asked in this round has given a reason that soon passes."""
         return not self.is_one and any(self._said[address].reason in _PASSES for address in self._asked)
 
     def told(self) -> UnavailableError:
-        """What each of those that were asked since it last went well has said, with the reason of the last one."""
+        """Return one error with the messages of all sidecars asked since the last success, and the last reason."""
         last = list(self._said.values())[-1]
         if len(self._said) == 1:
             return last
@@ -261,7 +263,7 @@ class Route:
         return type(last)(last.reason, whole, last.hint, last.retry_delay_ms, last.numbers)
 
     def _comes_back_to(self, owner: SidecarAddress) -> bool:
-        """Whether a topic seems to be on its way to this sidecar, which has answered in this round."""
+        """Return whether a topic seems to be moving to this sidecar, which has already answered in this round."""
         if owner == self.address or owner not in self._asked or self._said[owner].reason not in _PASSES:
             return False
         self._returns += 1
@@ -274,7 +276,7 @@ class Route:
         return next((address for address in self._order if address not in self._asked), None)
 
     def _owner(self, why: UnavailableError) -> SidecarAddress | None:
-        """Whom a sidecar has named, if a client may be sent there: its credentials would come along."""
+        """Return the owner that a sidecar has named, if the client may go there: its credentials go along."""
         named = why.numbers.get(OWNER_ADDRESS, "") if why.reason == "NOT_OWNER" else ""
         owner = self._sidecars.allowed(named) if named else None
         if named and owner is None and named != self._ignored:

@@ -1,8 +1,8 @@
-"""What a producer has sent and what has a receipt: the client's duty (`publish.proto`), without any I/O.
+"""The queue of a producer's batches and their receipts: the client's duties (`publish.proto`), without any I/O.
 
-A batch keeps its place, its messages and its link from when it is queued until it is durable. What is sent again is
-the whole batch, in a new frame: rows that have a receipt already are then Dup, which changes nothing. What has its
-receipts and is not durable yet is sent again after a resume only, if that does not find it.
+A batch keeps its place, its messages and its link from when it is queued until it is durable. It is always resent
+whole, in a new frame: rows that already have a receipt are then Dup, which changes nothing. A batch with receipts that
+is not durable yet is resent only after a resume that does not find it.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from seqdedupe.limits import NO_SEQUENCE_ID
 
 @dataclass(slots=True)
 class Counters:
-    """What a producer has seen. Rows that are sent again count again."""
+    """The counters of a producer. Rows that are sent again count again."""
 
     rows_sent: int = 0
     not_dup: int = 0
@@ -38,92 +38,92 @@ class Counters:
 
 
 class SendQueue:
-    """A session's batches that are not durable, oldest first, and which of them are out on the stream.
+    """A session's batches that are not durable, oldest first, and their frames in flight on the stream.
 
-    On a refusal or an UNKNOWN nothing more goes out (`must_rewind`) until all that is out has been answered; after
-    the delay `rewind` then starts again from the oldest without a receipt.
+    After a refusal or an UNKNOWN nothing more is sent (`must_rewind`) until all frames in flight have been answered.
+    After the delay, `rewind` then starts again from the oldest batch without a receipt.
     """
 
     def __init__(self) -> None:
         self.counters = Counters()
         self.failure: SeqdedupeError | None = None
-        """Why nothing more is taken."""
+        """The failure because of which no more batches are taken."""
         self.must_rewind = False
         self.retry_delay_ms = 0
-        """With `must_rewind`: the longest delay that was asked for."""
+        """With `must_rewind`: the longest delay that a refusal asked for."""
         self.rewinds_at_once = False
-        """With `must_rewind`: only because others were refused, with whom a frame was shared."""
+        """With `must_rewind`: whether the only cause is a refusal of other producers in a shared frame."""
         self.last_refusal: SeqdedupeError | None = None
-        """Why nothing has become durable lately; None as soon as something does."""
+        """The reason why nothing has become durable lately; None as soon as something does."""
         self.breaks = Breaks()
         self.size_bytes = 0
         self.without_receipt = 0
-        """So many batches wait for theirs."""
-        self._not_durable = 0  # so many have theirs, and are not durable yet
-        self._durable_index = 0  # that the stream told last
+        """The number of batches that wait for a receipt."""
+        self._not_durable = 0  # the number of batches with receipts that are not durable yet
+        self._durable_index = 0  # the last one that the stream reported
         self._entries: deque[PendingBatch] = deque()
-        self._out = 0  # so many from the left have been sent since the last rewind
+        self._out = 0  # the number of entries from the left sent since the last rewind
         self._unanswered: dict[int, PendingBatch] = {}  # by frame
         self._incarnation = self._term = 0
         self._epochs = NO_INT64S  # the column of every frame
-        self._opened = NO_SEQUENCE_ID  # what Open answered last as persisted
+        self._opened = NO_SEQUENCE_ID  # the persisted ID in the last answer of Open
         self._last_queued = NO_SEQUENCE_ID
         self._highest_sent = NO_SEQUENCE_ID
         self._highest_receipt = NO_SEQUENCE_ID
         self._settled_up_to = NO_SEQUENCE_ID  # everything sent up to here has its receipt
-        self._gave_up = False  # a batch without one was let go of
+        self._gave_up = False  # a batch without a receipt was dropped
 
     def __len__(self) -> int:
-        """How many batches are kept: they, or one before them, are not durable."""
+        """Return the number of batches kept: they, or batches before them, are not durable."""
         return len(self._entries)
 
     @property
     def entries(self) -> Iterable[PendingBatch]:
-        """The batches that are kept, oldest first."""
+        """The batches kept, oldest first."""
         return tuple(self._entries)
 
     @property
     def is_all_durable(self) -> bool:
-        """Whether none that has a receipt may still be lost."""
+        """Whether no batch with a receipt can still be lost."""
         return not self._not_durable
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there are batches that are not out."""
+        """Whether there are batches that have not been sent."""
         return self._out < len(self._entries)
 
     @property
     def unanswered(self) -> int:
-        """How many frames on this stream wait for their answer."""
+        """The number of frames on this stream that wait for an answer."""
         return len(self._unanswered)
 
     @property
     def term(self) -> int:
-        """The highest term that an answer had."""
+        """The highest term of an answer."""
         return self._term
 
     @property
     def incarnation(self) -> int:
-        """That of the topic, as Open answered it; 0 before."""
+        """The topic's incarnation in the answer of Open; 0 before."""
         return self._incarnation
 
     @property
     def durable_sequence_id(self) -> int:
-        """Everything up to this ID that was sent is durable; -1 if nothing is."""
+        """The ID up to which everything sent is durable; -1 if nothing is."""
         return max(self._opened, self._settled_up_to)
 
     @property
     def rows_without_receipt(self) -> int:
-        """How many messages are in batches that wait for a receipt."""
+        """The number of messages in batches that wait for a receipt."""
         return sum(len(entry.sequence_ids) for entry in self._entries if not entry.has_receipts)
 
     @property
     def rows_not_durable(self) -> int:
-        """How many are in batches that have theirs, and are not durable yet."""
+        """The number of messages in batches with receipts that are not durable yet."""
         return sum(len(entry.sequence_ids) for entry in self._entries if entry.has_receipts and not entry.durable)
 
     def add(self, pending: PendingBatch) -> None:
-        """Queues a sealed batch, with IDs above all queued before. Once there is a failure it fails at once."""
+        """Queue a sealed batch, with IDs above all queued before. After a failure, fail it at once."""
         pending.last_refusal = self.last_refusal
         if self.failure is not None:
             pending.fail(self.failure)
@@ -137,10 +137,10 @@ class SendQueue:
         self.without_receipt += 1
 
     def open(self, incarnation: int, term: int, epoch: int, persisted: int, *, is_forgotten: bool = False) -> bool:
-        """Takes an answer of Open, the first or one to a resume. What was out on the old stream is out no more.
+        """Take an answer of Open, the first one or one to a resume. Frames of the old stream are no longer in flight.
 
-        Returns whether the topic had something of this producer before, and has forgotten it, as its policy is
-        (`is_forgotten`). Raises FencedError, DataLossError.
+        Return whether the topic had messages of this producer, and has forgotten them by its policy (`is_forgotten`).
+        Raises FencedError, DataLossError.
         """
         begins_anew = is_forgotten and max(self._opened, self._highest_receipt) > persisted
         if begins_anew:
@@ -157,7 +157,8 @@ class SendQueue:
         return begins_anew
 
     def _settle_after_resume(self, persisted: int) -> None:
-        """What has receipts is durable if Open has found it, else it waits for new ones."""
+        """Settle the batches that have receipts. They are durable if Open has found them; else they wait for new
+        receipts."""
         for entry in self._entries:
             if entry.has_receipts and not entry.durable:
                 if entry.last_sequence_id <= persisted:
@@ -174,7 +175,7 @@ class SendQueue:
         self._highest_receipt = max(self._highest_receipt, entry.last_sequence_id)
 
     def _begin_anew(self, persisted: int) -> None:
-        """What was sent and answered before counts no more: links count from this, in what is still to be sent."""
+        """Forget earlier messages and answers. The links of batches still to be sent begin at `persisted`."""
         self._opened, self._highest_receipt, self._last_queued = persisted, NO_SEQUENCE_ID, NO_SEQUENCE_ID
         for entry in self._entries:
             if not entry.durable:
@@ -210,7 +211,7 @@ class SendQueue:
             )
 
     def next_frame(self) -> InFlightBatch | None:
-        """The next frame to send. None if there is nothing to send now."""
+        """Return the next frame to send; None if there is nothing to send now."""
         if self.must_rewind:
             return None
         while self._out < len(self._entries):
@@ -229,13 +230,13 @@ class SendQueue:
         return None
 
     def rewind(self) -> None:
-        """Send again from the oldest without a receipt."""
+        """Send again from the oldest batch without a receipt."""
         self._out = 0
         self.must_rewind = self.rewinds_at_once = False
         self.retry_delay_ms = 0
 
     def counts(self, incarnation: int, term: int) -> bool:
-        """Whether an answer on the stream counts: not one of a lower term. Raises DataLossError."""
+        """Return whether an answer on the stream counts: its term must not be lower. Raises DataLossError."""
         if incarnation != self._incarnation:
             raise error(
                 "DATA_LOSS",
@@ -249,12 +250,12 @@ class SendQueue:
         return True
 
     def rows_of(self, frame: int) -> int | None:
-        """The number of rows of a frame that waits for its answer."""
+        """Return the number of rows of a frame that waits for its answer; None for other frames."""
         pending = self._unanswered.get(frame)
         return None if pending is None else len(pending.sequence_ids)
 
     def receipt(self, frame: int, receipt: ReceiptColumns) -> None:
-        """Takes a receipt. One of a frame that is not out changes nothing."""
+        """Take a receipt. A receipt of a frame that is not in flight changes nothing."""
         pending = self._unanswered.pop(frame, None)
         if pending is None:
             return
@@ -275,7 +276,7 @@ class SendQueue:
             self._let_go()
 
     def durable_up_to(self, index: int) -> None:
-        """Takes the news that all messages of the topic below this index are durable."""
+        """Note that all messages of the topic below this index are durable."""
         self._durable_index = max(self._durable_index, index)
         if self.is_all_durable:
             return
@@ -294,9 +295,10 @@ class SendQueue:
         self.counters.unknown += int(by_verdict[Verdict.UNKNOWN])
 
     def asks_for_resume(self, frame: int, refusal: SeqdedupeError) -> bool:
-        """Whether this refusal of a frame may mean that the topic has forgotten the producer: a resume tells.
+        """Return whether this refusal may mean that the topic has forgotten the producer. A resume settles that.
 
-        It does not know the session; or it misses what is before the first message without a receipt, which it had.
+        Either the topic does not know the session, or it lacks the predecessor of the first message without a receipt,
+        which it had.
         """
         pending = self._unanswered.get(frame)
         if pending is None:
@@ -305,9 +307,9 @@ class SendQueue:
         return refusal.reason == "INVALID_EPOCH" or (refusal.reason == "PREDECESSOR_MISSING" and is_first)
 
     def refused(self, frame: int, refusal: SeqdedupeError) -> None:
-        """Takes a refusal. One of a frame that is not out changes nothing.
+        """Take a refusal. A refusal of a frame that is not in flight changes nothing.
 
-        If sending again cannot help, this batch and all after it fail; those before it go on.
+        If sending again cannot help, this batch and all later ones fail. Earlier batches continue.
         """
         pending = self._unanswered.pop(frame, None)
         if pending is None:
@@ -316,15 +318,15 @@ class SendQueue:
         if refusal.retry_delay_ms >= 0:
             self.must_rewind = True
             self.retry_delay_ms = max(self.retry_delay_ms, refusal.retry_delay_ms)
-            if refusal.reason != "PREDECESSOR_MISSING":  # which only follows from another refusal
+            if refusal.reason != "PREDECESSOR_MISSING":  # that reason only follows from another refusal
                 self.rewinds_at_once = False
                 self.held_up(refusal)
             return
         self.fail(refusal, pending)
 
     def broke(self, why: SeqdedupeError, now_seconds: float, *, is_alone: bool) -> None:
-        """The connection broke, with nothing out but one frame of this producer if `is_alone`. The frame that has
-        broken too many so fails, and all after it."""
+        """Count a broken connection. `is_alone`: only one frame, of this producer, was in flight. A frame that was
+        alone on too many broken connections fails, with all later batches."""
         if self._unanswered and self.breaks.add(why, now_seconds, is_alone=is_alone):
             (pending,) = self._unanswered.values()
             self.held_up(why)
@@ -332,8 +334,8 @@ class SendQueue:
             self.fail(self.outcome_unknown(self.breaks.why(what, pending.size_bytes)), pending)
 
     def put_back(self, frame: int) -> None:
-        """Takes the news that a frame was not admitted because of others. One of a frame that is not out changes
-        nothing."""
+        """Note that a frame was not admitted because of other producers. For a frame that is not in flight nothing
+        changes."""
         if self._unanswered.pop(frame, None) is None:
             return
         self.counters.frames_refused += 1
@@ -341,14 +343,14 @@ class SendQueue:
         self.must_rewind = True
 
     def held_up(self, why: SeqdedupeError | None) -> None:
-        """Remembers why nothing becomes durable, for whoever waits; with None, that something does."""
+        """Record why nothing becomes durable, for callers that wait; None: something does."""
         if why is not self.last_refusal:
             self.last_refusal = why
             for entry in self._entries:
                 entry.last_refusal = why
 
     def fail(self, failure: SeqdedupeError, first: PendingBatch | None = None) -> None:
-        """Fails the batches from `first` on (None: all), and whatever is added later."""
+        """Fail the batches from `first` on (None: all), and all batches added later."""
         self.failure = self.failure or failure
         kept = list(itertools.takewhile(lambda entry: entry is not first, self._entries)) if first else []
         failed = [entry for entry in itertools.islice(self._entries, len(kept), None) if not entry.durable]
@@ -362,7 +364,8 @@ class SendQueue:
         self._let_go()
 
     def outcome_unknown(self, what: str) -> SeqdedupeError:
-        """The error of those that are given up: why, what is durable all the same, and how many messages are not."""
+        """Return the error of batches that are given up. It has the reason, the durable ID, and the number of messages
+        without a receipt."""
         why, durable, left = self.last_refusal, self.durable_sequence_id, self.rows_without_receipt
         because = "" if why is None else f": {why}"
         up_to = f"everything up to sequence ID {durable} is durable" if durable >= 0 else "nothing is durable yet"

@@ -1,7 +1,7 @@
-"""A publish stream to one topic: the producers that share it, their frames out, together if several, answers in.
+"""A publish stream to one topic. Several producers share it; their small frames go out combined.
 
-Begin with `PublishStream`. Before it stands how small frames become one (`parts_of`, `whole`). After it stands what the
-producers of a client share: connections, and over them a stream for each topic.
+Begin with `PublishStream`. Before it comes the combination of small frames (`parts_of`, `whole`). After it come the
+connections that the producers of a client share, with one stream for each topic.
 """
 
 import asyncio
@@ -23,29 +23,29 @@ from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, NO_SEQUENCE_ID
 
-# -- Frames of several producers as one: a message of a topic costs less in company.
+# -- Frames of several producers combined into one: a message then costs less.
 
 SMALL_BATCH_BYTES = 16 * 1024
-"""A batch above this goes in a frame of its own: copying it would cost more than its company saves."""
+"""A larger batch goes in a separate frame: copying it would cost more than combining saves."""
 
 S = TypeVar("S")
 
 
 @dataclass(slots=True)
 class ProducerFrame(Generic[S]):
-    """A producer's frame, on its way alone or as a part of another."""
+    """A producer's frame, sent alone or as a part of a combined frame."""
 
     sender: S
     frame: InFlightBatch
     goes_alone: bool
 
     def __len__(self) -> int:
-        """How many rows it has."""
+        """Return the number of its rows."""
         return len(self.frame.batch)
 
 
 def parts_of(parts: Sequence[ProducerFrame[S]]) -> list[list[ProducerFrame[S]]]:
-    """The frames to be sent, in this order: parts that stand together may be one, no producer twice in it."""
+    """Return the frames to send, in this order. Neighbouring parts may form one frame, with no producer twice in it."""
     if len(parts) == 1:
         return [[*parts]]
     frames: list[list[ProducerFrame[S]]] = []
@@ -68,7 +68,7 @@ def parts_of(parts: Sequence[ProducerFrame[S]]) -> list[list[ProducerFrame[S]]]:
 
 
 def whole(frames: Sequence[InFlightBatch]) -> InFlightBatch:
-    """The frame of several producers, each with one of these; with the number of the first."""
+    """Combine frames of several producers into one, with the number of the first."""
     if len(frames) == 1:
         return frames[0]
     return InFlightBatch(
@@ -96,7 +96,7 @@ def _whole(batches: Sequence[Batch]) -> Batch:
 
 
 def _filled(columns: Sequence[Int64s], rows: Sequence[int], none: int) -> Int64s:
-    """The column of all, with `none` where one leaves it out; left out if all do."""
+    """Return the column of all batches, with `none` for a batch without it. Empty if no batch has it."""
     if not any(map(len, columns)):
         return NO_INT64S
     return np.concatenate(
@@ -105,7 +105,7 @@ def _filled(columns: Sequence[Int64s], rows: Sequence[int], none: int) -> Int64s
 
 
 def _offsets(columns: Sequence[Int32s], rows: Sequence[int], ends: Sequence[int]) -> Int32s:
-    """The offsets of all, one after the other; left out if all leave them out. `ends`: the last one of each."""
+    """Return the offsets of all batches, one after the other. Empty if no batch has them. `ends`: the last of each."""
     if not any(map(len, columns)):
         return NO_INT32S
     parts: list[Int32s] = [np.zeros(1, np.int32)]
@@ -117,7 +117,7 @@ def _offsets(columns: Sequence[Int32s], rows: Sequence[int], ends: Sequence[int]
 
 
 def _joined(columns: Sequence[Binary], rows: Sequence[int]) -> Binary:
-    """The column of all, with nothing where one leaves it out; left out if all do."""
+    """Return the column of all batches, with absent values for a batch without it. Empty if no batch has it."""
     if not any(columns):
         return Binary()
     offsets = _offsets([column.offsets for column in columns], rows, [len(column.data) for column in columns])
@@ -129,49 +129,50 @@ def _joined(columns: Sequence[Binary], rows: Sequence[int]) -> Binary:
 
 
 def _there(column: Binary, rows: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """For each row whether it is there."""
+    """Return for each row whether its value is present."""
     if not column or not column.validity:
         return np.full(rows, bool(column), np.uint8)
     return np.unpackbits(np.frombuffer(column.validity, np.uint8), count=rows, bitorder="little")
 
 
 ANSWER_TIMEOUT_SECONDS = 30.0
-"""If frames are out and nothing is answered for so long, the connection counts as broken."""
+"""If frames are in flight and no answer comes for this time, the connection counts as broken."""
 
 FULL_MESSAGE_BYTES = 160 * 1024
-"""Frames that are ready together go out in one message until it is as large as this. More gains nothing, and keeps
-the sidecar waiting. With the largest batch after it, it stays well below what the sidecar takes."""
+"""Frames that are ready together go out in one message until it has this size. A larger message gains nothing, and
+keeps the sidecar waiting. Even with the largest batch added, it is far below the sidecar's limit."""
 
 SMALL_MESSAGE_BYTES = FULL_MESSAGE_BYTES // 2
-"""One that has more does not wait for what may come: it costs more than the company would save."""
+"""A larger message does not wait for further frames: waiting would cost more than combining saves."""
 
 MAX_FRAMES = 256
-"""In one message."""
+"""The most frames in one message."""
 
 SLOT_SECONDS = 1.0
-"""A stream that is not taken by then goes over another connection: this one may have all that it is allowed to have."""
+"""A stream not taken by then goes over another connection: this one may have reached its limit of streams."""
 
 SOON_SECONDS = 10.0
-"""What ends a stream because of a frame does so by then. Later it is a time-out, which says nothing of the frame."""
+"""A component that ends a stream because of a frame does so by then. A later end is a time-out, and says nothing about
+the frame."""
 
 
 MAX_OLD_ANSWERS = 1000
-"""The number of answers in a row with a lower term than one before. More than are under way when a topic is taken over
-mean that the term before was none."""
+"""The most answers in a row with a lower term than an earlier one. A takeover of the topic leaves fewer in flight. More
+mean that the earlier term was wrong."""
 
 
 class Answers(NamedTuple):
-    """Those to frames of one producer, by their numbers."""
+    """The answers to the frames of one producer, by frame number."""
 
     receipts: list[tuple[int, ReceiptColumns]]
     refusals: list[tuple[int, SeqdedupeError | None]]
     """None: the frame was refused because of others, or its answer says nothing; it can be sent again at once."""
     durable_index: int = 0
-    """Below it all messages of the topic are durable."""
+    """The index below which all messages of the topic are durable."""
 
 
 class Sender(Protocol):
-    """What a producer's session is to a stream."""
+    """The interface of a producer's session to a stream."""
 
     @property
     def name(self) -> str: ...
@@ -181,84 +182,84 @@ class Sender(Protocol):
 
     @property
     def waits_until_durable(self) -> bool:
-        """Whether it has a receipt of what is not durable yet."""
+        """Whether it has a receipt for a message that is not durable yet."""
 
     @property
     def is_suspect(self) -> bool:
-        """Whether its next frame may be what breaks connections: then it goes when nothing else is out."""
+        """Whether its next frame may break connections. Then it is sent when nothing else is in flight."""
 
     def next_frame(self) -> InFlightBatch | None:
-        """Its next one, if there is any to be sent now."""
+        """Return its next frame to send now; None if there is none."""
 
     def take(self, incarnation: int, term: int, answers: Answers) -> bool:
-        """Takes answers; whether these were the last ones that matter to it. What it raises ends it alone."""
+        """Take answers, and return whether these were the last ones that it needs. An error ends only this sender."""
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A sender's place on a stream, while it is served."""
+    """A sender's place on a stream, while the stream serves it."""
 
     sender: Sender
     leaving: asyncio.Future[None]
-    """What tells it to leave."""
+    """The future that ends the seat."""
     is_ready: bool = False
-    """Whether it has its turn: it may have something to send."""
+    """Whether it waits for its turn: it may have something to send."""
     goes_alone: bool = False
-    """Whether its frames share none with others, until one has its receipt."""
+    """Whether its frames are not combined with others, until one has its receipt."""
 
     @property
     def is_taken(self) -> bool:
-        """Whether the sender is still there."""
+        """Whether the sender still has the seat."""
         return not self.leaving.done()
 
     def send_away(self, why: Exception) -> None:
-        """Unless it was told to leave already."""
+        """End the seat with this error, unless it has ended already."""
         if self.is_taken:
             self.leaving.set_exception(why)
-            # It may be cancelled before it is told.
+            # Mark it as read: the sender's task may be cancelled before it gets it.
             self.leaving.exception()
 
 
 @dataclass(slots=True, eq=False)
 class StreamChannel:
-    """A connection, and how many publish streams are open over it."""
+    """A connection, and the number of publish streams open over it."""
 
     channel: grpc.aio.Channel
     streams: int = 0
 
 
 class PublishStream:
-    """A stream, from the call to its end. Each sender has its turn, one frame at a time; small frames become one.
+    """A stream, from the call to its end. Senders take turns, one frame at a time; small frames are combined.
 
-    A sender that leaves, or is sent away, leaves the others alone. When the stream ends all of them are told why.
+    A sender that leaves or is sent away does not affect the others. When the stream ends, all senders get the reason.
     """
 
     def __init__(self, first: StreamChannel, second: StreamChannel, address: SidecarAddress, topic: str) -> None:
-        """It goes over the first connection, or the second one if that has no place for it; `Open` over the second one.
-        So streams that take all places of a connection do not keep `Open` from being called."""
+        """Begin the stream over the first connection, or over the second if the first has no free stream. `Open` goes
+        over the second. So streams that use up a connection do not block `Open`."""
         self.users = 0
-        """How many hold it; counted by whoever hands it out."""
+        """The number of users, counted by `SharedConnections`."""
         self.openings = Openings(second.channel, address, topic)
         self.ended_alone = False
-        """Whether it has ended soon after a frame of one sender, with nothing else out."""
+        """Whether it ended soon after a frame of one sender, with nothing else in flight."""
         self._first, self._second = first, second
-        self._link: StreamChannel | None = None  # that counts it
+        self._link: StreamChannel | None = None  # the connection that counts this stream
         self._address = address
         self._topic = topic
         self._call = publish_call(first.channel)
         self._seats: dict[Sender, Seat] = {}
         self._turns: deque[Seat] = deque()
         self._waits_for_lone = False
-        """While the frame of a suspect is out: nothing else goes."""
+        """Whether the frame of a suspect is in flight. Then nothing else is sent."""
         self._out: dict[int, list[ProducerFrame[Seat]]] = {}
-        """What the frames consist of that wait for their answers, by number."""
+        """The parts of the frames that wait for their answers, by frame number."""
         self._not_durable: set[Seat] = set()
-        """Those with a receipt of what is not durable yet."""
+        """The senders with a receipt for a message that is not durable yet."""
         self._durable_index = 0
         self._term = 0
-        """The highest that was answered; what has a lower one says nothing."""
+        """The highest term answered. Answers with a lower term are ignored."""
         self._old_answers = 0
-        """The number of such answers in a row."""
+        """The number of ignored answers in a row."""
         self._work = asyncio.Event()
         self._answered_at = 0.0
         self._begun = asyncio.Event()
@@ -272,23 +273,23 @@ class PublishStream:
         return self._over.is_set()
 
     async def close(self) -> None:
-        """Ends it. Nobody uses it any more."""
+        """End the stream. It has no users any more."""
         self._task.cancel()
         await asyncio.gather(self._task, self.openings.close(), return_exceptions=True)
 
     async def begin(self, *, has_topic: bool) -> None:
-        """Waits for the sidecar to take the stream. Raises what it is refused for, if that is known by then.
+        """Wait until the sidecar takes the stream. Raises the reason of a refusal, if known by then.
 
-        If the topic is known to be there the stream says at once what it is for: the sidecar waits for that only for
-        seconds, and the `Open` that comes next may take longer."""
+        If the topic is known to exist (`has_topic`), the stream names it at once. The sidecar waits for the name only
+        for seconds, and the `Open` that comes next may take longer."""
         await self._begun.wait()
         if has_topic:
             self._is_used.set()
         await self.check()
 
     async def check(self) -> None:
-        """Raises what the stream has ended with. After the answer to a call that was made since `begin`, a stream that
-        was refused has ended."""
+        """Raise the error with which the stream has ended, if it has. A refused stream has ended once a call made after
+        `begin` is answered."""
         if self._call.done():
             self._is_used.set()
             await self._over.wait()
@@ -296,8 +297,8 @@ class PublishStream:
             raise self._end.with_traceback(None)
 
     async def serve(self, sender: Sender) -> None:
-        """Sends what the sender has and gives it its answers, until it has taken the last one. Raises what it raises
-        then, and what the stream ends with."""
+        """Send the sender's frames and pass it its answers, until it has taken the last one. Raises the sender's
+        errors, and the error with which the stream ends."""
         if self._end is not None:
             raise self._end.with_traceback(None)
         seat = self._seats[sender] = Seat(sender, asyncio.get_running_loop().create_future())
@@ -310,7 +311,7 @@ class PublishStream:
             self._not_durable.discard(seat)
 
     def ready(self, sender: Sender) -> None:
-        """It may have something to send; it says so itself whenever that is news."""
+        """Give the sender a turn. A sender calls this when it may newly have something to send."""
         if (seat := self._seats.get(sender)) is not None:
             self._queue(seat)
 
@@ -325,7 +326,7 @@ class PublishStream:
             with typed_errors(self._address):
                 await self._until_taken()
             self._begun.set()
-            # Before its first Open there need be no topic.
+            # Before the first Open the topic may not exist.
             await self._is_used.wait()
             await exchange(
                 self._call,
@@ -337,7 +338,7 @@ class PublishStream:
                 watch=self._watch,
                 early_receipts=True,
             )
-        except Exception as e:  # noqa: BLE001 (whatever it is, nobody may wait for answers that nobody reads)
+        except Exception as e:  # noqa: BLE001 (any failure ends the senders: no task reads their answers any more)
             self._end = e
         finally:
             self._call.cancel()
@@ -352,13 +353,13 @@ class PublishStream:
                 seat.send_away(self._end)
 
     async def _until_taken(self) -> None:
-        """Until the sidecar has taken the stream. Raises TOO_MANY_STREAMS if others are open over the connection, else
-        UNREACHABLE."""
+        """Wait until the sidecar has taken the stream. If it does not, raise TOO_MANY_STREAMS if others are open over
+        the connections, else UNREACHABLE."""
         first, second = self._first, self._second
         if await self._is_taken(SLOT_SECONDS):
             self._count(first)
             return
-        # So many as the first one has it may be allowed too, and one is for `Open`.
+        # The second connection may be allowed the same number of streams as the first has. One is kept for `Open`.
         if second.streams + 1 < first.streams:
             self._count(second)
             self._call.cancel()
@@ -392,10 +393,10 @@ class PublishStream:
     # -- out ---------------------------------------------------------------------------------------------------
 
     async def _frames_to_send(self) -> Sequence[InFlightBatch]:
-        """The next ones for a message; waits until there are any.
+        """Return the next frames for a message. Waits until there are any.
 
-        While others are on their way a small message waits for as long as each turn of the event loop brings more:
-        whoever sends several batches one after the other is not done with the first.
+        While other frames are in flight, a small message waits as long as each turn of the event loop brings more. A
+        caller that sends several batches in sequence is not done after the first.
         """
         parts: list[ProducerFrame[Seat]] = []
         while not self._add_ready(parts):
@@ -408,7 +409,7 @@ class PublishStream:
         return [self._frame_of(some) for some in parts_of(parts)]
 
     def _add_ready(self, parts: list[ProducerFrame[Seat]]) -> bool:
-        """Adds what is ready to be sent now, for one message; whether there was anything."""
+        """Add the frames that are ready now, for one message. Return whether there were any."""
         if not self._out:
             self._answered_at = asyncio.get_running_loop().time()
         before = len(parts)
@@ -448,7 +449,7 @@ class PublishStream:
         durable_index = 0
         if answer.term < self._term:
             self._check_old_answers(answer.term)
-            # An `Open` of one of them was faster. This says nothing, and nothing else will be said of these frames.
+            # An `Open` answered a higher term before. This answer is void, and these frames get no other answer.
             for number in (*(frame for frame, _ in answer.receipts), *(old.frame for old in answer.refusals)):
                 _put_back(self._out.pop(number, []), told)
         else:
@@ -463,7 +464,7 @@ class PublishStream:
                 for seat in self._not_durable:
                     _of(seat, told)
         if not self._out:
-            self._work.set()  # a suspect's frame may wait for that, or others for its answer
+            self._work.set()  # a suspect's frame may wait for this, or others for the suspect's answer
         for seat, answers in told.items():
             if not seat.is_taken:
                 continue
@@ -471,7 +472,7 @@ class PublishStream:
                 new = Answers(answers.receipts, answers.refusals, durable_index)
                 if seat.sender.take(answer.incarnation, self._term, new):
                     seat.leaving.set_result(None)
-            except Exception as e:  # noqa: BLE001 (whatever it is, it is this one's)
+            except Exception as e:  # noqa: BLE001 (any failure ends only this sender)
                 seat.send_away(e)
             if seat.sender.waits_until_durable:
                 self._not_durable.add(seat)
@@ -479,7 +480,7 @@ class PublishStream:
                 self._not_durable.discard(seat)
 
     def _check_old_answers(self, term: int) -> None:
-        """Ends a stream that brings nothing else any more: if that `Open` was read wrong, the next ones say so."""
+        """End a stream that brings only old answers: if the term of that `Open` was wrong, the next ones show it."""
         self._old_answers += 1
         if self._old_answers > MAX_OLD_ANSWERS:
             what = f"{self._address} goes on to answer with term {term}, lower than {self._term} before"
@@ -500,8 +501,8 @@ class PublishStream:
             _of(part.sender, told).receipts.append((part.frame.number, columns))
 
     def _take_refusal(self, parts: list[ProducerFrame[Seat]], refusal: Any, told: dict[Seat, Answers]) -> None:
-        """A shared frame that is refused because of some of its producers, or for good, is taken apart: those that are
-        the cause, or may be, go again in frames of their own, which say what becomes of them."""
+        """Take a refusal. A combined frame that is refused because of some of its producers, or permanently, is split.
+        The producers that are or may be the cause send again in separate frames, which get separate answers."""
         named = {producer.producer_name for producer in refusal.producers}
         why: SeqdedupeError | None = refusal_error(refusal)
         if len(parts) > 1 and (named or refusal.retry_delay_ms < 0):
@@ -526,21 +527,21 @@ def _of(seat: Seat, told: dict[Seat, Answers]) -> Answers:
     return told.setdefault(seat, Answers([], []))
 
 
-# -- What the producers of a client share: a connection to each sidecar, and over it a stream for each topic.
+# -- The connections that the producers of a client share: one to each sidecar, with a stream for each topic.
 #
-# Sessions are opened over a second connection, which ends when nothing was called over it for some seconds. Proxies
-# limit the streams of a connection, and publish streams may have taken all of them.
+# Sessions are opened over a second connection, which closes after some seconds without a call. Proxies limit the
+# streams of a connection, and publish streams may use all of them.
 
 _CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN"}
-"""With these a stream ends when its connection does, when nothing comes over it any more, or when something on the way
-has ended it: another connection may lead past that."""
+"""The reasons of a stream's end if its connection is lost or silent, or a component on the way has ended it. Another
+connection may avoid that."""
 
 _Place = tuple[asyncio.AbstractEventLoop, SidecarAddress]
 
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """Two connections to a sidecar, and the streams by topic."""
+    """Two connections to a sidecar, and their streams by topic."""
 
     first: StreamChannel
     second: StreamChannel
@@ -549,9 +550,9 @@ class _Shared:
 
 
 class SharedConnections:
-    """Made when a producer needs them, and closed when none does any more.
+    """Opens connections when a producer needs them, and closes them when no producer does.
 
-    Those who come after a connection was lost get a new one, which starts afresh.
+    After a connection is lost, later callers get a new one, which connects again.
     """
 
     def __init__(self, sidecars: Sidecars) -> None:
@@ -560,7 +561,7 @@ class SharedConnections:
 
     @asynccontextmanager
     async def stream(self, address: SidecarAddress, topic: str) -> AsyncIterator[PublishStream]:
-        """The stream to this topic at this sidecar, for as long as the block lasts."""
+        """Provide the stream to this topic at this sidecar, for the duration of the block."""
         place = asyncio.get_running_loop(), address
         shared = self._shared.get(place)
         if shared is None:

@@ -1,6 +1,6 @@
-"""Pulsar Functions that take effect exactly once: `DedupeFunction` around a function that knows nothing of it.
+"""Pulsar Functions that take effect exactly once: `DedupeFunction` wraps an unchanged function.
 
-docs/guides/functions.md says how it is deployed. Needs what Pulsar's Python runtime has, grpcio,
+docs/guides/functions.md describes the deployment. The wrapper needs the modules of Pulsar's Python runtime, grpcio,
 googleapis-common-protos, grpcio-status and numpy.
 """
 
@@ -14,33 +14,33 @@ __all__ = ["DedupeFunction"]
 
 
 class DedupeFunction(pulsar.Function):  # type: ignore[misc]  # Pulsar's client has no types
-    """A Pulsar Function around another one, which then takes effect exactly once.
+    """A Pulsar Function that wraps another function, which then takes effect exactly once.
 
-    What the wrapped function returns or publishes stands in its output topics once for each input, in the order of the
-    inputs, whatever fails and however often an input comes; if inputs keep coming. What else it does happens at least
-    once. It is configured by `userConfig` alone, see docs/guides/functions.md.
+    The outputs that the wrapped function returns or publishes are in their topics once for each input, in the order of
+    the inputs. This holds after any failure, and if Pulsar delivers an input several times, provided that inputs keep
+    coming. All other effects happen at least once. Only `userConfig` configures it, see docs/guides/functions.md.
 
-    `process` raises nothing: an input that the runtime takes for failed comes again a minute later, after others. It
-    waits, or ends the process.
+    `process` raises nothing: the runtime would deliver a failed input again a minute later, after other inputs. Instead
+    `process` waits, or ends the process.
     """
 
-    # The runtime swallows what a constructor raises, and then calls the class as if it were a module.
+    # The runtime swallows an exception of a constructor, and then calls the class as if it were a module.
     def __init__(self) -> None:
         self._instance: Any = None
 
     def process(self, input: object, context: Any) -> None:
-        """Takes an input; the message's own bytes count, and not what the runtime has made of them."""
+        """Take an input. The wrapper uses the bytes of the message, not the runtime's `input`."""
         process = InstanceProcess()
         try:
             if self._instance is None:
                 self._instance = _instance(context, process)
             self._instance.take(context)
-        except BaseException as e:  # noqa: BLE001 (whatever it is: an input that failed would be lost)
+        except BaseException as e:  # noqa: BLE001 (after any failure: a failed input would be lost)
             process.end(ending(e), failed=True)
 
 
 def _instance(context: Any, process: InstanceProcess) -> Any:
-    """Made late: what it imports may not be there, and the runtime says nothing of that."""
+    """Make the instance. The import is late: modules may be missing, and the runtime would not report that."""
     try:
         from seqdedupe.functions.instance import FunctionInstance
     except Exception as e:

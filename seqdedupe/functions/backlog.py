@@ -1,4 +1,4 @@
-"""The outputs for one topic that are not settled: in which frames they go, and when they are settled. No I/O."""
+"""The unsettled outputs for one topic: how they are put into frames, and when they are settled. No I/O."""
 
 import heapq
 import itertools
@@ -17,10 +17,10 @@ from seqdedupe.functions.identity import FunctionOutput
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 
 FULL_FRAME_BYTES = 128 * 1024
-"""Inputs that are ready together go in one frame until it is as large as this."""
+"""Inputs that are ready together go in one frame until it has this size."""
 MAX_FRAME_ROWS = 4096
 MANY_NAMES = 10_000
-"""When there are so many, those with nothing under way are forgotten: each ledger of an input has names of its own."""
+"""The number of names at which idle names are forgotten: each ledger of an input topic has separate names."""
 
 
 class Row(NamedTuple):
@@ -41,25 +41,25 @@ class _Name:
     def __init__(self) -> None:
         self.epoch = NO_EPOCH
         self.has_sent = False
-        """Whether anything was, since it was opened: then a link leads there."""
+        """Whether a message was sent since the session was opened. Then a link leads to it."""
         self.opened: list[Callable[[int], None]] = []
         self.settled = self.queued = self.sent = NO_SEQUENCE_ID
         self.waiting: list[tuple[int, int, Callable[[], None]]] = []
-        """A heap of (sequence ID, order, who is told)."""
+        """A heap of (sequence ID, order, callback)."""
 
     @property
     def is_idle(self) -> bool:
         return not self.waiting and not self.opened
 
     def settle_up_to(self, sequence_id: int) -> None:
-        """The log holds all up to this one: what it does not hold by then it never will."""
+        """Settle the outputs up to this ID. An output up to it that the log lacks will never be in the log."""
         self.settled = max(self.settled, sequence_id)
         while self.waiting and self.waiting[0][0] <= self.settled:
             heapq.heappop(self.waiting)[2]()
 
 
 class OutputFrame(NamedTuple):
-    """A frame on its way."""
+    """A frame in flight."""
 
     number: int
     batch: Batch
@@ -67,10 +67,10 @@ class OutputFrame(NamedTuple):
 
 
 class Backlog:
-    """What is to be published to a topic, in the order in which it was added.
+    """The outputs to publish to a topic, in the order in which they were added.
 
-    The rows of one `add` are never parted. A row that comes again while its copy is under way settles with that; one
-    at or below what is settled under its name is settled at once.
+    The rows of one `add` stay together in one frame. A row that comes again while its copy is in flight settles with
+    that copy. A row at or below the settled ID of its name is settled at once.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Backlog:
         self.not_dup = self.dup = 0
 
     def add(self, rows: Iterable[Row]) -> None:
-        """The outputs of one input for this topic."""
+        """Add the outputs of one input for this topic."""
         group = []
         for row in rows:
             name = self._name(row.name)
@@ -99,7 +99,7 @@ class Backlog:
             self._unsent.append(group)
 
     def ask(self, name: str, answer: Callable[[int], None]) -> None:
-        """Answers the highest sequence ID that the log holds under a name, once its session has started."""
+        """Call `answer` with the highest sequence ID that the log holds under a name, once its session has started."""
         found = self._name(name)
         if found.epoch == NO_EPOCH:
             found.opened.append(answer)
@@ -125,19 +125,19 @@ class Backlog:
 
     @property
     def waits_for_answers(self) -> bool:
-        """Whether frames are on their way."""
+        """Whether frames are in flight."""
         return bool(self._frames)
 
     def rewind(self) -> None:
-        """The stream is gone: all that is not settled is to be sent again, when its sessions are resumed."""
+        """Prepare to send all unsettled outputs again when the sessions are resumed: the stream is gone."""
         for frame in reversed(self._frames):
             self._unsent.extendleft(reversed(frame.groups))
         self._frames.clear()
         self._answered.clear()
 
     def forget_idle(self) -> None:
-        """Lets go of the names with nothing under way. Who uses one again opens it, which tells what was settled."""
-        # Of such a name nothing is left to be sent: a session may have told that it is settled.
+        """Forget the names with nothing in flight. If one is used again, opening it shows the settled ID."""
+        # Drop rows that are settled: the start of a session may have settled them while they waited to be sent.
         unsettled = (
             [row for row in group if row.sequence_id > self._names[row.name].settled] for group in self._unsent
         )
@@ -146,21 +146,22 @@ class Backlog:
         self._unopened = {name: None for name in self._unopened if name in self._names}
 
     def sessions(self) -> dict[str, int]:
-        """The epochs of the names that have a session."""
+        """Return the epochs of the names that have a session."""
         return {name: state.epoch for name, state in self._names.items() if state.epoch}
 
     def unopened(self) -> list[str]:
-        """The names that have none."""
+        """Return the names that have no session."""
         return list(self._unopened)
 
     def lost(self, name: str) -> bool:
-        """Another process has taken the name over. Whether it is needed here: then it needs a new session."""
+        """Note that another process has taken the name over. Return whether the name is still needed here: then it
+        needs a new session."""
         self._names[name].epoch = NO_EPOCH
         self._unopened[name] = None
         return not self._names[name].is_idle
 
     def opened(self, name: str, epoch: int, persisted: int, *, is_forgotten: bool = False) -> None:
-        """A session has started or was resumed. What is at or below `persisted` is settled.
+        """Note that a session was started or resumed. Outputs at or below `persisted` are settled.
 
         Raises DATA_LOSS if less is persisted than was settled before.
         """
@@ -183,10 +184,11 @@ class Backlog:
     # -- frames ------------------------------------------------------------------------------------------------
 
     def next_frame(self) -> OutputFrame | None:
-        """The next frame to send; None if there is nothing, a name has to be opened first, or answers awaited.
+        """Return the next frame to send; None if there is nothing to send, or a name must be opened or answers awaited
+        first.
 
-        Links keep the order of a name's messages alone. An input of a new ledger has other names than those before
-        it, so where a name begins, what was sent before is settled first: else that could be refused, and this taken.
+        Links keep the order only of messages with the same name. An input of a new ledger has new names. So before a
+        name begins, all earlier frames must be settled: else they could be refused, and this one accepted.
         """
         groups: list[Sequence[Row]] = []
         begun: set[str] = set()
@@ -241,13 +243,14 @@ class Backlog:
         )
 
     def rows_of(self, number: int) -> int | None:
-        """How many rows a frame has that is on its way."""
+        """Return the number of rows of a frame in flight; None for other frames."""
         return next((len(frame.batch) for frame in self._frames if frame.number == number), None)
 
     def receipt(self, number: int, verdicts: npt.NDArray[np.uint8]) -> bool:
-        """Takes a receipt (no verdicts: all are new). Whether it settles the frame; if not, it has to be sent again.
+        """Take a receipt (no verdicts: all rows are new). Return whether it settles the frame; if not, the frame must
+        be sent again.
 
-        Frames settle in their order, whatever the order of their receipts.
+        Frames settle in their own order, even if their receipts come in another order.
         """
         rows = self.rows_of(number)
         if rows is None:

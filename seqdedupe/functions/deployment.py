@@ -1,4 +1,4 @@
-"""What a function is told in its `userConfig`, and what it must be deployed with."""
+"""The settings of a function in its `userConfig`, and the checks of its deployment."""
 
 import difflib
 import logging
@@ -15,49 +15,49 @@ from seqdedupe.names import topic_name
 logger = logging.getLogger("seqdedupe.functions")
 
 GUARANTEES = ("ATLEAST_ONCE", "ATMOST_ONCE", "EFFECTIVELY_ONCE", "MANUAL")
-"""Pulsar's `ProcessingGuarantees`, by their numbers."""
+"""Pulsar's `ProcessingGuarantees`, in the order of their numbers."""
 
 IDENTITIES = ("message_id", "index")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionSettings:
-    """The keys of `userConfig` that are the wrapper's; all others are the wrapped function's own."""
+    """The keys of `userConfig` that belong to the wrapper. All other keys belong to the wrapped function."""
 
     wrapped: str
     """The function: `module.Class`, or `module` with a `process(input)`."""
     sidecar_address: str = DEFAULT_ADDRESS
-    """One, or several with commas between, as a client takes them."""
+    """One address, or several separated by commas, as for a client."""
     sidecar_token_file: str = ""
-    """What the sidecar is shown, in files that each instance has; left out: what its environment says."""
+    """The token's file, present at each instance, like the TLS files below. Unset: the environment decides."""
     sidecar_token_secret: str = ""
-    """Or the name of the function's secret with the token."""
+    """The name of the function's secret with the token, as an alternative to the file."""
     sidecar_tls_ca_file: str = ""
     sidecar_tls_certificate_file: str = ""
     sidecar_tls_key_file: str = ""
     output_topic: str = ""
-    """For what the function returns; left out: the one that it was deployed with."""
+    """The topic for the function's return values. Unset: the output topic of the deployment."""
     dead_letter_topic: str = ""
-    """For inputs that the function fails on; left out: the process ends."""
+    """The topic for inputs on which the function fails. Unset: the process ends."""
     max_message_retries: int = 3
-    """A failing function is called so many times more."""
+    """The number of further calls of a failing function."""
     retry_delay_ms: int = 100
-    """Between two calls."""
+    """The delay between two calls."""
     identity: str = "message_id"
-    """What an input is known by: `message_id`, Pulsar's; `index`, a sidecar's."""
+    """What identifies an input: `message_id`, Pulsar's message ID; or `index`, a sidecar's index."""
     input_serde: str = ""
-    """A class that makes the function's input out of the message's bytes; left out: it gets the bytes."""
+    """A class that converts the message's bytes to the function's input. Unset: the function gets the bytes."""
     output_serde: str = ""
-    """A class that makes bytes out of what the function gives; left out: bytes, or text and numbers as text."""
+    """A class that converts the function's output to bytes. Unset: bytes stay bytes; text and numbers become text."""
     max_in_flight_messages: int = 1000
-    """So many inputs wait for their outputs to settle."""
+    """The most inputs that wait for their outputs to settle."""
     max_in_flight_bytes: int = 16 * 1024 * 1024
     give_up_after_seconds: int = 600
-    """When an input has waited so long for its outputs the process ends, and its successor goes on."""
+    """The longest time that an input may wait for its outputs. Then the process ends, and its successor goes on."""
 
 
 _LEAST = {"max_message_retries": 0, "retry_delay_ms": 0}
-"""Of all other numbers it is 1."""
+"""The minimum of these settings. For all other numbers it is 1."""
 
 
 def _invalid(why: str, hint: str | None = None) -> SeqdedupeError:
@@ -65,7 +65,7 @@ def _invalid(why: str, hint: str | None = None) -> SeqdedupeError:
 
 
 def settings_of(user_config: Mapping[str, Any]) -> FunctionSettings:
-    """The settings that `userConfig` has. Raises INVALID_FUNCTION, INVALID_ADDRESS, INVALID_TOPIC_NAME."""
+    """Return the settings in `userConfig`. Raises INVALID_FUNCTION, INVALID_ADDRESS, INVALID_TOPIC_NAME."""
     kinds = {item.name: type(item.default) if item.name != "wrapped" else str for item in fields(FunctionSettings)}
     values: dict[str, Any] = {}
     for key, value in user_config.items():
@@ -88,7 +88,7 @@ def settings_of(user_config: Mapping[str, Any]) -> FunctionSettings:
 
 
 def _number(key: str, value: object, least: int) -> int:
-    """A number as `userConfig` has it, where all are floats."""
+    """Return a whole number from `userConfig`, where all numbers may be floats. Raises INVALID_FUNCTION."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -97,10 +97,10 @@ def _number(key: str, value: object, least: int) -> int:
 
 
 def check_deployment(details: Any) -> None:
-    """Whether a function is deployed as this needs it: `details` are Pulsar's `FunctionDetails`.
+    """Check that a function is deployed as the wrapper needs it. `details` are Pulsar's `FunctionDetails`.
 
-    Raises INVALID_FUNCTION, which says what to set. Without order a watermark takes late messages for duplicates, so
-    Shared subscriptions are refused however the messages are known.
+    Raises INVALID_FUNCTION, which says what to set. Without order, a watermark would treat late messages as duplicates.
+    So Shared subscriptions are refused for every kind of identity.
     """
     if (chosen := GUARANTEES[details.processingGuarantees]) != "MANUAL":
         raise _invalid(

@@ -1,4 +1,4 @@
-"""What a function takes and gives: by what an input is known, however often it comes, and what its outputs keep."""
+"""Inputs and outputs of a function: the identity of an input, the same at each delivery, and the outputs' metadata."""
 
 import base64
 import binascii
@@ -18,12 +18,13 @@ from seqdedupe.limits import (
 )
 from seqdedupe.names import new_producer_name, source_name, topic_name
 
-# -- What the wrapped function gives: outputs, as they are published through the sidecar.
+# -- The outputs of the wrapped function, as they are published through the sidecar.
 
 MAX_OUTPUT_BYTES = MAX_PAYLOAD_BYTES - 4096
-"""Of an output in all: what a Pulsar topic takes, with what sidecar and client add there, and any other one too."""
+"""The maximum size of an output. A Pulsar topic accepts it, with the additions of sidecar and client, and so does any
+other topic."""
 OVERHEAD_BYTES = 320
-"""What an output takes at most beside its payload, key and properties: the producer's name, IDs, tags and lengths."""
+"""The most bytes of an output besides payload, key and properties: the producer's name, IDs, tags and lengths."""
 PROPERTY_OVERHEAD_BYTES = 8
 
 Callback = Callable[[Any, Any], object]
@@ -31,7 +32,7 @@ Callback = Callable[[Any, Any], object]
 
 @dataclass(frozen=True, slots=True)
 class FunctionOutput:
-    """A message for a topic, by its full name. `event_time_ms` is 0 where there is none."""
+    """A message for a topic, given by its full name. `event_time_ms` is 0 if there is none."""
 
     topic: str
     payload: bytes
@@ -41,10 +42,10 @@ class FunctionOutput:
     callback: Callback | None = None
 
     size_bytes: int = field(init=False)
-    """What it takes in a batch, at most."""
+    """The most bytes that it takes in a batch."""
 
     def __post_init__(self) -> None:
-        # Once: it is asked for whenever a frame is made.
+        # Computed once: each new frame asks for it.
         size = OVERHEAD_BYTES + len(self.payload) + len(self.key or b"")
         for name, value in self.properties.items():
             size += (len(name) + len(value)) * 4 + PROPERTY_OVERHEAD_BYTES
@@ -52,7 +53,7 @@ class FunctionOutput:
 
 
 def check_fits(outputs: list[FunctionOutput]) -> None:
-    """Whether an input's outputs for a topic can be taken, all in one frame. Raises MESSAGE_TOO_LARGE."""
+    """Check that an input's outputs for a topic fit into one frame. Raises MESSAGE_TOO_LARGE."""
     for output in outputs:
         if output.size_bytes > MAX_OUTPUT_BYTES:
             raise error(
@@ -68,12 +69,12 @@ def check_fits(outputs: list[FunctionOutput]) -> None:
         )
 
 
-# -- The input: what a message has beside its payload, and what of that its outputs have too.
+# -- The input: the metadata of a message, and the part of it that its outputs inherit.
 
 T = TypeVar("T")
 
 _TAKEN = ("properties", "partition_key", "event_timestamp")
-"""What may stand in `message_conf`."""
+"""The keys accepted in `message_conf`."""
 
 
 def _encoded(text: str) -> bytes:
@@ -88,18 +89,19 @@ def _is_kept(time_ms: int) -> bool:
 
 
 class InputSource:
-    """The input that outputs come from: what it has and they do not say is theirs too. Raises NEWER_FORMAT.
+    """The input that outputs come from. Outputs inherit its metadata unless they set their own. Raises NEWER_FORMAT.
 
-    Key, event time and properties are what its producer gave, also where a sidecar wrote it down otherwise.
+    Key, event time and properties are those that its producer gave, even if a sidecar stored them in another form.
     """
 
     def __init__(self, context: Any) -> None:
         self.unreadable: UnicodeDecodeError | None = None
-        """Why some of it is missing here: Pulsar takes properties and keys that are no text, its client gives none."""
+        """The reason why metadata is missing here. Pulsar accepts keys and properties that are not text, but its client
+        cannot return them."""
         self.topic = str(context.get_current_message_topic_name())
         given: Mapping[str, str] = self._read(context.get_message_properties, {})
         self.place = EntryPlace.parse(given.get(ENTRY, ""), self.topic)
-        """Where it stands in a topic that a sidecar writes; None if none has written it."""
+        """Its place in a topic that a sidecar writes; None if no sidecar has written it."""
         self.kind = given.get(KIND, "") if self.place is not None else ""
         self.key: bytes | None = self._read(context.get_message_key, "").encode() or None
         self.event_time_ms = int(context.get_message_eventtime() or 0)
@@ -115,7 +117,7 @@ class InputSource:
             return otherwise
 
     def _restore(self, given: Mapping[str, str]) -> None:
-        """What Pulsar could not have as it was."""
+        """Restore the metadata that Pulsar could not store unchanged."""
         for name, value in given.items():
             if name.startswith(USER):
                 self.properties[name.removeprefix(USER)] = value
@@ -129,7 +131,8 @@ class InputSource:
     def output(
         self, topic: str, payload: bytes, conf: Mapping[str, Any] | None = None, callback: Callback | None = None
     ) -> FunctionOutput:
-        """The output, with what `message_conf` says. Raises INVALID_REQUEST for what cannot be kept."""
+        """Return the output, with the metadata in `message_conf`. Raises INVALID_REQUEST for metadata that cannot be
+        kept."""
         conf = conf or {}
         if unknown := sorted(set(conf) - set(_TAKEN)):
             raise error(
@@ -148,13 +151,14 @@ class InputSource:
         return FunctionOutput(topic_name(str(topic)), payload, key, time_ms, dict(properties), callback)
 
     def dead_letter(self, topic: str, payload: bytes, told: Mapping[str, str]) -> FunctionOutput:
-        """The input itself, with what is told of it beside its own properties. Whatever cannot be kept is left out."""
+        """Return the input itself as an output, with the properties `told` in addition to its own. An event time that
+        cannot be kept is omitted."""
         time_ms = self.event_time_ms if _is_kept(self.event_time_ms) else 0
         return FunctionOutput(topic_name(topic), payload, self.key, time_ms, {**self.properties, **told})
 
 
 BATCH_INDEX_BITS = 20
-"""Of a sequence ID: the place within a batched entry. The entry stands above them."""
+"""The low bits of a sequence ID that hold the place within a batched entry. The bits above hold the entry ID."""
 
 MAX_ENTRY_ID = MAX_SEQUENCE_ID >> BATCH_INDEX_BITS
 
@@ -162,26 +166,26 @@ DEAD_LETTER = "dead-letter"
 
 _LARGEST_NUMBER = 10**19 - 1
 _MOST_OUTPUTS = 10**5 - 1
-"""Stand for a ledger and an output's number that are not known yet: no name is longer."""
+"""Placeholders for a ledger and an output's number that are unknown so far. No real one makes a longer name."""
 
 
 class InputIdentity(NamedTuple):
-    """An input's place in its order: `source` is the same for all inputs whose sequence IDs rise with that order."""
+    """An input's place in the order of inputs. Sequence IDs of inputs with the same `source` rise in that order."""
 
     source: str
     sequence_id: int
 
     def producer_name(self, k: int) -> str:
-        """The name under which the k-th output for a topic is published."""
+        """Return the name under which the k-th output for a topic is published."""
         return f"{self.source}/{k}"
 
     def of_dead_letter(self) -> "InputIdentity":
-        """That of the input's dead letter: names of outputs never are names of dead letters."""
+        """Return the identity of the input's dead letter. Outputs and dead letters never have the same name."""
         return InputIdentity(f"{self.source}/{DEAD_LETTER}", self.sequence_id)
 
 
 def check_names(function: str, topic: str) -> None:
-    """Raises INVALID_FUNCTION if names of this function's outputs for inputs of this topic could become too long."""
+    """Raise INVALID_FUNCTION if names of this function's outputs for inputs of this topic could become too long."""
     longest = f"{function}/{topic}/{_LARGEST_NUMBER}/{DEAD_LETTER}/{_MOST_OUTPUTS}"
     try:
         new_producer_name(longest)
@@ -195,10 +199,11 @@ def check_names(function: str, topic: str) -> None:
 
 
 def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batch_index: int) -> InputIdentity:
-    """By Pulsar's message ID, of a topic or a partition by its full name. `batch_index` is -1 where there is none.
+    """Return the identity by Pulsar's message ID. `topic` is the full name of a topic or partition; `batch_index` is -1
+    if there is none.
 
-    The ledger is part of the name: ledgers of a topic made anew are others, and rise within one. Raises
-    INVALID_SEQUENCE_ID for an entry or a batch that is too large to be told apart.
+    The ledger is part of the name: a recreated topic has other ledgers, and within a topic ledgers rise. Raises
+    INVALID_SEQUENCE_ID for an entry ID or a batch that is too large for a unique sequence ID.
     """
     if not 0 <= entry_id <= MAX_ENTRY_ID or batch_index >= 1 << BATCH_INDEX_BITS:
         raise error(
@@ -211,7 +216,8 @@ def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batc
 
 
 def by_index(function: str, topic: str, place: EntryPlace | None) -> InputIdentity:
-    """By the index that a sidecar gave the message. Raises INVALID_FUNCTION for one that no sidecar wrote."""
+    """Return the identity by the index that a sidecar assigned. Raises INVALID_FUNCTION if no sidecar wrote the
+    message."""
     if place is None or place.index < 0:
         raise error(
             "INVALID_FUNCTION",

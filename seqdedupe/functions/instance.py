@@ -1,7 +1,7 @@
-"""An instance of a function at work: from Pulsar's message to the wrapped function, and its results to the pipeline.
+"""A running instance of a function: it passes Pulsar's messages to the wrapped function, and results to the pipeline.
 
-Begin with `FunctionInstance`, at the end. Before it stand what it shows the sidecar, which entries of a topic count,
-the context that the wrapped function gets, and how that function is found and called.
+Begin with `FunctionInstance`, at the end. Before it come the credentials for the sidecar, the entries of a topic that
+count, the context of the wrapped function, and how that function is found and called.
 """
 
 import importlib
@@ -34,11 +34,11 @@ from seqdedupe.functions.pipeline import Input, Pipeline, Process
 from seqdedupe.functions.process import text_of, traceback_of
 from seqdedupe.names import topic_name
 
-# -- What a function shows the sidecar: files, or a secret that Pulsar's provider of secrets keeps.
+# -- The credentials of a function for the sidecar: files, or a secret of Pulsar's secrets provider.
 
 
 def credentials_of(settings: FunctionSettings, get_secret: Callable[[str], str | None]) -> Credentials:
-    """What userConfig names, and for the rest what the environment says. The secret is asked for again and again.
+    """Return the credentials from userConfig, and for the others from the environment. The secret is read at each use.
 
     Raises INVALID_FUNCTION if there is no such secret, INVALID_CREDENTIALS.
     """
@@ -57,29 +57,30 @@ def credentials_of(settings: FunctionSettings, get_secret: Callable[[str], str |
     )
 
 
-# -- Which entries of a sidecar's topic count for nobody; docs/internals/formats-pulsar.md has the rule.
+# -- The void entries of a sidecar's topic. docs/internals/formats-pulsar.md has the rule.
 
 
 class Owners:
-    """Of a topic or partition: tells entries that are void.
+    """The owners of a topic or partition; detects void entries.
 
-    An owner wrote them when another one had taken over, or after an entry of it that Pulsar had refused. Their producer
-    was told of no success and sends again, so they count for nobody. Who starts within such entries cannot tell them,
-    and a missing number at the border of two ledgers tells nothing here.
+    An owner wrote a void entry when another owner had taken over, or after Pulsar had refused an earlier entry. Its
+    producer received no success and sends again, so readers ignore the entry. A reader that starts within void entries
+    cannot detect them. A missing number at the border of two ledgers proves nothing here.
     """
 
     def __init__(self) -> None:
         self._last: EntryPlace | None = None
-        """The owner's last entry before which none is missing."""
+        """The owner's last entry before which no entry is missing."""
         self._since = self._at = -1, -1
-        """Where the owner began; the last entry that came first."""
+        """The position where the owner began; the highest position so far."""
         self._is_whole = False
-        """Whether every position was met since the owner's last entry."""
+        """Whether every position since the owner's last entry was seen."""
         self._hole: tuple[EntryOwner, tuple[int, int]] | None = None
-        """Whose the newest one is, and where what follows it begins."""
+        """The owner of the newest hole, and the position of the first entry after it."""
 
     def is_void(self, place: EntryPlace | None, ledger_id: int, entry_id: int) -> bool:
-        """The verdict on an entry, which is not a sidecar's without a place. They come in order, and may come again."""
+        """Return whether an entry is void. An entry without a place is not a sidecar's. Entries come in order, and may
+        come again."""
         at, is_new = (ledger_id, entry_id), (ledger_id, entry_id) > self._at
         if is_new:
             self._is_whole = self._is_whole and ledger_id == self._at[0] and entry_id == self._at[1] + 1
@@ -102,13 +103,13 @@ class Owners:
         return False
 
 
-# -- What the wrapped function gets as its context: Pulsar's own, but that what it publishes is gathered.
+# -- The context of the wrapped function: Pulsar's context, except that published outputs are gathered.
 
 Serialize = Callable[[Any], bytes]
 
 
 def payload_of(serialize: Serialize, value: Any) -> bytes:
-    """The bytes that a SerDe makes of a value. Raises TypeError if they are none, and what it raises."""
+    """Return the bytes that a SerDe makes of a value. Raises TypeError if it returns no bytes, and its own errors."""
     payload = serialize(value)
     if not isinstance(payload, bytes | bytearray | memoryview):
         raise TypeError(f"a SerDe has made {type(payload).__name__} of an output: bytes are needed")
@@ -116,10 +117,10 @@ def payload_of(serialize: Serialize, value: Any) -> bytes:
 
 
 class GatheringContext:
-    """Pulsar's context of one input. `publish` gathers, `ack` does nothing; all else is Pulsar's own.
+    """Pulsar's context of one input. `publish` gathers outputs, `ack` does nothing; all else is Pulsar's own.
 
-    `publish` raises as soon as an output cannot be taken, and INVALID_REQUEST once `process` has returned. A callback
-    is called with `pulsar.Result.Ok` and None, in another thread, when the output is settled.
+    `publish` raises at once for an output that cannot be accepted, and INVALID_REQUEST after `process` has returned.
+    When the output is settled, its callback is called with `pulsar.Result.Ok` and None, in another thread.
     """
 
     def __init__(
@@ -145,7 +146,8 @@ class GatheringContext:
         callback: Callback | None = None,
         message_conf: Mapping[str, Any] | None = None,
     ) -> None:
-        """As Pulsar's, with its parameters. The compression is the sidecar's business."""
+        """Gather an output. The parameters are those of Pulsar's `publish`. The compression is ignored: the sidecar
+        decides it."""
         if self._is_over:
             raise error("INVALID_REQUEST", "publish was called after process() had returned")
         conf = dict(message_conf or {})
@@ -155,21 +157,21 @@ class GatheringContext:
         self.outputs.append(self._source.output(topic_name, payload, conf, callback))
 
     def get_output_topic(self) -> str:
-        """Where what `process` returns goes: `output_topic` of userConfig counts first."""
+        """Return the topic for return values of `process`: `output_topic` of userConfig has priority."""
         return self._output_topic
 
     def ack(self, msgid: object, topic: str) -> None:
-        """Nothing: an input is acknowledged when its outputs are settled."""
+        """Do nothing: an input is acknowledged when its outputs are settled."""
 
     def end(self) -> None:
-        """`process` has returned."""
+        """Note that `process` has returned."""
         self._is_over = True
 
 
-# -- The function that is wrapped: found by its name, called with what it expects, its results made bytes.
+# -- The wrapped function: it is found by name, called with the input that it expects, and its results become bytes.
 
 _OF_PULSAR = "serde."
-"""Pulsar's own SerDes are known by this, short for `pulsar.functions.serde`."""
+"""The prefix of Pulsar's own SerDes, short for `pulsar.functions.serde`."""
 
 
 def _invalid(what: str, e: BaseException) -> SeqdedupeError:
@@ -177,7 +179,7 @@ def _invalid(what: str, e: BaseException) -> SeqdedupeError:
 
 
 def find(name: str) -> Any:
-    """What a dotted name stands for: a module, or something in one. Raises INVALID_FUNCTION."""
+    """Return the module, or the object in a module, with this dotted name. Raises INVALID_FUNCTION."""
     if name.startswith(_OF_PULSAR):
         name = f"pulsar.functions.{name}"
     module, _, attribute = name.rpartition(".")
@@ -185,7 +187,7 @@ def find(name: str) -> Any:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as e:
-            # Something else that is missing is missing within it.
+            # If another module is missing, the found module imports it.
             if not module or e.name != name:
                 raise
             return getattr(importlib.import_module(module), attribute)
@@ -194,7 +196,7 @@ def find(name: str) -> Any:
 
 
 def _made(name: str) -> Any:
-    """An object of the class of this name, or the module."""
+    """Return an object of the class with this name, or the module."""
     found = find(name)
     if not isinstance(found, type):
         return found
@@ -205,7 +207,7 @@ def _made(name: str) -> Any:
 
 
 def as_bytes(value: Any) -> bytes:
-    """Bytes as they are; text and numbers as Pulsar's default SerDe writes them. Raises TypeError."""
+    """Return bytes unchanged; text and numbers as Pulsar's default SerDe writes them. Raises TypeError."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str | int | float | complex):
@@ -214,7 +216,7 @@ def as_bytes(value: Any) -> bytes:
 
 
 class Wrapped:
-    """The function with its SerDes. Raises INVALID_FUNCTION if there is none."""
+    """The function with its SerDes. Raises INVALID_FUNCTION if it is not found."""
 
     def __init__(self, settings: FunctionSettings, output_topic: str) -> None:
         self._output_topic = output_topic
@@ -236,7 +238,8 @@ class Wrapped:
         return self._serializers[name]
 
     def outputs(self, payload: bytes, context: Any, source: InputSource) -> list[FunctionOutput]:
-        """Runs the function once. Raises what it raises, and what keeps its outputs from being published."""
+        """Run the function once, and return its outputs. Raises its errors, and the error of an output that cannot be
+        published."""
         if source.unreadable is not None:
             raise source.unreadable
         gathering = GatheringContext(context, source, self._serialize_for, self._output_topic)
@@ -261,27 +264,27 @@ class Wrapped:
 logger = logging.getLogger("seqdedupe.functions")
 
 MAX_ERROR_CHARACTERS = 1000
-"""Of the error's text in a dead letter."""
+"""The most characters of the error's text in a dead letter."""
 
 _PARTITION = re.compile(r"-partition-\d+$")
 
 
 def _as_text(said: str) -> str:
-    """As UTF-8 can say it: an error may have half a character of a file's name in it."""
+    """Return text that UTF-8 can encode: an error may contain half a character of a file's name."""
     return said.encode(errors="backslashreplace").decode()
 
 
 def _full_name(topic: str) -> str:
-    """A topic's, as messages have it: it may be any that Pulsar takes."""
+    """Return a topic's full name as messages have it. The topic may have any form that Pulsar accepts."""
     if "://" in topic:
         return topic
     return f"persistent://{topic}" if "/" in topic else f"persistent://public/default/{topic}"
 
 
 class FunctionInstance:
-    """Made for the first message, whose context says how the function is deployed.
+    """The instance, made for the first message, whose context describes the deployment.
 
-    Raises INVALID_FUNCTION and what else is wrong with the deployment.
+    Raises INVALID_FUNCTION and other errors of the deployment.
     """
 
     def __init__(self, context: Any, process: Process) -> None:
@@ -293,9 +296,9 @@ class FunctionInstance:
         self._given_topics: dict[str, str] = {_full_name(str(topic)): topic for topic in context.get_input_topics()}
         self._wrapped = Wrapped(settings, settings.output_topic or str(details.sink.topic or ""))
         self._lanes: dict[str, Owners] = {}
-        """The input's topics and partitions."""
+        """The owners, by input topic or partition."""
         self._set_aside: dict[str, InputIdentity] = {}
-        """By the input's topic or partition: the last dead letter of the ledger from which inputs come."""
+        """The last dead letter of the current ledger, by input topic or partition."""
         self._counts = Counter(retries=0, dead_letters=0, void=0)
         self._reported: Counter[str] = Counter()
         self._record_metric: Callable[[str, float], None] = context.record_metric
@@ -304,20 +307,21 @@ class FunctionInstance:
 
     @property
     def in_flight(self) -> int:
-        """Inputs that are not acknowledged."""
+        """The number of inputs that are not acknowledged."""
         return self._pipeline.in_flight
 
     @property
     def counts(self) -> Counter[str]:
-        """How many outputs were new, duplicates and unknown, and how often something was tried again or set aside."""
+        """The numbers of new outputs, duplicates and unknown outcomes, and of restarts, retries, dead letters and void
+        entries."""
         return self._counts + Counter(self._pipeline.counts())
 
     def close(self) -> None:
-        """Ends what it has under way: nothing more is published or acknowledged."""
+        """End all work: nothing more is published or acknowledged."""
         self._pipeline.close()
 
     def take(self, context: Any) -> None:
-        """Takes the context's message; returns when its outputs are under way. Never raises for a message."""
+        """Take the context's message, and return when its outputs are in flight. Never raises for a message."""
         message_id = context.get_message_id()
         source = InputSource(context)
         if source.topic not in self._lanes:
@@ -334,8 +338,8 @@ class FunctionInstance:
         outputs, is_dead = self._run(context, source)
         if is_dead:
             identity = identity.of_dead_letter()
-            # A barrier on both sides: a dead letter says that all before it is settled; and were a later output settled
-            # first, and the instance ended, the message would be run again, and what it gives taken for a duplicate.
+            # A barrier on both sides. A dead letter implies that everything before it is settled. And if a later output
+            # settled first and the instance ended, the message would run again, and its outputs would be duplicates.
             self._pipeline.settle()
             self._set_aside[source.topic] = identity
         self._pipeline.add(one, identity, outputs)
@@ -343,11 +347,12 @@ class FunctionInstance:
             self._pipeline.settle()
 
     def _given_topic(self, topic: str) -> str:
-        """What an input topic is called where the function is deployed: by that name Pulsar acknowledges."""
+        """Return the name of an input topic in the deployment. Pulsar acknowledges by that name."""
         return self._given_topics.get(topic) or self._given_topics.get(_PARTITION.sub("", topic), topic)
 
     def _counts_for_nobody(self, source: InputSource, message_id: Any) -> bool:
-        """Whether it is no message of a producer's, in a topic that a sidecar writes: these are acknowledged unseen."""
+        """Return whether it is not a producer's message, in a topic that a sidecar writes. Such entries are
+        acknowledged without a call of the function."""
         if self._lanes[source.topic].is_void(source.place, message_id.ledger_id(), message_id.entry_id()):
             self._counts["void"] += 1
             logger.warning("%s of %s counts for nobody: it was never acknowledged", message_id, source.topic)
@@ -368,7 +373,8 @@ class FunctionInstance:
         )
 
     def _run(self, context: Any, source: InputSource) -> tuple[list[FunctionOutput], bool]:
-        """What the function gives for the message; or a dead letter, and True, if it fails for good."""
+        """Return the function's outputs for the message and false; or a dead letter and true, if it fails at each
+        attempt."""
         payload = context.message.data()
         which = f"message {context.get_message_id()} of {source.topic}"
         for attempt in range(self._settings.max_message_retries + 1):
@@ -377,9 +383,9 @@ class FunctionInstance:
                 self._sleep(self._settings.retry_delay_ms / 1000)
             try:
                 return self._wrapped.outputs(payload, context, source), False
-            except BaseException as e:  # `sys.exit` too, or a cancelled task: else it would end every instance
+            except BaseException as e:  # `sys.exit` too, or a cancelled task: else it would end each new instance
                 if isinstance(e, SeqdedupeError) and e.reason == "INVALID_FUNCTION":
-                    raise  # of every message: nothing is set aside for that
+                    raise  # every message would fail: no dead letters for that
                 if attempt:
                     logger.error("the function has failed again on %s: %s", which, _as_text(text_of(e)))
                 else:
@@ -398,7 +404,8 @@ class FunctionInstance:
         return [source.dead_letter(self._settings.dead_letter_topic, payload, told)], True
 
     def _is_set_aside(self, lane: str, identity: InputIdentity) -> bool:
-        """Whether a dead letter says that the input is settled; its topic is asked when inputs of a ledger begin."""
+        """Return whether a dead letter shows that the input is settled. The dead letter topic is queried when inputs of
+        a new ledger begin."""
         if not self._settings.dead_letter_topic:
             return False
         of_letter = identity.of_dead_letter()
@@ -410,7 +417,7 @@ class FunctionInstance:
         return identity.sequence_id <= known.sequence_id
 
     def _sleep(self, seconds: float) -> None:
-        """For so long, or until the process is to stop."""
+        """Sleep for `seconds`, or until the process is to stop."""
         until = time.monotonic() + seconds
         waiting = threading.Event()
         while (left := until - time.monotonic()) > 0:
@@ -419,7 +426,7 @@ class FunctionInstance:
             waiting.wait(min(left, 0.1))
 
     def _report(self, of_outputs: dict[str, int], in_flight: int) -> None:
-        """Records metrics, in the pipeline's thread."""
+        """Record metrics, in the pipeline's thread."""
         counts = self._counts + Counter(of_outputs)
         for name, count in (counts - self._reported).items():
             self._record_metric(f"dedupe_{name}", count)

@@ -1,6 +1,6 @@
-"""From inputs to acknowledgements: a thread publishes outputs, and acknowledges each input once they are settled.
+"""The pipeline: its thread publishes the outputs of inputs, and acknowledges each input when they are settled.
 
-Begin with `Pipeline`. It has an `OutputPublisher` for each topic, which stands before it.
+Begin with `Pipeline`. It has an `OutputPublisher` for each topic, which comes first in this file.
 """
 
 import asyncio
@@ -33,37 +33,39 @@ from seqdedupe.functions.process import ending, traceback_of
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 
-# -- Publishes to one topic until the process ends: opens sessions, sends, takes answers, begins again after any
-# trouble.
+# -- The publisher of one topic. Until the process ends it opens sessions, sends and takes answers, and begins again
+# after any trouble.
 #
-# It never gives up an output by itself: whatever is not settled is sent again, in its order, by a stream that
-# follows.
+# It never gives up an output on its own: a later stream sends all unsettled outputs again, in their order.
 
 SAY_EVERY_SECONDS = 10.0
-"""While nothing can be published, that is said so often."""
+"""The interval of log lines while nothing can be published."""
 ANSWER_TIMEOUT_SECONDS = 30.0
-"""With frames out and no answer for so long, the connection counts as broken."""
+"""If frames are in flight and no answer comes for this time, the connection counts as broken."""
 SHORTEST_TRUCE_SECONDS = 0.1
 LONGEST_TRUCE_SECONDS = 1.0
-"""So long at random a name is left to the instance that took it, before it is taken back."""
+"""The limits of a random pause. For that time another instance keeps the name that it took, before this one takes it
+back."""
 NAMES_PER_OPEN = 3000
-"""Of the longest names, and their epochs: a call takes 1 MiB."""
+"""The most names, of the maximum length and with epochs, in one call, which may have 1 MiB."""
 
 _FIRST_DELAY_SECONDS = 0.05
 _LONGEST_DELAY_SECONDS = 2.0
 _TRIED_AGAIN = frozenset({"FENCED", "INVALID_EPOCH", "PREDECESSOR_MISSING", "OUTCOME_UNKNOWN"})
-"""Beside all that the sidecar says may be tried again: a new stream, with sessions resumed or new, is the cure."""
+"""The reasons, in addition to those that the sidecar marks as retriable, after which a new stream helps, with resumed
+or new sessions."""
 
 
 class OutputPublisher:
-    """One topic's outputs. All of it runs on one event loop."""
+    """Publishes the outputs for one topic. All of it runs on one event loop."""
 
     def __init__(self, sidecars: Sidecars, topic: str, has_begun: asyncio.Event) -> None:
-        """`has_begun` is set once a sidecar has answered one of the function's publishers, which share it."""
+        """Make a publisher. The function's publishers share `has_begun`, which is set once a sidecar has answered one
+        of them."""
         self.backlog = Backlog()
         self.unknown = self.resumes = 0
         self.trouble: SeqdedupeError | None = None
-        """Why nothing can be published now; None while that is not known."""
+        """The reason why nothing can be published now; None while there is none known."""
         self._sidecars = sidecars
         self._route = Route(sidecars, topic)
         self._topic = topic
@@ -75,19 +77,21 @@ class OutputPublisher:
         self._said_at = float("-inf")
 
     def add(self, rows: list[Row]) -> None:
-        """An input's outputs for the topic; those before are published first."""
+        """Add an input's outputs for the topic. Earlier outputs are published first."""
         self.backlog.add(rows)
         self._work.set()
 
     async def persisted(self, name: str) -> int:
-        """The highest sequence ID that the topic holds under a name; -1 if there is none. Waits for the sidecar."""
+        """Return the highest sequence ID that the topic holds under a name; -1 if there is none. Waits for the
+        sidecar."""
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.backlog.ask(name, answer.set_result)
         self._work.set()
         return await answer
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises what no trying again can help with, and NOT_A_SIDECAR before it has begun."""
+        """Publish until cancelled. Raises errors that a retry cannot help, and NOT_A_SIDECAR before a sidecar has ever
+        answered."""
         while True:
             await self._wait_for_work()
             try:
@@ -139,7 +143,7 @@ class OutputPublisher:
     # -- sessions ----------------------------------------------------------------------------------------------
 
     async def _resume(self, stub: PublishServiceStub) -> None:
-        """Resumes the sessions that there are. Names that another instance has taken are taken back, after a while."""
+        """Resume the existing sessions. Take names back that another instance has taken, after a pause."""
         sessions = list(self.backlog.sessions().items())
         fenced = False
         for first in range(0, len(sessions), NAMES_PER_OPEN):
@@ -159,7 +163,7 @@ class OutputPublisher:
             await asyncio.sleep(random.uniform(SHORTEST_TRUCE_SECONDS, LONGEST_TRUCE_SECONDS))
 
     async def _open(self, stub: PublishServiceStub) -> None:
-        """Starts sessions for the names that have none."""
+        """Start sessions for the names that have none."""
         while names := self.backlog.unopened()[:NAMES_PER_OPEN]:
             answer = await self._call_open(stub, names, [])
             for refusal in answer.refusals:
@@ -193,7 +197,7 @@ class OutputPublisher:
     # -- the stream --------------------------------------------------------------------------------------------
 
     async def _frames_to_send(self, stub: PublishServiceStub) -> list[InFlightBatch]:
-        """The next one; waits until there is one."""
+        """Return the next frame. Waits until there is one."""
         while True:
             if (frame := self.backlog.next_frame()) is not None:
                 return [InFlightBatch(frame.number, frame.batch, 0)]
@@ -215,13 +219,13 @@ class OutputPublisher:
                 logger.info("publishing to %s goes on", self._topic)
                 self.trouble = None
         if not self.backlog.waits_for_answers:
-            self._work.set()  # what begins under a new name has waited for this
+            self._work.set()  # outputs that begin under a new name have waited for this
         for refusal in answer.refusals:
             if self.backlog.rows_of(refusal.frame) is not None:
                 raise refusal_error(refusal)
 
     async def _watch(self) -> None:
-        """Ends a stream on which frames wait for an answer for too long."""
+        """End a stream on which frames wait for an answer for too long."""
         while True:
             await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
             if not self.backlog.waits_for_answers:
@@ -233,13 +237,13 @@ class OutputPublisher:
 logger = logging.getLogger("seqdedupe.functions")
 
 LOOK_SECONDS = 0.1
-"""Whoever waits looks so often whether the process is to stop."""
+"""The interval at which waiting calls check whether the process is to stop."""
 REPORT_SECONDS = 1.0
 INPUT_BYTES = 512
-"""What an input takes beside its outputs."""
+"""The bytes counted for an input in addition to its outputs."""
 
 Report = Callable[[dict[str, int], int], None]
-"""Told what outputs came to, as `Pipeline.counts` does, and how many inputs are not acknowledged."""
+"""A function that receives the counts of `Pipeline.counts`, and the number of inputs that are not acknowledged."""
 
 
 class Process(Protocol):
@@ -247,10 +251,10 @@ class Process(Protocol):
 
     @property
     def is_stopping(self) -> bool:
-        """Whether it was told to end."""
+        """Whether the process was asked to end."""
 
     def end(self, why: str, *, failed: bool) -> None:
-        """Ends it at once: what is not acknowledged comes again, in order. In a test it may return."""
+        """End the process at once. Inputs that are not acknowledged come again, in order. In a test it may return."""
 
 
 class Input:
@@ -260,19 +264,19 @@ class Input:
 
     def __init__(self, lane: str, acknowledge: Callable[[], None]) -> None:
         self.lane = lane
-        """Its topic or partition: one is acknowledged in order."""
+        """Its topic or partition. The inputs of a lane are acknowledged in order."""
         self.acknowledge = acknowledge
         self.left = 0
-        """Outputs that are not settled."""
+        """The number of outputs that are not settled."""
         self.size_bytes = INPUT_BYTES
         self.since_seconds = 0.0
 
 
 class Pipeline:
-    """What a function's inputs have under way. `add`, `settle` and `persisted` belong to the thread of `process`."""
+    """The inputs in flight of a function. Only the thread of `process` may call `add`, `settle` and `persisted`."""
 
     def __init__(self, settings: FunctionSettings, sidecars: Sidecars, process: Process, report: Report) -> None:
-        """`report` is called again and again in the pipeline's thread, whatever waits."""
+        """Start the pipeline's thread. It calls `report` regularly, even while inputs wait."""
         self._settings = settings
         self._process = process
         self._report = report
@@ -292,7 +296,7 @@ class Pipeline:
     # -- the thread of process() -------------------------------------------------------------------------------
 
     def add(self, one: Input, identity: InputIdentity, outputs: Iterable[FunctionOutput]) -> None:
-        """Hands over an input with its outputs, in order. Waits while too much is under way."""
+        """Pass an input and its outputs to the pipeline, in order. Waits while too much is in flight."""
         rows: dict[str, list[Row]] = {}
         for output in outputs:
             of_topic = rows.setdefault(output.topic, [])
@@ -314,11 +318,11 @@ class Pipeline:
         return self._inputs < self._settings.max_in_flight_messages and self._bytes < self._settings.max_in_flight_bytes
 
     def settle(self) -> None:
-        """Returns when everything is acknowledged."""
+        """Wait until everything is acknowledged."""
         self._wait_until(lambda: not self._inputs)
 
     def persisted(self, topic: str, name: str) -> int:
-        """The highest sequence ID that a topic holds under a name; -1 if there is none."""
+        """Return the highest sequence ID that a topic holds under a name; -1 if there is none."""
 
         async def ask() -> int:
             return await self._publisher(topic).persisted(name)
@@ -329,8 +333,8 @@ class Pipeline:
         return asked.result()
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Waits for inputs that are under way already, or for a question. Does not rest on the pipeline's thread alone:
-        a callback of the function's may keep that."""
+        """Wait for inputs in flight, or for the answer to a query. It does not rely only on the pipeline's thread: one
+        of the function's callbacks may block that thread."""
         began = time.monotonic()
         with self._room:
             while not is_so():
@@ -344,7 +348,8 @@ class Pipeline:
         return time.monotonic() - since_seconds > self._settings.give_up_after_seconds
 
     def close(self) -> None:
-        """Ends what it does; its thread stays, idle. What is under way is not acknowledged, published or not."""
+        """End all work; the thread stays, idle. Inputs in flight are not acknowledged, even if their outputs are
+        published."""
 
         async def cancel() -> None:
             for task in self._tasks:
@@ -355,11 +360,11 @@ class Pipeline:
 
     @property
     def in_flight(self) -> int:
-        """Inputs that are not acknowledged."""
+        """The number of inputs that are not acknowledged."""
         return self._inputs
 
     def counts(self) -> dict[str, int]:
-        """How many outputs were new, duplicates, of unknown outcome, and how often publishing began again."""
+        """Return the numbers of new outputs, duplicates and unknown outcomes, and of restarts of publishing."""
         publishers = list(self._publishers.values())
         return {
             "not_dup": sum(one.backlog.not_dup for one in publishers),
@@ -375,7 +380,7 @@ class Pipeline:
         self._start(self._watch())
         try:
             self._loop.run_forever()
-        except BaseException as e:  # noqa: BLE001 (an instance without this thread would wait for ever)
+        except BaseException as e:  # noqa: BLE001 (an instance without this thread would wait forever)
             self._end_because(e)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -404,7 +409,7 @@ class Pipeline:
         return found
 
     def _take(self) -> None:
-        # First: what is handed over from now on wakes this again, or is found below.
+        # Clear the flag first: later inputs wake this again, or are found below.
         self._is_woken = False
         try:
             while self._handed_over:
@@ -413,11 +418,11 @@ class Pipeline:
                 for topic, of_topic in rows.items():
                     self._publisher(topic).add(of_topic)
                 self._acknowledge_soon(one)
-        except Exception as e:  # noqa: BLE001 (whatever it is: nothing may wait for ever)
+        except Exception as e:  # noqa: BLE001 (any failure ends the process: inputs must not wait forever)
             self._end_because(e)
 
     def _settler(self, one: Input, output: FunctionOutput) -> Callable[[], None]:
-        """What is called when the output is settled."""
+        """Return the function to call when the output is settled."""
 
         def settled() -> None:
             one.left -= 1
@@ -428,13 +433,14 @@ class Pipeline:
         return settled
 
     def _acknowledge_soon(self, one: Input) -> None:
-        """An input may have settled. All that settle at the same time are acknowledged together."""
+        """Schedule acknowledgements if the input has settled. Inputs that settle at the same time are acknowledged
+        together."""
         if not one.left and not self._is_acknowledging:
             self._is_acknowledging = True
             self._loop.call_soon(self._acknowledge)
 
     def _acknowledge(self) -> None:
-        """Acknowledges, in each lane, the oldest inputs that have all settled."""
+        """Acknowledge, in each lane, the settled inputs before the first unsettled one."""
         self._is_acknowledging = False
         count = size = 0
         try:
@@ -444,7 +450,7 @@ class Pipeline:
                     done.acknowledge()
                     count += 1
                     size += done.size_bytes
-        except Exception as e:  # noqa: BLE001 (whatever it is: nothing may wait for ever)
+        except Exception as e:  # noqa: BLE001 (any failure ends the process: inputs must not wait forever)
             self._end_because(e)
         with self._room:
             self._inputs -= count
@@ -456,7 +462,7 @@ class Pipeline:
             self._room.notify_all()
 
     async def _watch(self) -> None:
-        """Reports, and ends the process when an input has waited for too long."""
+        """Report the counts, and end the process when an input has waited for too long."""
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             self._report(self.counts(), self._inputs)

@@ -1,6 +1,6 @@
-"""The process of an instance, and how it ends: at once, so that what is not acknowledged comes again in order.
+"""The process of an instance, and its end: at once, so that unacknowledged inputs come again in order.
 
-It imports nothing that may not be there: it has to say so.
+This module imports nothing that may be missing: it must report missing modules.
 """
 
 import logging
@@ -16,11 +16,11 @@ logger = logging.getLogger("seqdedupe.functions")
 
 FAILED = 1
 LOG_TOPIC_SECONDS = 2.0
-"""The end of a process waits so long until the log topic has its last lines."""
+"""The longest time that the end of a process waits until the log topic has its last lines."""
 
 
 def text_of(e: BaseException) -> str:
-    """An error's kind and text. Raises nothing: an error's text may be code that fails in its turn."""
+    """Return an error's type and text. Raises nothing, even if the code that makes the text fails."""
     try:
         said = str(e)
     except BaseException as again:  # noqa: BLE001 (it is the wrapped function's code)
@@ -29,17 +29,19 @@ def text_of(e: BaseException) -> str:
 
 
 def traceback_of(e: BaseException) -> str:
-    """As Python prints it, for a line of the log. Not every formatter takes an error whose text cannot be had."""
+    """Return the traceback as Python prints it, for the log. Not every log formatter can handle an error whose text
+    cannot be made."""
     return "".join(traceback.format_exception(e)).rstrip()
 
 
 def ending(e: BaseException) -> str:
-    """An error as the reason why an instance ends: with what to do about it, where it says that."""
+    """Return an error as the reason why an instance ends, with its hint if it has one."""
     return f"{text_of(e)} {e.hint}" if isinstance(e, SeqdedupeError) else text_of(e)
 
 
 def _send_log_topic() -> None:
-    """The runtime's handler for a log topic sends in the background, and has no flush; a broker may be away."""
+    """Flush the log topic, with a time limit. The runtime's log handler sends in the background and has no flush; a
+    broker may be unreachable."""
     producers = [getattr(handler, "producer", None) for handler in logging.getLogger().handlers]
     for producer in filter(None, producers):
         sending = threading.Thread(target=producer.flush, daemon=True)
@@ -48,25 +50,25 @@ def _send_log_topic() -> None:
 
 
 class InstanceProcess:
-    """This process, which Pulsar's runtime starts again when it ends.
+    """This process, which Pulsar's runtime restarts when it ends.
 
-    Neither SystemExit nor an exception ends an instance: the runtime catches what `process` raises, and goes on without
-    the message.
+    Neither SystemExit nor an exception ends an instance: the runtime catches exceptions of `process`, and continues
+    without the message.
     """
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the runtime was told to end (SIGTERM); while `process` runs it does not."""
+        """Whether the runtime was asked to end (SIGTERM). It does not end while `process` runs."""
         main: Any = sys.modules.get("__main__")
         return getattr(main, "to_run", True) is False
 
     def end(self, why: str, *, failed: bool) -> None:
-        """Does not return."""
+        """Log the reason, and end the process. Does not return."""
         try:
             logger.log(logging.CRITICAL if failed else logging.INFO, "the instance ends: %s", why)
             logging.shutdown()
             _send_log_topic()
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:  # also where nobody reads the output any more, and flushing it fails
+        finally:  # also if the output has no reader any more, and flushing it fails
             os._exit(FAILED if failed else 0)

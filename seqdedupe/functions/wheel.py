@@ -1,7 +1,7 @@
 """`python -m seqdedupe.functions.wheel CODE … --output FILE`: one wheel of wrapper, client and a function's code.
 
-Pulsar unpacks it and installs nothing, so it has no dependencies: what those are, the worker's Python environment must
-have (docs/guides/functions.md). The same code gives the same bytes.
+Pulsar unpacks the wheel and installs nothing else. So the wheel declares no dependencies: the worker's Python
+environment must have them (docs/guides/functions.md). The same code gives the same bytes.
 """
 
 import base64
@@ -19,7 +19,7 @@ from seqdedupe.errors import error
 
 PACKAGE = Path(__file__).parents[1]
 PARTS = ("*.py", "py.typed", "client/**/*.py", "functions/**/*.py", "v1/**/*.py")
-"""Of this package: what the wrapper imports."""
+"""The files of this package that the wrapper imports."""
 
 RUNTIME_MODULES = frozenset(
     (
@@ -28,14 +28,15 @@ RUNTIME_MODULES = frozenset(
         *("secretsprovider", "server", "state_context", "util"),
     )
 )
-"""Of Pulsar's Python runtime: one of such a name is never imported, the runtime's is there already."""
+"""The modules of Pulsar's Python runtime. Another module with such a name is never imported: the runtime's is already
+loaded."""
 
 _FIRST_TIME = (1980, 1, 1, 0, 0, 0)
 _MODE = 0o644 << 16
 
 
 def _files(code: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    """Names in the wheel, and what is in them."""
+    """Yield the names and contents of the files in the wheel."""
     for pattern in PARTS:
         for path in sorted(PACKAGE.glob(pattern)):
             yield f"seqdedupe/{path.relative_to(PACKAGE).as_posix()}", path.read_bytes()
@@ -57,7 +58,8 @@ def _files(code: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
 
 
 def build(code: Sequence[Path], output: Path) -> None:
-    """Writes the wheel. Raises INVALID_FUNCTION for what is no module, two of one name or no .whl; OSError."""
+    """Write the wheel. Raises INVALID_FUNCTION if a path in `code` is no module, two modules have one name, or `output`
+    is no .whl; OSError."""
     if output.suffix != ".whl":
         raise error("INVALID_FUNCTION", f"{output} is no name of a wheel: Pulsar tells by .whl what it has to unpack")
     version = metadata.version("seqdedupe")

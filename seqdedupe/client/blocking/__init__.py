@@ -1,7 +1,7 @@
 """The client for threads: the same names as `seqdedupe.client`, and calls that block.
 
 All network work of a process runs on one event loop in one daemon thread, which is never closed (gRPC has one queue
-a process). Messages are gathered and sealed in the caller's thread; only sealed batches cross.
+per process). Messages are gathered and sealed in the caller's thread. Only sealed batches go to the loop's thread.
 
 `_sync.py` is generated from the classes of `seqdedupe.client`; `producer.py`, with its receipts, is written by hand.
 """

@@ -34,33 +34,35 @@ from seqdedupe.v1 import admin_pb2
 
 
 class Cursor:
-    """As `seqdedupe.client.Cursor`, with calls that block: of any kind of those."""
+    """Any kind of `seqdedupe.client.Cursor`, with calls that block."""
 
     on_loop: _cursor.Cursor
-    """The one whose calls are awaited: for coroutines that `blocking.loop.run` begins."""
+    """The asyncio object, for coroutines that `blocking.loop.run` runs."""
 
     def __init__(self, on_loop: _cursor.Cursor) -> None:
         self.on_loop = on_loop
 
     def read(self) -> Kept | None:
-        """What is kept; None if nothing ever was. Raises what keeps it from being read, never something older."""
+        """Return the stored value; None if nothing was ever stored. If it cannot be read, raise the cause; never return
+        an older value."""
         return run(self.on_loop.read)
 
     def compare_and_set(self, expected: Kept | None, new: Kept) -> None:
-        """Keeps `new` if what is kept equals `expected` (None: nothing is), in one step; durable when it returns.
+        """Store `new` if the stored value equals `expected` (None: nothing is stored), in one step. It is durable on
+        return.
 
-        Raises CURSOR_MOVED, which changes nothing, if something else is kept; INVALID_POSITION for what cannot be kept.
-        If it raises OUTCOME_UNKNOWN or what is no SeqdedupeError, or is interrupted, either may be kept: the one or the
-        other, and whole. All other errors say that nothing has changed.
+        Raises CURSOR_MOVED if another value is stored; INVALID_POSITION for a value that cannot be stored. If it raises
+        OUTCOME_UNKNOWN or an error that is no SeqdedupeError, or is interrupted, either the old or the new value is
+        stored, whole. All other errors mean that nothing has changed.
         """
         run(lambda: self.on_loop.compare_and_set(expected, new))
 
 
 class FileCursor(Cursor):
-    """As `seqdedupe.client.FileCursor`, with calls that block."""
+    """The same as `seqdedupe.client.FileCursor`, with calls that block."""
 
     on_loop: _cursor.FileCursor
-    """The one whose calls are awaited: for coroutines that `blocking.loop.run` begins."""
+    """The asyncio object, for coroutines that `blocking.loop.run` runs."""
 
     def __init__(self, path: Path | str) -> None:
         self.on_loop = _cursor.FileCursor(path)
@@ -71,19 +73,19 @@ class FileCursor(Cursor):
 
 
 AnyCursor = Cursor | _cursor.Cursor
-"""What readers and pipes for threads take."""
+"""The cursors that readers and pipes for threads accept."""
 
 
 def on_loop(cursor: AnyCursor) -> _cursor.Cursor:
-    """The cursor whose calls are awaited."""
+    """Return the asyncio cursor."""
     return cursor.on_loop if isinstance(cursor, Cursor) else cursor
 
 
 class Publisher:
-    """As `seqdedupe.client.Publisher`, with calls that block. Threads may share it."""
+    """The same as `seqdedupe.client.Publisher`, with calls that block. Threads may share it."""
 
     on_loop: _publisher.Publisher
-    """The one whose calls are awaited: for coroutines that `blocking.loop.run` begins."""
+    """The asyncio object, for coroutines that `blocking.loop.run` runs."""
 
     def __init__(self, on_loop: _publisher.Publisher) -> None:
         self.on_loop = on_loop
@@ -104,8 +106,8 @@ class Publisher:
         run(lambda: self.on_loop.__aexit__(kind, failure, trace))
 
     def close(self) -> None:
-        """Ends it. Calls under way raise OUTCOME_UNKNOWN: wait for them before, if their messages matter. Later ones
-        are INVALID_REQUEST."""
+        """End the publisher. Calls in progress raise OUTCOME_UNKNOWN: wait for them first, if their messages matter.
+        Later calls raise INVALID_REQUEST."""
         run(self.on_loop.close)
 
     def send(
@@ -117,12 +119,14 @@ class Publisher:
         event_time: datetime | int | None = None,
         properties: Properties | None = None,
     ) -> Published:
-        """Sends a message; returns when it is in the log.
+        """Send a message, and return when it is in the log.
 
-        The ID has 1 to 255 bytes, text as UTF-8. Left out, the message gets a new one, which it keeps however often it
-        is sent: another call is another message. Raises InvalidRequestError, OutcomeUnknownError without a receipt
-        within `delivery_timeout_seconds`, and what ends the publisher: AccessDeniedError, NotFoundError, DamagedError;
-        DataLossError, once the topic is not what earlier receipts said.
+        The ID has 1 to 255 bytes; text is encoded as UTF-8. Without an ID the message gets a new one, and keeps it each
+        time it is resent. Another call is then another message.
+
+        Raises InvalidRequestError; OutcomeUnknownError if no receipt comes within `delivery_timeout_seconds`. These
+        errors end the publisher: AccessDeniedError, NotFoundError, DamagedError, and DataLossError when the topic
+        contradicts earlier receipts.
         """
         return run(
             lambda: self.on_loop.send(
@@ -139,11 +143,11 @@ class Publisher:
         event_times_ms: Numbers | None = None,
         properties: PropertyRows | None = None,
     ) -> BatchResult:
-        """Sends messages in columns, at most 65,536 with 8 MiB together; returns when all are in the log. Otherwise as
-        `send`.
+        """Send messages in columns, at most 65,536 with 8 MiB together, and return when all are in the log. Otherwise
+        the same as `send`.
 
-        The result has an array for each of `verdicts`, `indexes` and `message_ids`; its `sequence_ids` are -1. A second
-        copy of an ID in one batch is DUP of the first. Raises BATCH_TOO_LARGE.
+        The result has arrays for `verdicts`, `indexes` and `message_ids`; its `sequence_ids` are -1. The second message
+        with an ID in one batch is DUP of the first. Raises BATCH_TOO_LARGE.
         """
         return run(
             lambda: self.on_loop.send_batch(
@@ -153,61 +157,61 @@ class Publisher:
 
 
 class Reader(Messages):
-    """As `seqdedupe.client.Reader`, with calls that block: `for message in reader`. It belongs to one thread.
+    """The same as `seqdedupe.client.Reader`, with calls that block: `for message in reader`. It belongs to one thread.
 
-    `on_waiting` is called from another thread, that of all clients: it must not block.
+    `on_waiting` is called from the thread that all clients share: it must not block.
     """
 
     on_loop: _reader.Reader
-    """The one whose calls are awaited: for coroutines that `blocking.loop.run` begins."""
+    """The asyncio object, for coroutines that `blocking.loop.run` runs."""
 
     def __init__(self, on_loop: _reader.Reader) -> None:
         self.on_loop = on_loop
 
     @property
     def skipped(self) -> list[range]:
-        """With `skip_damaged`, the indexes of messages that were passed over, in order."""
+        """With `skip_damaged`, the indexes of the messages skipped, in order."""
         return self.on_loop.skipped
 
     def save_position(self) -> None:
-        """Moves the cursor to `position`; durable when it returns. Without a position, or at the same one, it does
-        nothing. Raises CURSOR_MOVED if somebody else has moved it since it was read; OUTCOME_UNKNOWN if the answer got
-        lost, and then the next call finds out; INVALID_REQUEST without a cursor.
+        """Move the cursor to `position`; the move is durable on return. Without a position, or at the same one, nothing
+        changes. Raises CURSOR_MOVED if another owner has moved the cursor since it was read; INVALID_REQUEST without a
+        cursor. Raises OUTCOME_UNKNOWN if the answer got lost; the next call settles that.
         """
         run(self.on_loop.save_position)
 
     @property
     def position(self) -> Position | None:
-        """After the last message handed out; before the first, where it was told to start if that is known."""
+        """The position after the last message handed out. Before the first message: the start position, if known."""
         return self.on_loop.position
 
 
 class PartitionedReader(Messages):
-    """As `seqdedupe.client.PartitionedReader`, with calls that block. It belongs to one thread."""
+    """The same as `seqdedupe.client.PartitionedReader`, with calls that block. It belongs to one thread."""
 
     on_loop: _reader.PartitionedReader
-    """The one whose calls are awaited: for coroutines that `blocking.loop.run` begins."""
+    """The asyncio object, for coroutines that `blocking.loop.run` runs."""
 
     def __init__(self, on_loop: _reader.PartitionedReader) -> None:
         self.on_loop = on_loop
 
     @property
     def position(self) -> PartitionedPosition | None:
-        """After the last message handed out of each partition; None before the first call that reads, unless it was
-        told where to start."""
+        """The positions after the last message handed out of each partition. Before the first read: the start position,
+        or None if none was given."""
         return self.on_loop.position
 
     @property
     def skipped(self) -> dict[int, list[range]]:
-        """With `skip_damaged`, by partition the indexes of messages that were passed over, in order."""
+        """With `skip_damaged`, the indexes of the messages skipped, in order, by partition."""
         return self.on_loop.skipped
 
 
 class Admin:
-    """As `seqdedupe.client.Admin`, with calls that block."""
+    """The same as `seqdedupe.client.Admin`, with calls that block."""
 
     on_loop: _admin.Admin
-    """The one whose calls are awaited: for coroutines that `blocking.loop.run` begins."""
+    """The asyncio object, for coroutines that `blocking.loop.run` runs."""
 
     def __init__(self, on_loop: _admin.Admin) -> None:
         self.on_loop = on_loop
@@ -224,12 +228,17 @@ class Admin:
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
     ) -> admin_pb2.Topic:
-        """With so many partitions, for good; 0: it is not partitioned. What its policy (of each partition) leaves out
-        is inherited, and so is `deduplication_enabled` None. `entry_format` is `plain` or `packed`, where the log is a
-        Pulsar cluster's; left out, it is the sidecar's default. There a topic of `plain` entries can have a `schema`,
-        the text of JSON that `pulsar-admin schemas upload` takes. `deduplication_mode` is `sequence-id`, the default,
-        or `deduplication-id`, for good; then `deduplication_route` says by what messages find their partitions: `id`,
-        the default, or `key`. Raises InvalidRequestError (TOPIC_EXISTS)."""
+        """Create a topic. Raises InvalidRequestError (TOPIC_EXISTS).
+
+        - `partitions`: the number of partitions; 0 means not partitioned. It cannot be changed.
+        - `entry_format`: `plain` or `packed`, if the log is a Pulsar cluster's; empty: the sidecar's default.
+        - `schema`: for `plain` entries in such a log, the JSON text that `pulsar-admin schemas upload` takes.
+        - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. It cannot be changed.
+        - `deduplication_route`: with deduplication IDs, what selects a message's partition: `id` (the default) or
+          `key`.
+        - `deduplication_enabled`: None means inherited.
+        - `policy`: the policy of the topic, or of each partition; unset values are inherited.
+        """
         return run(
             lambda: self.on_loop.create_topic(
                 topic,
@@ -244,144 +253,150 @@ class Admin:
         )
 
     def delete_topic(self, topic: str) -> None:
-        """Deletes the topic, its log and its producers for good. Raises NotFoundError."""
+        """Delete the topic, its log and its producers permanently. Raises NotFoundError."""
         run(lambda: self.on_loop.delete_topic(topic))
 
     def topic(self, topic: str) -> admin_pb2.Topic:
-        """Raises NotFoundError."""
+        """Return the state of a topic. Raises NotFoundError."""
         return run(lambda: self.on_loop.topic(topic))
 
     def topics(self) -> list[admin_pb2.Topic]:
-        """All topics, by name, as one sidecar lists them: whole, or an error."""
+        """Return all topics, by name, as one sidecar lists them. The list is complete, or an error is raised."""
         return run(self.on_loop.topics)
 
     def policy(self, name: str) -> PolicyState:
-        """The policy of a topic, or of a namespace (`tenant/namespace`). Raises NotFoundError."""
+        """Return the policy of a topic, or of a namespace (`tenant/namespace`). Raises NotFoundError."""
         return run(lambda: self.on_loop.policy(name))
 
     def set_policy(self, name: str, policy: admin_pb2.TopicPolicy) -> PolicyState:
-        """Sets these values for a topic or a namespace; the others stay. In force, and durable, when it returns.
+        """Set these values for a topic or a namespace; other values stay. They are in force and durable on return.
 
         Raises InvalidRequestError, NotFoundError.
         """
         return run(lambda: self.on_loop.set_policy(name, policy))
 
     def remove_policy(self, name: str, *values: str) -> PolicyState:
-        """These values (none: all) are inherited again. Otherwise as `set_policy`."""
+        """Remove these values (none given: all), so that they are inherited again. Otherwise the same as
+        `set_policy`."""
         return run(lambda: self.on_loop.remove_policy(name, *values))
 
     def producers(self, topic: str) -> list[admin_pb2.Producer]:
-        """All producers of a topic in the order in which they first came. Raises NotFoundError."""
+        """Return all producers of a topic, in the order of their first use. Raises NotFoundError."""
         return run(lambda: self.on_loop.producers(topic))
 
     def producer(self, topic: str, name: str) -> admin_pb2.Producer:
-        """Raises NotFoundError."""
+        """Return the state of a producer. Raises NotFoundError."""
         return run(lambda: self.on_loop.producer(topic, name))
 
     def message_state(
         self, topic: str, producer_name: str = "", sequence_id: int = 0, *, deduplication_id: bytes | str = b""
     ) -> admin_pb2.GetMessageStateResponse:
-        """What is known of one message: of this producer, or with this deduplication ID. Raises NotFoundError."""
+        """Return the state of one message, identified by producer and sequence ID or by deduplication ID. Raises
+        NotFoundError."""
         return run(
             lambda: self.on_loop.message_state(topic, producer_name, sequence_id, deduplication_id=deduplication_id)
         )
 
     def in_flight(self, topic: str, *, longer_than_ms: int = 0) -> admin_pb2.ListInFlightResponse:
-        """The producers with messages in flight for at least so long, the longest first. Raises NotFoundError."""
+        """Return the producers with messages in flight for at least `longer_than_ms`, the longest first. Raises
+        NotFoundError."""
         return run(lambda: self.on_loop.in_flight(topic, longer_than_ms=longer_than_ms))
 
     def reset_producer(self, topic: str, name: str, persisted: int) -> admin_pb2.ResetProducerResponse:
-        """Sets a producer's highest persisted sequence ID to a lower one (-1: none); durable when it returns.
+        """Set a producer's highest persisted sequence ID to a lower one (-1: none). It is durable on return.
 
-        Its sessions are fenced, and what it sends above that ID is new again. Raises NotFoundError,
-        InvalidRequestError. After OutcomeUnknownError look at the producer before doing it again: whoever has opened
-        the name since would be reset a second time.
+        The producer's sessions are fenced, and messages above that ID are new again. Raises NotFoundError,
+        InvalidRequestError. After OutcomeUnknownError, look at the producer before you repeat the call: a client that
+        has opened the name since would be reset too.
         """
         return run(lambda: self.on_loop.reset_producer(topic, name, persisted))
 
     def cursors(self, topic: str) -> list[admin_pb2.TopicCursor]:
-        """The named cursors of a topic, by name. Raises NotFoundError."""
+        """Return the named cursors of a topic, by name. Raises NotFoundError."""
         return run(lambda: self.on_loop.cursors(topic))
 
     def hold_cursor(self, topic: str, name: str, retention_in_mb: int) -> None:
-        """Has retention keep what the cursor has not passed, as long as the log is not larger than this; 0: not any
-        more. Raises NotFoundError, InvalidRequestError, UnavailableError: then it may be in force or not."""
+        """Make retention keep messages that the cursor has not passed, while the log is not larger than
+        `retention_in_mb`; 0 ends this. Raises NotFoundError, InvalidRequestError; UnavailableError: then the change may
+        be in force or not."""
         run(lambda: self.on_loop.hold_cursor(topic, name, retention_in_mb))
 
     def delete_cursor(self, topic: str, name: str) -> None:
-        """Removes a cursor: it keeps nothing any more. Raises NotFoundError, UnavailableError: then it may be gone."""
+        """Delete a cursor and its position. Raises NotFoundError; UnavailableError: then it may be deleted."""
         run(lambda: self.on_loop.delete_cursor(topic, name))
 
     def snapshot(self, topic: str) -> Position:
-        """Takes a snapshot now; returns when it is durable, with the position after which recovery would start."""
+        """Take a snapshot now. When it is durable, return the position after which recovery would start."""
         return run(lambda: self.on_loop.snapshot(topic))
 
     def export_watermarks(self, topic: str, path: Path) -> int:
-        """Writes the highest persisted ID of every producer that has one, as of one moment, to a file of watermarks.
+        """Write the highest persisted ID of every producer that has one, as of one moment, to a file of watermarks.
 
-        Returns how many there are, and holds them all meanwhile. What a producer sends later is not in it. Raises
-        NotFoundError, UnavailableError, OSError: then a file that was there is as it was.
+        Return the number of watermarks. They are all held in memory meanwhile. Later messages are not included. Raises
+        NotFoundError, UnavailableError, OSError: then an existing file is unchanged.
         """
         return run(lambda: self.on_loop.export_watermarks(topic, path))
 
     def import_watermarks(self, topic: str, path: Path) -> int:
-        """Takes a file of watermarks over into a topic that nobody has used. In force, and durable, when it returns how
-        many there were.
+        """Import a file of watermarks into an unused topic, and return their number. They are in force and durable on
+        return.
 
         Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
-        UnavailableError: then nothing is in force, but after OutcomeUnknownError perhaps all. Repeating it is harmless.
+        UnavailableError: then nothing is in force. After OutcomeUnknownError all may be in force. The call may be
+        repeated.
         """
         return run(lambda: self.on_loop.import_watermarks(topic, path))
 
     def import_window(self, topic: str, path: Path) -> int:
-        """Takes a file of deduplication IDs over into a topic of these that has no messages. In force, and durable,
-        when it returns how many there were. The partitions of a partitioned topic get those that belong there, one
-        after the other; the folder for temporary files needs room for another copy.
+        """Import a file of deduplication IDs into a topic of deduplication IDs that has no messages. Return the number
+        of IDs. They are in force and durable on return. Each partition of a partitioned topic gets the IDs that belong
+        there, one partition after the other. The folder for temporary files needs room for another copy.
 
         Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
-        UnavailableError: then nothing is in force, but after OutcomeUnknownError perhaps all; of a partitioned topic
-        what the error says. Repeating it is harmless.
+        UnavailableError: then nothing is in force. After OutcomeUnknownError all may be in force. For a partitioned
+        topic the error says how many partitions have their part. The call may be repeated.
         """
         return run(lambda: self.on_loop.import_window(topic, path))
 
     def export_snapshot(self, topic: str, path: Path) -> admin_pb2.SnapshotHead:
-        """Writes the topic's snapshot, as of one moment, to a file; returns of which position it is.
+        """Write the topic's snapshot, as of one moment, to a file. Return its head, which has the position.
 
-        Raises NotFoundError, UnavailableError, OSError: then a file that was there is as it was.
+        Raises NotFoundError, UnavailableError, OSError: then an existing file is unchanged.
         """
         return run(lambda: self.on_loop.export_snapshot(topic, path))
 
     def import_snapshot(self, topic: str, path: Path) -> admin_pb2.Topic:
-        """Puts such a file in the place of the topic's snapshot, durably, and opens the topic from it.
+        """Replace the topic's snapshot durably by a file of `export_snapshot`, and open the topic from it.
 
-        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, PositionError if the file is not of this topic's log as it is,
-        NotFoundError: then nothing has changed; UnavailableError: then do it again.
+        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, NotFoundError, or PositionError if the file does not fit the
+        topic's current log: then nothing has changed. After UnavailableError repeat the call.
         """
         return run(lambda: self.on_loop.import_snapshot(topic, path))
 
     def rebuild_topic(self, topic: str) -> admin_pb2.Topic:
-        """Makes the store's records of a topic anew from its log. Raises NotFoundError, InvalidRequestError
-        (LOG_INCOMPLETE); UnavailableError: then do it again."""
+        """Rebuild the store's records of a topic from its log. Raises NotFoundError, InvalidRequestError
+        (LOG_INCOMPLETE). After UnavailableError repeat the call."""
         return run(lambda: self.on_loop.rebuild_topic(topic))
 
     def sidecars(self) -> list[admin_pb2.ClusterSidecar]:
-        """The sidecars of a cluster, by name, as its topics show them: all or an error."""
+        """Return the sidecars of a cluster, by name, as its topics show them. The list is complete, or an error is
+        raised."""
         return run(self.on_loop.sidecars)
 
     def forget_sidecar(self, name: str) -> list[str]:
-        """Removes the subscriptions of a sidecar that is gone for good; returns on which topics it had one.
+        """Remove the subscriptions of a sidecar that is permanently gone. Return the topics on which it had one.
 
         Raises NotFoundError if it has none, InvalidRequestError (SIDECAR_ALIVE), UnavailableError: then some may be
-        removed, and doing it again removes what is left.
+        removed, and repeating the call removes the rest.
         """
         return run(lambda: self.on_loop.forget_sidecar(name))
 
     def move_topic(self, topic: str, to: str = "") -> str:
-        """Moves a topic to the sidecar at this address, or to whichever takes it first; returns the address of the one
-        that serves it now. Where all of its log has to be copied that takes as long as it takes.
+        """Move a topic to the sidecar at this address, or without an address to the first sidecar that takes it. Return
+        the address of the sidecar that serves it now. If the whole log must be copied, the call lasts as long as that.
 
-        Raises NotFoundError, InvalidRequestError; UnavailableError (MOVE_FAILED): then it stays where it was, or is
-        taken again there.
+        Raises NotFoundError, InvalidRequestError; UnavailableError (MOVE_FAILED): then the topic stays with its former
+        owner, or that owner takes it again.
         """
         return run(lambda: self.on_loop.move_topic(topic, to))
 
@@ -393,42 +408,42 @@ class Admin:
         offset: int = 0,
         limit: int = 0,
     ) -> admin_pb2.GetStatisticsResponse:
-        """How one sidecar does, and which of its topics, in this order, are on the page asked for: see
+        """Return the statistics of one sidecar, and the requested page of its topics in this order: see
         `GetStatisticsRequest`. Raises InvalidRequestError."""
         return run(lambda: self.on_loop.statistics(search=search, order=order, offset=offset, limit=limit))
 
     def backup(
         self, name: str, told: Callable[[list[admin_pb2.BackupResponse]], None] = lambda so_far: None
     ) -> list[admin_pb2.BackupResponse]:
-        """Makes a backup of this name below the sidecar's `backup_directory`; what each process says at its end, when
-        all is durable. Where topics are spread over processes each makes its own part, and all have to be among the
-        addresses that the client was given.
+        """Make a backup with this name below the sidecar's `backup_directory`. When all is durable, return the last
+        response of each process. If topics are spread over processes, each makes its own part, and the client's
+        addresses must include all of them.
 
-        `told` gets what each has said last. Raises InvalidRequestError (no `backup_directory`),
-        ConfigurationError (DIRECTORY_NOT_EMPTY), NOT_OWNER for a process that the client may not go to;
+        `told` is called with the latest response of each process. Raises InvalidRequestError (no `backup_directory`),
+        ConfigurationError (DIRECTORY_NOT_EMPTY), NOT_OWNER for a process that the client may not connect to;
         UnavailableError (BACKUP_FAILED), DataLossError.
         """
         return run(lambda: self.on_loop.backup(name, told))
 
     def confirm_backup(self, made: list[admin_pb2.BackupResponse]) -> None:
-        """Tells the processes that their parts of a backup, as `backup` returned them, were verified. Durable on
-        return.
+        """Report to the processes that their parts of a backup, as `backup` returned them, were verified. The report is
+        durable on return.
 
-        The metric `seqdedupe_backup_timestamp_seconds` is the moment of the earliest part. Raises InvalidRequestError,
+        The metric `seqdedupe_backup_timestamp_seconds` is the time of the earliest part. Raises InvalidRequestError,
         UnavailableError.
         """
         run(lambda: self.on_loop.confirm_backup(made))
 
     def version(self) -> admin_pb2.GetVersionResponse:
-        """The sidecar's version and limits."""
+        """Return the sidecar's version and limits."""
         return run(self.on_loop.version)
 
 
 class Client:
-    """As `seqdedupe.client.Client`, with calls that block. Threads may share it."""
+    """The same as `seqdedupe.client.Client`, with calls that block. Threads may share it."""
 
     on_loop: _client.Client
-    """The one whose calls are awaited: for coroutines that `blocking.loop.run` begins."""
+    """The asyncio object, for coroutines that `blocking.loop.run` runs."""
 
     def __init__(self, address: Addresses = DEFAULT_ADDRESS, credentials: Credentials | None = None) -> None:
         self.on_loop = _client.Client(address, credentials)
@@ -437,7 +452,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """As it was given."""
+        """The address as given."""
         return self.on_loop.address
 
     def __enter__(self) -> Self:
@@ -449,13 +464,13 @@ class Client:
         run(lambda: self.on_loop.__aexit__(kind, failure, trace))
 
     def close(self) -> None:
-        """Lets go of this object's connections. Producers and readers are closed by themselves."""
+        """Close the connections of the client's own calls. Close producers and readers separately."""
         run(self.on_loop.close)
 
     def producer(
         self, topic: str, name: str, config: ProducerConfig = ProducerConfig(), *, on_waiting: OnWaiting | None = None
     ) -> Producer:
-        """A producer, to be entered, see `Producer`."""
+        """Return a producer, to be entered: see `Producer`."""
         return Producer(self.on_loop._connections, topic, name, config, on_waiting)
 
     def publisher(
@@ -465,7 +480,7 @@ class Client:
         on_waiting: OnWaiting | None = None,
         delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
     ) -> Publisher:
-        """A publisher to a topic of deduplication IDs, to be entered, see `Publisher`."""
+        """Return a publisher to a topic of deduplication IDs, to be entered: see `Publisher`."""
         return Publisher(
             self.on_loop.publisher(topic, on_waiting=on_waiting, delivery_timeout_seconds=delivery_timeout_seconds)
         )
@@ -481,7 +496,7 @@ class Client:
         on_waiting: OnWaiting | None = None,
         cursor: AnyCursor | None = None,
     ) -> Reader:
-        """A reader, see `Reader`."""
+        """Return a reader, see `Reader`."""
         return Reader(
             self.on_loop.reader(
                 topic,
@@ -504,8 +519,8 @@ class Client:
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
     ) -> PartitionedReader:
-        """A reader of all partitions of a topic, see `PartitionedReader`. `stop_indexes` has the `stop_index` of each
-        partition's `Reader`."""
+        """Return a reader of all partitions of a topic, see `PartitionedReader`. `stop_indexes` has the `stop_index` of
+        each partition's `Reader`."""
         return PartitionedReader(
             self.on_loop.partitioned_reader(
                 topic, start, follow=follow, stop_indexes=stop_indexes, skip_damaged=skip_damaged, on_waiting=on_waiting
@@ -513,30 +528,32 @@ class Client:
         )
 
     def cursor(self, topic: str, name: str) -> Cursor:
-        """A named cursor of the topic, kept by the sidecar (`Cursor`, docs/guides/cursors.md). At most 32 a topic."""
+        """Return a named cursor of the topic, which the sidecar stores (`Cursor`, docs/guides/cursors.md). A topic has
+        at most 32."""
         return Cursor(self.on_loop.cursor(topic, name))
 
     def ends(self, topic: str) -> TopicEnds:
-        """What the topic holds now. Raises NotFoundError; RECOVERING if its end is still not known after 30 seconds."""
+        """Return the topic's current ends. Raises NotFoundError; RECOVERING if its end is unknown after 30 seconds."""
         return run(lambda: self.on_loop.ends(topic))
 
     def locate_time(self, topic: str, publish_time_ms: int) -> Located:
-        """The first message published at or after a time; the end if there is none. Raises NotFoundError."""
+        """Locate the first message published at or after a time; the end if there is none. Raises NotFoundError."""
         return run(lambda: self.on_loop.locate_time(topic, publish_time_ms))
 
     def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located:
-        """Where about so many bytes of the stored form end, at least a message after `from_index` unless that is the
-        end. Raises NotFoundError, PositionError, InvalidRequestError."""
+        """Locate the index that is about `size_bytes` of the stored form after `from_index`. It is at least one message
+        after `from_index`, unless that is the end. Raises NotFoundError, PositionError, InvalidRequestError."""
         return run(lambda: self.on_loop.locate_bytes(topic, from_index, size_bytes))
 
     def position_at(self, topic: str, index: int) -> Position:
-        """The position of the message with this index: all that says which one it is.
+        """Return the position of the message with this index: everything that identifies it.
 
-        Raises NotFoundError, PositionError if the message is trimmed or not there yet, InvalidRequestError for what is
-        no index, DamagedError.
+        Raises NotFoundError; PositionError if the message is trimmed or does not exist yet; InvalidRequestError for an
+        invalid index; DamagedError.
         """
         return run(lambda: self.on_loop.position_at(topic, index))
 
     def wait_ready(self, timeout_seconds: float) -> None:
-        """Until the sidecar, or one of them, says that it serves. Raises UnavailableError if none does in time."""
+        """Wait until the sidecar, or one of several, reports that it serves. Raises UnavailableError if none does in
+        time."""
         run(lambda: self.on_loop.wait_ready(timeout_seconds))

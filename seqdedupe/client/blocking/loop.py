@@ -1,6 +1,6 @@
-"""The thread on whose event loop all network work of a process runs, and what need not go there.
+"""The thread whose event loop runs all network work of a process.
 
-Begin with `run`. Readers iterate over what was received already in their caller's thread (`Messages`).
+Begin with `run`. Readers iterate over messages already received in their caller's thread (`Messages`).
 """
 
 import asyncio
@@ -23,8 +23,8 @@ _loop_lock = threading.Lock()
 
 
 def check_is_there() -> None:
-    """Raises INVALID_REQUEST where the thread is not, or not any more, and would be waited for for ever: in a forked
-    process, and at the end of the interpreter."""
+    """Raise INVALID_REQUEST if the thread does not exist and a call would never return: in a forked process, and at the
+    end of the interpreter."""
     check_not_forked()
     if sys.is_finalizing():
         raise error(
@@ -35,7 +35,7 @@ def check_is_there() -> None:
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Begins the thread when it is first needed. Raises INVALID_REQUEST where it cannot be."""
+    """Return the event loop. The first call starts its thread. Raises INVALID_REQUEST if the thread cannot exist."""
     global _loop, _thread
     check_is_there()
     with _loop_lock:
@@ -47,9 +47,9 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Begins the work on the loop and waits for it. If the wait is interrupted, so is the work.
+    """Run a coroutine on the loop, and return its result. If the wait is interrupted, the coroutine is cancelled.
 
-    Raises INVALID_REQUEST where nobody would do the work.
+    Raises INVALID_REQUEST if no thread would run it.
     """
 
     async def work() -> T:
@@ -69,11 +69,11 @@ def run(begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
         future.cancel()
 
 
-# -- How messages are iterated over in threads: what was received already needs no hop to the loop's thread.
+# -- Iteration over messages in threads. Messages already received need no call to the loop's thread.
 
 
 class Messages:
-    """What readers for threads have in common."""
+    """The base of all readers for threads."""
 
     on_loop: _message.Messages
 
@@ -99,18 +99,19 @@ class Messages:
         return message
 
     def _fetch(self) -> bool:
-        # The hop costs more than the batch.
+        # A call to the loop's thread costs more than a batch.
         return self.on_loop.take_record() or run(self.on_loop.fetch)
 
     def batches(self) -> Iterator[StoredBatch]:
-        """Whole batches as stored; the first and last, of each partition, are cut to what was asked for."""
+        """Iterate over whole batches as stored. The first and last, of each partition, are cut to the requested
+        range."""
         while (stored := self.next_batch()) is not None:
             yield stored
 
     def next_batch(self) -> StoredBatch | None:
-        """The next whole batch, or what single messages have left of one; None at the end."""
+        """Return the next whole batch, or the rest of a batch whose messages were read singly; None at the end."""
         return self.on_loop.rest_in_hand() if self.on_loop.has_in_hand() or self._fetch() else None
 
     def close(self) -> None:
-        """Ends it; another thread that waits in it gets the end."""
+        """End the reader. Another thread that waits in it gets the end."""
         run(self.on_loop.close)

@@ -20,7 +20,7 @@ from seqdedupe.client.route import OnWaiting
 from seqdedupe.client.stream import SharedConnections
 from seqdedupe.errors import error
 
-# -- Its receipts.
+# -- The receipts of the producer for threads.
 
 
 def _wait(pending: PendingBatch | SpreadBatch, timeout_seconds: float | None, *, until_durable: bool = False) -> None:
@@ -48,16 +48,18 @@ class Receipt(Told):
     _pending: PendingBatch
 
     def __init__(self, pending: PendingBatch, row: int) -> None:
-        self._pending = pending  # one is made for each message
+        self._pending = pending  # set here without super(): a receipt is made for each message
         self._row = row
 
     def result(self, timeout_seconds: float | None = None) -> Published:
-        """Waits for it. Raises what the message failed with, or OutcomeUnknownError if there is nothing yet."""
+        """Wait for the receipt, and return the outcome. Raises the message's failure, or OutcomeUnknownError if no
+        receipt has come in time."""
         _wait(self._pending, timeout_seconds)
         return self._pending.published(self._row)
 
     def until_durable(self, timeout_seconds: float | None = None) -> Published:
-        """As `result`, when the message is durable: see `Receipt.until_durable` of the producer for asyncio."""
+        """Wait until the message is durable, and return its outcome. Otherwise the same as `result`: see
+        `Receipt.until_durable` of the producer for asyncio."""
         _wait(self._pending, timeout_seconds, until_durable=True)
         return self._pending.durable_published(self._row)
 
@@ -68,12 +70,13 @@ class BatchReceipt(Told):
     __slots__ = ()
 
     def result(self, timeout_seconds: float | None = None) -> BatchResult:
-        """Waits for it. Raises what the batch failed with, or OutcomeUnknownError if there is nothing yet."""
+        """Wait for the receipt, and return the outcome. Raises the batch's failure, or OutcomeUnknownError if no
+        receipt has come in time."""
         _wait(self._pending, timeout_seconds)
         return self._pending.result()
 
     def until_durable(self, timeout_seconds: float | None = None) -> BatchResult:
-        """As `Receipt.until_durable`, for all messages."""
+        """Wait until all messages are durable, and return their outcome. See `Receipt.until_durable`."""
         _wait(self._pending, timeout_seconds, until_durable=True)
         return self._pending.durable_result()
 
@@ -84,7 +87,7 @@ _producers: "weakref.WeakSet[BlockingTopicProducer | BlockingPartitionedProducer
 
 
 def _after_fork() -> None:
-    """In the child, no send may wait for a thread that is not there; the next one raises."""
+    """Prepare all producers in the child: no send may wait for the missing thread, and the next one raises."""
     for producer in _producers:
         producer.after_fork()
 
@@ -93,16 +96,16 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class BlockingTopicProducer(TopicProducer):
-    """See `TopicProducer`: messages are gathered and sealed in the callers' threads, and sealed batches cross."""
+    """The `TopicProducer` for threads. Callers' threads gather and seal messages, and pass on sealed batches."""
 
     def __init__(self, *of_topic: Any) -> None:
         super().__init__(*of_topic)
-        self._lock = threading.RLock()  # for what is gathered; the loop's thread must never wait for it
-        self._room = threading.Condition()  # held for moments only
+        self._lock = threading.RLock()  # guards the gathered messages; the loop's thread must never wait for it
+        self._room = threading.Condition()  # held only briefly
         # The first pair is written under the lock, the second by the loop's thread.
         self._handed_over_batches = self._handed_over_bytes = 0
         self._settled_batches = self._durable_bytes = 0
-        self._is_watched = False  # under the lock: the loop looks after the batch that is being gathered
+        self._is_watched = False  # under the lock: whether the loop watches the batch being gathered
         _producers.add(self)
 
     def after_fork(self) -> None:
@@ -159,7 +162,7 @@ class BlockingTopicProducer(TopicProducer):
         run(self.session.stop)
 
     def end(self) -> bool:
-        """Nothing more is taken. Returns whether anything was."""
+        """Take no more messages. Return whether the producer was open."""
         with self._lock:
             was_open = self._state == "open"
             self._state = "closed"
@@ -168,7 +171,7 @@ class BlockingTopicProducer(TopicProducer):
         return was_open
 
     def seal(self) -> None:
-        """Hands over what is gathered."""
+        """Seal the gathered messages, and pass them on."""
         with self._lock, self._interrupts():
             self.builder.seal()
 
@@ -181,8 +184,8 @@ class BlockingTopicProducer(TopicProducer):
             raise
 
     def _check_interrupt(self, failure: BaseException) -> None:
-        """An interrupt (Ctrl-C) strikes between any two steps, and may leave half a message, or a batch that is
-        nowhere: nothing may be sent after it, nor anybody wait for it."""
+        """End the producer after an interrupt (Ctrl-C). It can come between any two steps, and may leave half a
+        message, or a batch in no queue. Nothing may be sent after it, and no caller may wait for it."""
         if isinstance(failure, Exception):
             return
         with self._lock:
@@ -192,7 +195,7 @@ class BlockingTopicProducer(TopicProducer):
             event_loop().call_soon_threadsafe(self._end_interrupted, left)
 
     def _end_interrupted(self, left: Builder) -> None:
-        """On the loop's thread. What was handed over before still gets its receipts."""
+        """End the session, on the loop's thread. Batches passed on before still get receipts."""
         self.session.end_before(left.leaving or left.pending, f"producer {self.name!r} was interrupted in mid-send")
         for pending in (left.leaving, left.pending):
             if pending is not None and not pending.settled:
@@ -210,18 +213,19 @@ class BlockingTopicProducer(TopicProducer):
             event_loop().call_soon_threadsafe(begin, self.builder.pending)
 
     def _watch(self, pending: PendingBatch) -> None:
-        """On the loop's thread: looks after a while whether this batch still lingers, and so on while there is any."""
+        """Check, on the loop's thread and after the linger time, whether this batch must still wait. Repeat while there
+        is a batch."""
         event_loop().call_later(self._linger.seconds, self._look, pending)
 
     def _look(self, pending: PendingBatch) -> None:
-        # What a caller does meanwhile makes the answer that of a moment ago.
+        # A caller may add messages meanwhile: then the answer is slightly out of date.
         if self.builder.pending is pending and not self._linger.is_over(pending, self.builder.rows):
             self._watch(pending)
         else:
             self._seal_gathered(pending)
 
     def _seal_gathered(self, pending: PendingBatch) -> None:
-        if not self._lock.acquire(blocking=False):  # a caller is at it, and the loop must not wait
+        if not self._lock.acquire(blocking=False):  # a caller is adding messages, and the loop must not wait
             self._watch(pending)
             return
         try:
@@ -260,7 +264,7 @@ class BlockingTopicProducer(TopicProducer):
         )
 
     def _goes_on(self) -> bool:
-        """With the lock: whether there is room for more. Raises what the producer has ended with."""
+        """Return, with the lock held, whether there is room for more. Raises the error that ended the producer."""
         check_is_there()
         if not self._has_room():
             return False
@@ -269,7 +273,7 @@ class BlockingTopicProducer(TopicProducer):
         return True
 
     def wait_until_it_goes_on(self) -> None:
-        """Until there is room for more."""
+        """Wait until there is room for more."""
         while True:
             with self._lock:
                 if not self.must_pause or self._goes_on():
@@ -277,13 +281,13 @@ class BlockingTopicProducer(TopicProducer):
             self._wait_for_room()
 
     def _wait_for_room(self) -> None:
-        """Without the lock: closing must not wait for a sender."""
+        """Wait for room, without the lock: closing must not wait for a sender."""
         with self._room:
             self._room.wait_for(self._has_room)
 
 
 class BlockingPartitionedProducer(PartitionedProducer[BlockingTopicProducer]):
-    """See `PartitionedProducer`: in one order of calls, whichever threads they come from."""
+    """The `PartitionedProducer` for threads. Calls from all threads have one order."""
 
     def __init__(self, topic: BlockingTopicProducer, partitions: int) -> None:
         super().__init__(topic, partitions)
@@ -296,7 +300,8 @@ class BlockingPartitionedProducer(PartitionedProducer[BlockingTopicProducer]):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """One call after the other. An interrupt in the middle of one leaves it open what was sent: it was the last."""
+        """Run one call at a time. After an interrupt during a call it is unknown what was sent, and no further call is
+        taken."""
         with self._lock:
             if self._is_sending:
                 what = f"producer {self.parts[0].name!r} was interrupted in mid-send; what has no receipt by now may"
@@ -354,7 +359,7 @@ class BlockingPartitionedProducer(PartitionedProducer[BlockingTopicProducer]):
         self._all(Session.stop)
 
     def _all(self, call: Callable[[Session], Coroutine[Any, Any, None]]) -> None:
-        """Does it to all, and raises what the first one that failed has raised."""
+        """Call it for all partitions, and raise the error of the first one that failed."""
 
         async def do() -> list[BaseException | None]:
             return await asyncio.gather(*(call(part.session) for part in self.parts), return_exceptions=True)
@@ -365,7 +370,7 @@ class BlockingPartitionedProducer(PartitionedProducer[BlockingTopicProducer]):
 
 
 class Producer(ProducerBase):
-    """As `seqdedupe.client.Producer`, with calls that block. Threads may share it."""
+    """The same as `seqdedupe.client.Producer`, with calls that block. Threads may share it."""
 
     _sends: BlockingTopicProducer | BlockingPartitionedProducer
 
