@@ -1,5 +1,5 @@
-"""The inbox: messages take effect in the order that the business means, in whatever order they arrive. `Inbox` stands
-in front of a handler, and restores the order of the versions that the messages have.
+"""The inbox: messages take effect in the order that the business means, in any order of arrival. `Inbox` stands in
+front of a handler, and restores the order of the versions that the messages have.
 
 The tables come first, with the queries that need no handler. Then comes the decision about a message, then `Inbox`.
 """
