@@ -1,4 +1,5 @@
-"""Spark looks here for the data source `seqdedupe`: it imports every module named `pyspark_*` that it finds."""
+"""The module in which Spark finds the data source `seqdedupe`: it imports every module named `pyspark_*` that it
+finds."""
 
 from seqdedupe_spark.source import SeqdedupeDataSource
 

@@ -35,8 +35,8 @@ _PARTITION = re.compile(r"\d{1,9}", re.ASCII)
 
 @dataclass(frozen=True)
 class Time:
-    """The place of a publish time in a topic: before the first message published then or later, or at the end that it
-    has when that is asked for."""
+    """The place of a publish time in a topic: before the first message published then or later, or at the end of the
+    topic at the time of the question."""
 
     milliseconds: int
 

@@ -39,10 +39,11 @@ _GO_ON = "To go on with what is left set failOnDataLoss to false (a reader job: 
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a topic cannot be read on after a position.
+    """The reason why a topic cannot be read on after a position.
 
-    `next` is the position after which to go on with what is left; None if the topic is gone, or if going on would lead
-    back: a topic that ends before the position counts up to it again, with other messages under the same indexes.
+    `next` is the position after which to continue with the messages left. It is None if the topic is gone, or if
+    reading would go back: a topic that ends before the position counts up to it again, with other messages at the same
+    indexes.
     """
 
     topic: str

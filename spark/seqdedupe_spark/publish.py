@@ -47,7 +47,7 @@ _ORDER = ("__topic", "__producerName", "__sequenceId")
 
 @dataclass(frozen=True)
 class Published:
-    """What was published."""
+    """The result of `publish`."""
 
     rows: int
     copies: int

@@ -53,7 +53,7 @@ _CONFIG = ProducerConfig(
 
 @dataclass(slots=True)
 class Counters:
-    """What a relay has done since it was made."""
+    """The counts of a relay since it was made."""
 
     published: int = 0
     """Rows with a NotDup receipt."""
@@ -520,7 +520,7 @@ def is_one_of(name: str) -> Callable[[str], bool]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The rows that are looked for, in whatever page they stand."""
+    """The rows to look for, anywhere in a page."""
 
     page: RowPage
     at_any_number: bool
@@ -539,7 +539,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class SeenTopic:
-    """What was read of one topic, or of one partition."""
+    """The messages read from one topic, or from one partition."""
 
     is_whole: bool = False
     """Whether its log still begins with its first message."""

@@ -593,9 +593,8 @@ class CallerThread(Executor):
         return future
 
     def run(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Start the coroutine on the client's event loop, and wait for its end while running calls. If it is
-        interrupted, the coroutine is cancelled, and has ended when this raises. : A `Pipe` with a client of
-        `seqdedupe.client.blocking`. Its `run` blocks, and calls the function in the thread of its caller."""
+        """Start the coroutine on the client's event loop, and wait for its end while running calls. If this is
+        interrupted, the coroutine is cancelled, and has ended when this raises."""
 
         async def all_of_it() -> T:
             try:
@@ -616,8 +615,8 @@ class CallerThread(Executor):
 
 
 class BlockingPipe:
-    """As `Pipe`, with a client of `seqdedupe.client.blocking` and a `run` that blocks, and calls the function in the
-    thread that it is called in."""
+    """A `Pipe` with a client of `seqdedupe.client.blocking`. Its `run` blocks, and calls the function in the thread of
+    its caller."""
 
     def __init__(
         self,
