@@ -5,4 +5,4 @@ from seqdedupe_spark.source import SeqdedupeDataSource
 
 
 class DefaultSource(SeqdedupeDataSource):
-    """What Spark finds by itself, with no `register` call."""
+    """The data source that Spark finds automatically, without a `register` call."""

@@ -132,15 +132,12 @@ class RangeTask:
         """Take the steps, after any number of earlier tries:
 
         1. The stored positions decide whether the steps have been taken.
-
         2. The ranges are read, transformed and written with their new positions, in one transaction.
-
         3. If the store refuses and names no row, the row is looked for. If the statement or the connection was ended,
-        the transaction is tried once more first. A message is to blame only if it ends them again, on a database that
-        does other work.
-
+           the transaction is tried once more first. A message is to blame only if it ends them again, on a database
+           that does other work.
         4. The message from which the row was made is named. As a dead letter it goes aside, and 2. is done again
-        without it. Otherwise it is the error.
+           without it. Otherwise it is the error.
         """
         job = self.output.job
         # 1.
