@@ -204,13 +204,13 @@ class IdTopicReport:
 
 @dataclass
 class AuditReport:
-    """What an audit has found, topic by topic."""
+    """The findings of an audit, topic by topic."""
 
     topics: list[TopicReport | IdTopicReport]
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was found in any."""
+        """Whether no topic has a finding. : Return the report as JSON, in the form of `docs/guides/spark-audit.md`."""
         return all(topic.is_clean for topic in self.topics)
 
     def as_json(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class AuditReport:
         return {"clean": self.is_clean, "topics": [_without_none(asdict(topic)) for topic in self.topics]}
 
     def lines(self) -> Iterator[str]:
-        """The report for a person."""
+        """Yield the report for a person."""
         for topic in self.topics:
             yield from topic.lines()
         wrong = sum(not topic.is_clean for topic in self.topics)
