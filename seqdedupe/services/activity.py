@@ -32,7 +32,7 @@ UNTYPED = "OTHER"
 
 
 class State(Enum):
-    """What a service does at the moment."""
+    """The present action of a service."""
 
     RUNNING = "running"
     """It works, or has done all the work there is."""

@@ -210,11 +210,11 @@ class AuditReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether no topic has a finding. : Return the report as JSON, in the form of `docs/guides/spark-audit.md`."""
+        """Whether no topic has a finding."""
         return all(topic.is_clean for topic in self.topics)
 
     def as_json(self) -> dict[str, Any]:
-        """As `docs/guides/spark-audit.md` describes it."""
+        """Return the report as JSON, in the form of `docs/guides/spark-audit.md`."""
         return {"clean": self.is_clean, "topics": [_without_none(asdict(topic)) for topic in self.topics]}
 
     def lines(self) -> Iterator[str]:
@@ -262,7 +262,7 @@ class Target:
 
     @property
     def links(self) -> str:
-        """What its links prove, see `TopicReport`."""
+        """The proof that its links give, see `TopicReport`."""
         if self.ends.first_index == 0:
             return "all"
         return "after_first" if self.deduplication_enabled else "none"

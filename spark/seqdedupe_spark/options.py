@@ -233,7 +233,7 @@ _OF_TABLE = "option."
 """The prefix that Spark puts before the options of CREATE TABLE, which it passes together with its own properties."""
 
 _MAX_TRIGGER_DELAY_SECONDS = 15 * 60.0
-"""As in Kafka's connector."""
+"""The same default as in Kafka's connector."""
 
 _DELAY = re.compile(r"(\d{1,9})\s*(ms|s|m|min|h|d)?", re.ASCII)
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}

@@ -89,7 +89,7 @@ class Horizon:
 
 
 LOCK_TIMEOUT_SECONDS = 30
-"""How long to wait for another transaction."""
+"""The longest wait for another transaction."""
 
 _APPLICATION = {"application_name": "seqdedupe outbox relay"}
 

@@ -241,8 +241,8 @@ class _Targets:
         found = look(self._client, topic)
         if self._check:
             self._began.check(found)
-        # For partitions that would be one call each. There, copies of an own earlier send, after a lost connection,
-        # count.
+        # For partitions this would take one call each. So there, a row sent again after a lost connection counts as
+        # there before.
         self._ends[topic] = _NO_END if found.partitions else found.last.index
 
         async def opened() -> Publisher:

@@ -47,8 +47,8 @@ from seqdedupe_spark.stores.kinds import (
 # -- The columns of a Delta table: its types, batches cast to them, and columns that partition it.
 
 MAX_PARTITION_TEXT_BYTES = 200
-"""The largest text in a column that partitions the table, as spelled in the name of its folder. With the column's name
-it may have 255."""
+"""The largest text in a column that partitions the table, as spelled in the name of its folder. With the column's name,
+a folder's name has at most 255."""
 
 MAX_PARTITION_NAME_BYTES = 255 - 1 - MAX_PARTITION_TEXT_BYTES
 """The largest name of such a column, which comes before the text and a `=`."""

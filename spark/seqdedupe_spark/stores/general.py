@@ -106,10 +106,10 @@ MAX_NAME_CHARACTERS = 255
 """The longest name of a job: MariaDB's indexes take no more."""
 
 LOCK_TIMEOUT_SECONDS = 30
-"""How long to wait for another transaction, if the database has such a setting (MariaDB and MySQL)."""
+"""The longest wait for another transaction, if the database has such a setting (MariaDB and MySQL)."""
 
 IDLE_TIMEOUT_SECONDS = 60
-"""How long a transaction may be idle, if the database has such a setting (MariaDB)."""
+"""The longest idle time of a transaction, if the database has such a setting (MariaDB)."""
 
 _MYSQL_SESSION = (
     # Otherwise a value that does not fit is cut, or becomes 0, with a warning.

@@ -155,14 +155,14 @@ IDLE_TIMEOUT_SECONDS = 60
 """The longest wait for the next batch of rows. After it the server ends the transaction, and releases its locks."""
 
 LOCK_TIMEOUT_SECONDS = 30
-"""How long to wait for another transaction, such as one that moves the same position."""
+"""The longest wait for another transaction, such as one that moves the same position."""
 
 GIVE_WAY_SECONDS = 5.0
 """A transaction for which another session waits this long, as for an ALTER TABLE, is rolled back between two batches.
 Its range is written again after that session."""
 
 _LOOK_SECONDS = 1.0
-"""How often a transaction looks whether another session waits for it."""
+"""The time between two looks whether another session waits for the transaction."""
 
 _APPLICATION = {"application_name": "seqdedupe"}
 

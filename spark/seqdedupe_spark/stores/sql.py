@@ -346,7 +346,7 @@ def _plain(value: object) -> str:
 # -- SQLite: the store that needs no server, one writer at a time. The smallest dialect.
 
 BUSY_TIMEOUT_SECONDS = 60.0
-"""How long to wait for another writer. A transaction reads no input, so each is short."""
+"""The longest wait for another writer. A transaction reads no input, so each is short."""
 
 _RETRY_SECONDS = 0.01
 
