@@ -71,7 +71,7 @@ class SteadyFile(io.FileIO):
 
     def check(self, *, is_complete: bool) -> None:
         """Raise ChangedError if the name now belongs to another file, if this file was cut, or if it was written to
-        without growing, although it is complete. A pipe that was read to its end may have lost its name."""
+        without growing, although it is complete. The name does not matter for a pipe read to its end."""
         own = os.fstat(self.fileno())
         if self._path is not None and (self.is_regular or not is_complete):
             named = None

@@ -241,8 +241,8 @@ def open_client(service: Service, selection: Selection, *, may_lose: bool = Fals
 class TopicListing:
     """The topics of a sidecar and their ends at one moment, by one call per 1,000 topics.
 
-    Only the owner of a topic knows its end, once it has recovered. For topics of other owners, and topics that a
-    position does not fit, this asks separately, and waits.
+    Only the owner of a topic knows its end, once it has recovered. For topics that are not served here yet, and
+    topics that a position does not fit, this asks separately, and waits.
     """
 
     def __init__(self, client: PlanningClient, should_stop: Callable[[], bool] = lambda: False) -> None:

@@ -64,8 +64,8 @@ class Consumer:
     also if several processes run the consumer: one works, the others stand by and take over within seconds. It covers
     only the writes over that connection. If the handler sends a mail, it may send the mail twice.
 
-    **A partitioned topic** is shared. Each process works on an equal number of partitions, in one thread. If a process
-    ends, the others take over its partitions. Each partition has a separate order and position.
+    **A partitioned topic** is shared. Each process works on about the same number of partitions, in one thread. If a
+    process ends, the others take over its partitions. Each partition has a separate order and position.
 
     A transaction has the messages that are there: at most `config.max_batch_messages`, for at most
     `config.longest_transaction_ms`. There are many while the consumer is behind, and one when it has caught up. A

@@ -224,8 +224,8 @@ class Retried(NamedTuple):
 def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
     """Let the messages with these indexes be tried now. No indexes: all that are parked.
 
-    Dead letters are parked again, in front of the parked messages with their key, unless they are on their way to a
-    topic. Raises INVALID_OPTION, and changes nothing, if one of the messages was not set aside, or has no content.
+    Dead letters are parked again, in front of the later parked messages with their key, unless they are on their way
+    to a topic. Raises INVALID_OPTION, and changes nothing, if one of the messages was not set aside, or has no content.
     """
     now, leaving = 0, []
     with engine.begin() as connection:
