@@ -1,1 +1,1 @@
-"""A real Pulsar broker for whoever wants to try or test something on one: a standalone process with throw-away data."""
+"""A real Pulsar broker for trials and tests: a standalone process with throw-away data."""

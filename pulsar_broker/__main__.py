@@ -35,7 +35,7 @@ def _serve() -> None:
 
 
 def _prepare(home: Path) -> None:
-    """Has a broker write an archive of its classes when it ends, if there is none."""
+    """Have a broker write an archive of its classes when it ends, if there is none."""
 
     def write(archive: Path) -> None:
         broker = Broker(home)

@@ -1,8 +1,8 @@
-"""Archives of the classes that a program's JVMs load: to read and verify them is a third of a start's cost, or more.
+"""Archives of the classes that a program's JVMs load. Reading and verifying them is a third of a start's cost, or more.
 
-Java takes from an archive what fits its version and its class path, and loads all else as ever. But it trusts what an
-archive holds, and dies of one that was cut short: so an archive has its name, with a checksum, once it is whole and on
-disk.
+Java takes the classes from an archive that fit its version and its class path, and loads all others as usual. But it
+trusts the contents of an archive, and dies of one that was cut short. So an archive gets its name, with a checksum,
+once it is whole and on disk.
 """
 
 import os
@@ -17,7 +17,7 @@ FOLDER = Path(sys.prefix) / "class-data"
 
 
 class Archive:
-    """That of one program: of these jars, or folders of jars, with this environment's Java."""
+    """The archive of one program: of these jars, or folders of jars, with this environment's Java."""
 
     def __init__(self, *jars: Path, folder: Path = FOLDER) -> None:
         home = os.environ.get("JAVA_HOME")
@@ -29,11 +29,11 @@ class Archive:
 
     @property
     def file(self) -> Path | None:
-        """Where it is, if it was made."""
+        """The archive's file, if it was made."""
         return next(self._folder.glob(f"{self._name}-*.jsa"), None)
 
     def make(self, write: Callable[[Path], None]) -> None:
-        """Has it written to the file that `write` is given, unless there is a whole one."""
+        """Have the archive written to the file that `write` gets, unless there is a whole one."""
         for archive in self._folder.glob(f"{self._name}-*.jsa"):
             if archive.stem.endswith(_checksum(archive)):
                 return

@@ -1,4 +1,4 @@
-"""Where Pulsar's server distribution is: what PULSAR_HOME names, else one that Maven gets, once."""
+"""The place of Pulsar's server distribution: PULSAR_HOME, or a distribution that Maven fetches once."""
 
 import os
 import re
@@ -12,19 +12,19 @@ from seqdedupe.testing import Patience, Stalled
 VERSION = "4.0.8"
 OLDEST_JAVA = 17
 GET_SECONDS = 3600.0
-"""The longest that Maven takes: what it has fetched by then cannot be seen."""
+"""The longest time that Maven takes. Its progress until then cannot be seen."""
 FOLDER = Path(__file__).parents[1] / ".pulsar"
-"""Where it is unpacked; version control ignores it."""
+"""The folder where it is unpacked; version control ignores it."""
 
 _ARTIFACT = f"org.apache.pulsar:pulsar-server-distribution:{VERSION}:tar.gz:bin"
 
 
 class Unavailable(Exception):
-    """There can be no broker on this machine, or it does not start: why, in one line."""
+    """The error that this machine can have no broker, or that it does not start, with the reason in one line."""
 
 
 def home() -> Path:
-    """The distribution that is there. Raises Unavailable; nothing is fetched."""
+    """Return the distribution that is there. Raises Unavailable; nothing is fetched."""
     named = os.environ.get("PULSAR_HOME")
     found = Path(named) if named else _unpacked_in(FOLDER)
     if not (found / "bin" / "pulsar").is_file():
@@ -35,14 +35,14 @@ def home() -> Path:
 
 
 def get(folder: Path = FOLDER) -> Path:
-    """The distribution, which Maven fetches into this folder if it is not there. Raises Unavailable."""
+    """Return the distribution. Maven fetches it into this folder if it is not there. Raises Unavailable."""
     _check_java()
     if os.environ.get("PULSAR_HOME") and folder == FOLDER:
         return home()
     unpacked = _unpacked_in(folder)
     if not unpacked.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        # Unpacked beside its place and renamed, so that what is there is whole.
+        # Unpacked next to its place and renamed, so a distribution at its place is whole.
         with tempfile.TemporaryDirectory(dir=folder, prefix="unfinished-") as unfinished:
             _run("mvn", "-q", "-B", "dependency:copy", f"-Dartifact={_ARTIFACT}", f"-DoutputDirectory={unfinished}")
             archive = Path(unfinished) / f"pulsar-server-distribution-{VERSION}-bin.tar.gz"

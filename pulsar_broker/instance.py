@@ -15,7 +15,7 @@ FULL_NAME = "seqdedupe.functions.DedupeFunction"
 
 
 def details(name: str, inputs: str, *, class_name: str, output: str = "", **changes: Any) -> dict[str, Any]:
-    """Pulsar's `FunctionDetails` as JSON, as a wrapped function needs them."""
+    """Return Pulsar's `FunctionDetails` as JSON, as a wrapped function needs them."""
     return {
         "tenant": "public",
         "namespace": "default",
@@ -35,7 +35,7 @@ def details(name: str, inputs: str, *, class_name: str, output: str = "", **chan
 
 
 class Instance:
-    """Runs `code`, a wheel or a module. Whenever it ends it is started again, as the worker does."""
+    """Runs `code`, a wheel or a module. When it ends it is started again, as by the worker."""
 
     def __init__(
         self, home: Path, folder: Path, service_url: str, code: Path, function: dict[str, Any], number: int = 0
@@ -98,17 +98,17 @@ class Instance:
             self._process.wait()
 
     def kill(self) -> None:
-        """-9; it is started again."""
+        """Kill it with -9. It is started again."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def terminate(self) -> None:
-        """As the worker tells it to end."""
+        """End it as the worker does."""
         if self._process is not None:
             self._process.terminate()
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """The output of the process."""
         return (self._folder / "log").read_text(errors="replace")

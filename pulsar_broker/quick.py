@@ -1,4 +1,4 @@
-"""What has a broker serve after a third of the processor time that it would take, and fewer messages a second later."""
+"""Settings with which a broker serves after a third of the processor time, and then handles fewer messages a second."""
 
 import re
 from pathlib import Path
@@ -10,20 +10,20 @@ _OPTIONS = "PULSAR_EXTRA_OPTS"
 
 
 def archive(home: Path) -> Archive:
-    """That of the distribution's classes."""
+    """Return the archive of the distribution's classes."""
     return Archive(home / "lib")
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Of a broker's process."""
+    """Return the environment of a broker's process."""
     file = archive(home).file
     return {_OPTIONS: COMPILER} | (archived(home, "SharedArchiveFile", file) if file else {})
 
 
 def archived(home: Path, option: str, file: Path) -> dict[str, str]:
-    """Of the process of a broker whose JVM writes an archive or starts from it, which of both is the option.
+    """Return the environment of a broker whose JVM writes an archive or starts from it; `option` decides which.
 
-    Empty where a path has a blank: the script that starts it takes that for the end of an option.
+    Empty if a path has a blank: the start script would take that for the end of an option.
     """
     # Java keeps an archive only for a class path of nothing but jars; the one that the script makes has folders.
     options = f"--class-path={home}/lib/*", f"-Dlog4j.configurationFile={home}/conf/log4j2.yaml", f"-XX:{option}={file}"

@@ -1,4 +1,4 @@
-"""A standalone Pulsar as a process: several side by side, to be killed, frozen and started again at will."""
+"""A standalone Pulsar as a process: several may run side by side, and can be killed, frozen and started again."""
 
 import json
 import os
@@ -45,7 +45,7 @@ _KEYS = {
     "nettyMaxFrameSizeBytes": 5253120,
     "diskUsageThreshold": 0.99,
     "diskUsageWarnThreshold": 0.98,
-    # Else the bookie is out for a while after a kill -9.
+    # Otherwise the bookie is out for a while after a kill -9.
     "bookkeeperClientHealthCheckEnabled": "false",
 }
 
@@ -57,14 +57,16 @@ def free_port() -> int:
 
 
 def configuration(port: int, admin_port: int, more: Mapping[str, object]) -> str:
-    """A `standalone.conf`: a broker and a bookie. Data survive kill -9, and with `journalSyncData` a power cut."""
+    """Return a `standalone.conf`: a broker and a bookie. Data survive kill -9, and with `journalSyncData` a power
+    cut."""
     keys = _KEYS | {"brokerServicePort": port, "webServicePort": admin_port} | dict(more)
     return "".join(f"{key}={value}\n" for key, value in keys.items())
 
 
 def command(home: Path, folder: Path, *, with_functions: bool = False) -> list[str]:
-    """What starts it, with its data below this folder. The script becomes the JVM: its process is the broker's."""
-    # A broker without whoever started it would stay for ever.
+    """Return the command that starts it, with its data below this folder. The script becomes the JVM: its process is
+    the broker's."""
+    # Without this, a broker would stay for ever after the end of the process that started it.
     with_parent = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     data = ["--metadata-dir", str(folder / "metadata"), "--bookkeeper-dir", str(folder / "bookkeeper")]
     functions = ["--functions-worker-conf", str(folder / WORKER)] if with_functions else ["-nfw"]
@@ -73,7 +75,7 @@ def command(home: Path, folder: Path, *, with_functions: bool = False) -> list[s
 
 
 def worker_configuration(home: Path, folder: Path) -> str:
-    """A `functions_worker.yml`: the distribution's, but that an instance that has ended is started again at once."""
+    """Return a `functions_worker.yml`: the distribution's, except that an ended instance is started again at once."""
     keys = {
         "instanceLivenessCheckFreqMs": "2000",
         "downloadDirectory": str(folder / "functions"),
@@ -86,7 +88,7 @@ def worker_configuration(home: Path, folder: Path) -> str:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What is added to the process's environment: it writes nothing outside its folder."""
+    """Return the additions to the process's environment, with which it writes nothing outside its folder."""
     return {
         "PULSAR_STANDALONE_CONF": str(folder / "standalone.conf"),
         "PULSAR_LOG_DIR": str(folder / "logs"),
@@ -100,7 +102,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def is_healthy(admin_url: str, token: str = "") -> bool:
-    """Whether it serves: the default namespace is made, and the broker says that it can write and read."""
+    """Whether it serves: the default namespace is made, and the broker reports that it can write and read."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     if token:
         direct.addheaders = [("Authorization", f"Bearer {token}")]
@@ -122,14 +124,15 @@ class Broker:
             broker.kill()  # -9
             broker.start()  # with the same data
 
-    Its data and what it logs are in a temporary folder that goes with the block. `keys` are those of Pulsar's
-    `standalone.conf`; `token` is what it is asked with where these want one. `with_functions` it has a functions
-    worker, whose instances run in the first `python3` of the PATH. Starting takes about five seconds, and a
-    broker 0.4 to 0.7 GB of memory. Its methods block.
+    Its data and its logs are in a temporary folder that is removed with the block. `keys` are those of Pulsar's
+    `standalone.conf`; `token` is the token for calls if these require one. `with_functions` adds a functions worker,
+    whose instances run in the first `python3` of the PATH. Starting takes about five seconds, and a broker 0.4 to 0.7
+    GB of memory. Its methods block.
     """
 
     environment: Mapping[str, str] | None = None
-    """Of its process, beside what keeps it in its folder. None: that of a quick start, for who does not measure."""
+    """The environment of its process, in addition to the variables that keep it in its folder. None: the environment of
+    a quick start, for users who do not measure."""
 
     def __init__(self, home: Path, token: str = "", /, *, with_functions: bool = False, **keys: Any) -> None:
         self._token = token
@@ -141,7 +144,7 @@ class Broker:
             keys = {"numHttpServerThreads": WORKER_HTTP_THREADS, "STORAGE_PATH": packages} | keys
             (self._folder / WORKER).write_text(worker_configuration(home, self._folder))
         self._process: subprocess.Popen[bytes] | None = None
-        # While the broker is down nobody else may get its ports.
+        # While the broker is down no other process may get its ports.
         self._reserving = reserved_port(), reserved_port()
         port, admin_port = (reserving.getsockname()[1] for reserving in self._reserving)
         self.service_url = f"pulsar://127.0.0.1:{port}"
@@ -150,7 +153,7 @@ class Broker:
 
     @property
     def sidecar_keys(self) -> dict[str, Any]:
-        """What is configured in a sidecar that keeps its topics there."""
+        """The configuration of a sidecar that keeps its topics there."""
         return {
             "log": "pulsar",
             "pulsar_service_url": self.service_url,
@@ -170,12 +173,12 @@ class Broker:
         self.close()
 
     def start(self) -> None:
-        """Returns when it is healthy. Raises Unavailable if it ends instead, and Stalled."""
+        """Start it, and return when it is healthy. Raises Unavailable if it ends instead, and Stalled."""
         self.spawn()
         self.wait_until_healthy()
 
     def spawn(self) -> None:
-        """The first half of `start`. It ends with the thread that calls this."""
+        """Run the first half of `start`. The process ends with the thread that calls this."""
         more = quick.environment(self._home) if self.environment is None else self.environment
         with (self._folder / "printed").open("ab") as printed:
             self._process = subprocess.Popen(
@@ -185,11 +188,11 @@ class Broker:
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for whoever started it
+                start_new_session=True,  # Ctrl-C is for the process that started it
             )
 
     def wait_until_healthy(self) -> None:
-        """The second half of `start`, which may wait in any thread."""
+        """Run the second half of `start`, which may wait in any thread."""
         patience = Patience("the start of the broker")
         while not is_healthy(self.admin_url, self._token):
             self.check_running()
@@ -197,7 +200,7 @@ class Broker:
             time.sleep(_POLL_SECONDS)
 
     def check_running(self) -> None:
-        """Raises Unavailable with the end of what it printed if it has ended by itself."""
+        """Raise Unavailable, with the end of its output, if it has ended without a request."""
         if self._process is not None and self._process.poll() is not None:
             raise Unavailable(f"the broker ended with {self._process.returncode}: {self._printed()}")
 
@@ -205,23 +208,23 @@ class Broker:
         return (self._folder / "printed").read_text(errors="replace").strip()[-_CHARACTERS_SHOWN:]
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill it with -9."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM: it closes its ledgers."""
+        """End it with SIGTERM: it closes its ledgers."""
         self._end(signal.SIGTERM)
 
     def freeze(self) -> None:
-        """SIGSTOP: its connections stay, and nothing is answered until `thaw`."""
+        """Freeze it with SIGSTOP: its connections stay, and nothing is answered until `thaw`."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Continue it with SIGCONT."""
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """kill -9, and its data is removed."""
+        """Kill it with -9, and remove its data."""
         self.kill()
         for reserving in self._reserving:
             reserving.close()

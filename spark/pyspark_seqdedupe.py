@@ -1,7 +1,8 @@
-"""Spark looks here for the data source `seqdedupe`: it imports every module named `pyspark_*` that it finds."""
+"""The module in which Spark finds the data source `seqdedupe`: it imports every module named `pyspark_*` that it
+finds."""
 
 from seqdedupe_spark.source import SeqdedupeDataSource
 
 
 class DefaultSource(SeqdedupeDataSource):
-    """What Spark finds by itself, with no `register` call."""
+    """The data source that Spark finds automatically, without a `register` call."""

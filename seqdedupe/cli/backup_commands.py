@@ -1,5 +1,5 @@
-"""The commands about backups: `backup` has a sidecar make one, verifies it, copies it to an object store and keeps the
-newest; `backup list`, `verify` and `restore` need no sidecar."""
+"""The commands about backups. `backup` has a sidecar make one, verifies it, copies it to an object store and keeps the
+newest. `backup list`, `verify` and `restore` need no sidecar."""
 
 import os
 import sys
@@ -60,7 +60,7 @@ def make(name: str | None, keep: int | None, to: str | None, address: str, as_js
         raise click.UsageError("--keep counts backups that have a time as their name: give no NAME.")
     name = name or datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     if to:
-        # What is wrong there is said before a backup is made.
+        # A problem there is raised before a backup is made.
         prepare()
         from seqdedupe.transfer.backup_places import BucketPlace
 
@@ -95,7 +95,7 @@ def make(name: str | None, keep: int | None, to: str | None, address: str, as_js
 
 @dataclass
 class _Care:
-    """What the command does with a backup after the sidecar has made it."""
+    """The work of the command on a backup after the sidecar has made it."""
 
     name: str
     keep: int | None
@@ -107,9 +107,9 @@ class _Care:
     _places: "list[FolderPlace]" = field(default_factory=list)
 
     def begin(self, made: list[admin_pb2.BackupResponse]) -> bool:
-        """Whether the backup can be verified: it is in folders that this command can read.
+        """Return whether the backup can be verified: it is in folders that this command can read.
 
-        Raises INVALID_REQUEST if it cannot, and is to be copied or counted.
+        Raises INVALID_REQUEST if it cannot, and must be copied or counted.
         """
         whole = [
             folder.parent if folder.name != self.name else folder for folder in (Path(one.directory) for one in made)
@@ -128,14 +128,14 @@ class _Care:
         return True
 
     def locked(self) -> ExitStack:
-        """No other command copies or removes backups of these folders until it is closed."""
+        """Keep other commands from copying or removing backups of these folders, until the result is closed."""
         stack = ExitStack()
         for place in self._places if self.keep or self.to else ():
             stack.enter_context(place.locked())
         return stack
 
     def copy(self) -> None:
-        """Every byte is verified, here and where it is copied to."""
+        """Verify every byte, here and at the copy's place."""
         from seqdedupe.transfer.backup_places import BucketPlace
 
         for place in self._places:
@@ -149,7 +149,7 @@ class _Care:
         self.is_verified = True
 
     def remove(self) -> None:
-        """Older backups go, from both places."""
+        """Remove older backups, from both places."""
         from seqdedupe.transfer.backup_places import BucketPlace
 
         for place in self._places if self.keep else ():
@@ -158,7 +158,7 @@ class _Care:
                 self.removed += [f"{one.url}/{name}" for name in one.keep(self.name, self.keep or 1)]
 
     def _url_of(self, place: "FolderPlace") -> str:
-        """Of several sidecars each has a prefix, by the name of its folder."""
+        """Return the URL for a folder. With several sidecars, each has a prefix: the name of its folder."""
         below = f"/{Path(place.url).name}" if len(self._places) > 1 else ""
         return f"{(self.to or '').rstrip('/')}{below}"
 
@@ -193,7 +193,7 @@ def _state(one: "KeptBackup") -> str:
 
 
 def _kept_json(one: "KeptBackup") -> dict[str, Any]:
-    """The form is documented: keep it stable."""
+    """Return the backup. The form is documented: keep it stable."""
     return {
         "name": one.name,
         "made_at_us": one.made_at_us or None,
@@ -278,7 +278,7 @@ def _say(line: str) -> None:
 
 
 def _say_progress(so_far: "list[admin_pb2.BackupResponse]") -> None:
-    """To whoever looks on."""
+    """Show the progress on a terminal."""
     if sys.stderr.isatty():
         click.echo(f"\r{sum(one.bytes for one in so_far):,} bytes ", err=True, nl=False)
 
@@ -307,7 +307,7 @@ def _faults_json(faults: Any) -> list[dict[str, Any]]:
 
 
 def _part_json(one: Any) -> dict[str, Any]:
-    """The form is documented: keep it stable."""
+    """Return the part. The form is documented: keep it stable."""
     return {
         "directory": one.directory,
         "made_at_us": one.made_at_us,
@@ -320,7 +320,7 @@ def _part_json(one: Any) -> dict[str, Any]:
 
 
 def _manifest_json(place: Path, manifest: "Manifest") -> dict[str, Any]:
-    """The form is documented: keep it stable."""
+    """Return the manifest. The form is documented: keep it stable."""
     return {
         "directory": str(place),
         "made_at_us": manifest.made_at_us,

@@ -1,4 +1,4 @@
-"""`seqdedupe bench`: a load generator, and how long its receipts took."""
+"""`seqdedupe bench`: a load generator, and the latencies of its receipts."""
 
 import asyncio
 import math
@@ -25,28 +25,28 @@ from seqdedupe.sidecar_options import told_credentials
 # -- Latencies by their frequency, to three digits, in the buckets of HdrHistogram.
 
 _DIGIT_BITS = 11
-"""Of so many bits of a value the first are kept: 2,048 is the first power of two that holds three digits twice."""
+"""The number of first bits of a value that are kept: 2,048 is the first power of two that holds three digits twice."""
 
 _HALF = 1 << (_DIGIT_BITS - 1)
 _HIGHEST_US = (1 << 36) - 1
-"""19 hours; what is longer counts as that."""
+"""19 hours. A longer latency counts as that."""
 
 _BUCKETS = _HALF * (36 - _DIGIT_BITS + 2)
 _TICKS_PER_HALF_DISTANCE = 5
-"""Lines of a distribution from each percentile to the one halfway to 100: HdrHistogram's default."""
+"""The lines of a distribution from each percentile to the one halfway to 100: HdrHistogram's default."""
 
 _US_IN_A_MS = 1000
 
 
 class Histogram:
-    """How often which latency was seen. In microseconds; answers are at most 0.1 % too high, and the maximum exact."""
+    """The frequency of each latency. In microseconds; results are at most 0.1 % too high, and the maximum is exact."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(_BUCKETS, np.int64)
         self.max_us = 0
 
     def record(self, seconds: npt.NDArray[np.float64]) -> None:
-        """Adds latencies; what is below zero counts as zero."""
+        """Add latencies. A value below zero counts as zero."""
         values = np.clip(seconds * 1e6, 0, _HIGHEST_US).astype(np.int64)
         if not len(values):
             return
@@ -55,7 +55,7 @@ class Histogram:
         self.max_us = max(self.max_us, int(values.max()))
 
     def add(self, other: "Histogram") -> None:
-        """Adds what another one has seen."""
+        """Add the latencies of another histogram."""
         self._counts += other._counts
         self.max_us = max(self.max_us, other.max_us)
 
@@ -64,7 +64,7 @@ class Histogram:
         return int(self._counts.sum())
 
     def percentile_ms(self, percentile: float) -> float | None:
-        """The latency that so many percent do not exceed; None of nothing."""
+        """Return the latency that this percentage does not exceed; None if there are no latencies."""
         total = np.cumsum(self._counts)
         if not total[-1]:
             return None
@@ -72,7 +72,8 @@ class Histogram:
         return min(_highest_us(int(np.searchsorted(total, wanted))), self.max_us) / _US_IN_A_MS
 
     def distribution(self) -> Iterator[str]:
-        """The lines of HdrHistogram's percentile distribution (`.hgrm`), in milliseconds, as its plotters read it."""
+        """Yield the lines of HdrHistogram's percentile distribution (`.hgrm`), in milliseconds, as its plotters read
+        it."""
         yield f"{'Value':>12} {'Percentile':>14} {'TotalCount':>10} {'1/(1-Percentile)':>14}"
         yield ""
         total = np.cumsum(self._counts)
@@ -94,7 +95,7 @@ class Histogram:
         yield f"#[Buckets = {_BUCKETS // _HALF - 1:12d}, SubBuckets     = {2 * _HALF:12d}]"
 
     def _moments_us(self) -> tuple[float, float]:
-        """The mean and the standard deviation."""
+        """Return the mean and the standard deviation."""
         places = np.flatnonzero(self._counts)
         if not len(places):
             return 0.0, 0.0
@@ -104,7 +105,7 @@ class Histogram:
 
 
 def _range_us(place: int) -> tuple[int, int]:
-    """The lowest value of a bucket, and how many there are."""
+    """Return the lowest value of a bucket, and the number of its values."""
     shift = max(0, place // _HALF - 1)
     return (place - shift * _HALF) << shift, 1 << shift
 
@@ -119,33 +120,33 @@ def _middle_us(place: int) -> int:
     return lowest + values // 2
 
 
-# -- Messages at a rate, or as fast as it goes, and how long their receipts took.
+# -- Messages at a rate, or as fast as possible, and the latencies of their receipts.
 
 _INTERVAL_SECONDS = 1.0
 _INTERRUPT_GRACE_SECONDS = 5.0
-"""After Ctrl-C, receipts that are under way are waited for so long."""
+"""The time after Ctrl-C to wait for receipts."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be sent."""
+    """The messages to send."""
 
     topic: str
     size_bytes: int
     names: int
     rate: int | None
-    """Messages a second, of all producers together; None: as fast as it goes."""
+    """Messages a second, of all producers together; None: as fast as possible."""
     messages: int | None
     seconds: int | None
 
 
 @dataclass
 class BenchLane:
-    """A producer and its messages without a receipt: when each was due."""
+    """A producer and its messages without a receipt, with the time when each was due."""
 
     producer: Producer
     next_sequence_id: int
-    """Of the oldest message without a receipt; each message has the next ID."""
+    """The ID of the oldest message without a receipt; each message has the next ID."""
     pending: deque[tuple[float, Receipt]] = field(default_factory=deque)
     has_more: asyncio.Event = field(default_factory=asyncio.Event)
     is_complete: bool = False
@@ -153,18 +154,18 @@ class BenchLane:
 
 @dataclass(frozen=True)
 class Interval:
-    """What came since the interval before."""
+    """The results since the interval before."""
 
     elapsed_seconds: float
-    """Since the beginning."""
+    """The time since the beginning."""
     seconds: float
     size_bytes: int
     latencies: Histogram
 
 
 class Load:
-    """One run of a plan. Latencies count from when a message was due: under a rate its place in the timetable, however
-    late it was sent; without one the call of `send`."""
+    """One run of a plan. A latency counts from the time when the message was due. With a rate that is its place in the
+    timetable, however late it was sent; without a rate it is the call of `send`."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -172,9 +173,9 @@ class Load:
         self.sent = 0
         self.interrupted = False
         self.elapsed_seconds = 0.0
-        """From the beginning to the last receipt."""
+        """The time from the beginning to the last receipt."""
         self.due = 0
-        """How many messages were to be sent until the sending ended."""
+        """The number of messages that were to be sent until the sending ended."""
         self._latencies = Histogram()  # of the interval
         self._payload = os.urandom(plan.size_bytes)
         self._lanes: list[BenchLane] = []
@@ -182,15 +183,15 @@ class Load:
         self._began = 0.0
 
     async def run(self, address: str, on_interval: Callable[[Interval], None]) -> None:
-        """Sends, and calls `on_interval` about once a second. Returns when all that
-        was sent has its receipts, or after Ctrl-C; raises what a producer failed with."""
+        """Send, and call `on_interval` about once a second. Return when all messages sent have their receipts, or after
+        Ctrl-C. Raises the failure of a producer."""
         async with Client(address, told_credentials()) as client, AsyncExitStack() as stack:
-            await client.admin.version()  # a sidecar that is not there is said so at once
+            await client.admin.version()  # a sidecar that is not there is reported at once
             for number in range(self.plan.names):
                 producer = client.producer(self.plan.topic, f"bench-{number}")
                 await producer.open()
                 stack.push_async_callback(producer.abort)
-                # Each message is another one: none is sent again that an earlier run may have left open.
+                # Each message is new: none repeats a message that an earlier run may have left open.
                 self._lanes.append(BenchLane(producer, max(one.sequence_id for one in producer.persisted) + 1))
             self._began = time.perf_counter()
             work = asyncio.create_task(self._work())
@@ -239,7 +240,7 @@ class Load:
             await asyncio.gather(sending, stopping, *collectors, return_exceptions=True)
 
     def _due(self) -> int:
-        """How many messages should have been sent by now."""
+        """Return the number of messages that should have been sent by now."""
         if self.plan.rate is None:
             return self.sent
         by_now = int((time.perf_counter() - self._began) * self.plan.rate) + 1
@@ -254,7 +255,7 @@ class Load:
                 sender.cancel()
 
     async def _send(self, lane: BenchLane, number: int) -> None:
-        """Sends every `names`th message, from this one on."""
+        """Send every `names`th message, from this one on."""
         plan = self.plan
         sequence_id: int | None = lane.next_sequence_id
         while plan.messages is None or number < plan.messages:
@@ -264,21 +265,21 @@ class Load:
                 if due > now:
                     await asyncio.sleep(due - now)
             receipt = await lane.producer.send(self._payload, sequence_id)
-            sequence_id = None  # from here on it is the next one
+            sequence_id = None  # from here on the next one
             lane.pending.append((due, receipt))
             lane.has_more.set()
             self.sent += 1
             number += plan.names
 
     async def _collect(self, lane: BenchLane) -> None:
-        """Takes the time when receipts come. They come in order, a batch at a time."""
+        """Take the time when receipts come. They come in order, a batch at a time."""
         while True:
             while not lane.pending:
                 if lane.is_complete:
                     return
                 lane.has_more.clear()
                 await lane.has_more.wait()
-            await lane.pending[0][1]  # which raises what the message failed with
+            await lane.pending[0][1]  # which raises the message's failure
             now = time.perf_counter()
             came = max(1, lane.producer.durable_sequence_id + 1 - lane.next_sequence_id)
             lane.next_sequence_id += came
@@ -290,11 +291,11 @@ _PERCENTILES = {"p50": 50.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9, "max": 100
 _INTERVAL_PERCENTILES = {"p50": 50.0, "p99": 99.0}
 _BYTES_IN_A_MEGABYTE = 1_000_000
 _RATE_REACHED = 0.99
-"""With less of the rate that was asked for, a person is told."""
+"""The part of the wanted rate below which a person is warned."""
 
 _MOST_NAMES = 10_000
-"""So many have been tried on a sidecar with its default limits. Each is a task of its own: with thousands of them the
-tasks are much of what is measured."""
+"""The largest number that has been tried on a sidecar with its default limits. Each producer is a separate task. With
+thousands of them, the tasks are much of what is measured."""
 
 _Positive = click.IntRange(min=1)
 
@@ -351,7 +352,7 @@ def bench(
 
 
 def _figures(histogram: Histogram, seconds: float, size_bytes: int, percentiles: dict[str, float]) -> dict[str, object]:
-    """The form is documented: keep it stable."""
+    """Return the figures. The form is documented: keep it stable."""
     rate = histogram.count / seconds if seconds else 0.0
     return {
         "messages": histogram.count,
@@ -405,6 +406,6 @@ def _rates(figures: dict[str, object]) -> str:
 
 
 def _latencies(figures: dict[str, object], percentiles: dict[str, float]) -> str:
-    """In milliseconds."""
+    """Return the latencies as text, in milliseconds."""
     found = ((name.replace("_", "."), figures[f"{name}_ms"]) for name in percentiles)
     return "  ".join(f"{name} " + ("-" if value is None else f"{value:,.3f} ms") for name, value in found)

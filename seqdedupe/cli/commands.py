@@ -1,7 +1,7 @@
-"""All commands and what becomes of their errors; `serve` and `job`, which run what other packages have.
+"""All commands and the handling of their errors; `serve` and `job`, which run commands of other packages.
 
-A command is imported when it is used: showing help, or what is wrong with a command line, does not wait for what
-others need.
+A command is imported when it is used. So help, and the error for an invalid command line, do not wait for the imports
+of other commands.
 """
 
 import importlib
@@ -35,7 +35,7 @@ def serve(flags: tuple[str, ...]) -> None:
 # -- `seqdedupe job`: the Spark jobs.
 
 _MODULES = {"audit": "seqdedupe_spark.audit_job", "bootstrap": "seqdedupe_spark.bootstrap_job"}
-"""What has a module of its own; all other commands are the reader job's."""
+"""The jobs with separate modules. All other commands are the reader job's."""
 
 
 @click.command(
@@ -95,14 +95,14 @@ _COMMANDS = {
     "verify": ("backup_commands.verify", "Check a backup, every byte of it."),
     "version": ("sidecar_commands.version", "Show the versions of this command and of the sidecar."),
 }
-"""Of each command the place in this folder, and what the list of all of them says."""
+"""The place of each command in this folder, and its text in the list of all commands."""
 
 
 class _Commands(click.Group):
     """Has commands as names with a line of help, until one is used."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports it. None if there is no such command."""
+        """Import the command. None if there is no such command."""
         if cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
         module, _, name = _COMMANDS[cmd_name][0].partition(".")
@@ -110,13 +110,13 @@ class _Commands(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """As click does it, and imports none."""
+        """Do the same as click, without importing commands."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
         found = [CompletionItem(name, help=self.commands[name].short_help) for name in names]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click does it, and imports none."""
+        """Do the same as click, without importing commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, self.commands[name].short_help or "") for name in self.list_commands(ctx)])
 
@@ -132,7 +132,7 @@ for _command in serve, job, *(click.Command(name, short_help=line) for name, (_,
 
 
 def run() -> int:
-    """Runs the command of this process; returns its exit status."""
+    """Run the command of this process. Return its exit status."""
     sys.excepthook = _defect
     return run_command(cli, NAME)
 

@@ -1,4 +1,4 @@
-"""What commands share: where a sidecar is, a client of it, hints for a topic that is not there."""
+"""The common part of commands: the sidecar's address, a client of it, hints for a topic that is not there."""
 
 import difflib
 import re
@@ -23,7 +23,7 @@ _SHORT_NAMES = "persistent://public/default/"
 _POLL_SECONDS = 0.2
 
 _SHORTEST_NEAR_NAME = 4
-"""A shorter name is near to too many."""
+"""A shorter name is near to too many others."""
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
@@ -34,12 +34,12 @@ as_json_option = click.option(
 
 
 def common(command: Command) -> Command:
-    """Adds `--address`, `--profile`, the options for credentials, and `--json`."""
+    """Add `--address`, `--profile`, the options for credentials, and `--json`."""
     return sidecar_options(as_json_option(command))
 
 
 def tell(as_json: bool, values: object, *lines: str) -> None:
-    """Prints what a command has done: `values` as JSON, or else these lines."""
+    """Print the result of a command: `values` as JSON, or else these lines."""
     if as_json:
         print_json(values)
         return
@@ -48,7 +48,7 @@ def tell(as_json: bool, values: object, *lines: str) -> None:
 
 
 def seconds_of(duration: str) -> int | None:
-    """Of a text as `90s`, `15m`, `12h` or `30d`; None if it is none."""
+    """Return the seconds of a text such as `90s`, `15m`, `12h` or `30d`; None for any other text."""
     found = _DURATION.fullmatch(duration)
     return None if found is None else int(found[1]) * _UNIT_SECONDS[found[2]]
 
@@ -64,9 +64,12 @@ def is_alone(context: click.Context) -> bool:
 
 
 def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
-    """A client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after CALL_TIMEOUT_SECONDS;
-    NOT_A_SIDECAR if something else does.
-    With `on_waiting`, which is told why, one that is not up yet is waited for as long as a producer waits for it."""
+    """Return a client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after
+    CALL_TIMEOUT_SECONDS; NOT_A_SIDECAR if something else does.
+
+    With `on_waiting`, which gets the reason, a sidecar that is not up yet is waited for, as long as a producer would
+    wait.
+    """
     client = Client(address, told_credentials())
     give_up_at = time.monotonic() + OPEN_TIMEOUT_SECONDS
     while True:
@@ -83,7 +86,7 @@ def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
 
 
 def _unanswered(address: str, e: UnavailableError) -> UnavailableError:
-    """UNREACHABLE in the place of OUTCOME_UNKNOWN: nothing was asked for whose outcome could matter."""
+    """Return UNREACHABLE in place of OUTCOME_UNKNOWN: the call had no effect whose outcome could matter."""
     if not isinstance(e, OutcomeUnknownError):
         return e
     known = REASONS["UNREACHABLE"]
@@ -100,15 +103,15 @@ def _told_already(_why: UnavailableError) -> None:
 def connect_to(
     address: str, topic: str, *, makes: bool = False, on_waiting: OnWaiting | None = None
 ) -> Iterator[Client]:
-    """As `connect`; if the topic is not there, the error is that of `naming_near`."""
+    """Connect as `connect`. If the topic is not there, the error is that of `naming_near`."""
     with connect(address, on_waiting) as client, naming_near(client, topic, makes=makes):
         yield client
 
 
 @contextmanager
 def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[None]:
-    """If the topic is not there, the error names the one that may be meant; how it could be made it says only where the
-    block `makes` topics."""
+    """Name, in the error for a missing topic, the topic that may be meant. If the block `makes` topics, the error also
+    says how to make it."""
     try:
         yield
     except NotFoundError as e:
@@ -128,7 +131,7 @@ def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[
 
 
 def _near_name(wanted: str, client: Client) -> str | None:
-    """The topic of this name, or whose name is one edit or so from it."""
+    """Return the topic of this name, or the one whose name is about one edit away."""
     names = [known.name.removeprefix(_SHORT_NAMES) for known in client.admin.topics()]
     if wanted in names:
         return wanted

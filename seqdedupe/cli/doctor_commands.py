@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from seqdedupe.log.embedded.inspection import Damage
 
 SHOWN = 20
-"""Of a topic, so many places of damage and missing IDs are printed; `--json` has all."""
+"""The number of places of damage and of missing IDs that are printed per topic; `--json` has all."""
 
 
 @click.command()
@@ -44,8 +44,8 @@ def doctor(directory: Path, to: Path | None, as_json: bool) -> int:
 
 
 def prepare() -> None:
-    """Before what looks at a data directory is imported. Raises INVALID_CONFIGURATION if that cannot be."""
-    # What is logged while a store is opened is of the copy.
+    """Prepare the imports that look at a data directory. Raises INVALID_CONFIGURATION if that is not possible."""
+    # Log lines from opening a store are about the copy.
     logging.getLogger("seqdedupe").addHandler(logging.NullHandler())
     with needing("a data directory is looked at with", "sidecar"):
         from broker_sidecar import kernels
@@ -91,7 +91,7 @@ def _run_on_workers(directory: Path, each: "list[Findings] | None", as_json: boo
 
 
 def print_findings(findings: "Findings") -> None:
-    """For a person."""
+    """Print the findings for a person."""
     for topic in findings.topics:
         _print_topic(topic)
     _say(f"store: {findings.store.value}" + (f": {findings.store_why}" if findings.store_why else ""))

@@ -1,4 +1,4 @@
-"""The entry."""
+"""The entry point."""
 
 import logging
 import os
@@ -8,10 +8,10 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Runs the command of this process. An error is one line on stderr and a status: 1, or 2 for wrong usage."""
+    """Run the command of this process. An error is one line on stderr and a status: 1, or 2 for wrong usage."""
     try:
-        # A command that fails says why in one line. gRPC has lines of its own for what is wrong with TLS, and writes
-        # metadata out that is not UTF-8.
+        # A command that fails prints the reason in one line. gRPC prints its own lines about TLS problems, and metadata
+        # that is not UTF-8.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         logging.getLogger("grpc").addHandler(logging.NullHandler())
         # Here, since imports take long enough to be interrupted, and that is no defect.

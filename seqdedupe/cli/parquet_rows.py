@@ -1,4 +1,4 @@
-"""The rows of a Parquet file as values of Python: what has no exact one, as a time with nanoseconds, as text."""
+"""The rows of a Parquet file as Python values. A value without an exact one, such as a time in nanoseconds, is text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date, timedelta
@@ -8,10 +8,10 @@ from seqdedupe.cli.record_values import BadValueError
 from seqdedupe.command import needing
 
 PARQUET = b"PAR1"
-"""How a file begins."""
+"""The first bytes of a file."""
 
 _ROWS = 1000
-"""This many are in memory as values at once."""
+"""The number of rows that are in memory as values at once."""
 
 _DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
 _EPOCH = date(1970, 1, 1)
@@ -21,17 +21,17 @@ _AS_THEY_ARE = (
     "null", "boolean", "integer", "floating", "decimal", "string", "large_string", "binary", "large_binary",
     "fixed_size_binary",
 )  # fmt: skip
-"""Types whose values Python has."""
+"""The types whose values Python has."""
 
 Convert = Callable[[Any], Any]
 
 
 class BadParquetError(Exception):
-    """What is wrong with the file, to follow its name: 'is damaged: …', 'has the column …'."""
+    """The problem of the file, as text that follows its name: 'is damaged: …', 'has the column …'."""
 
 
 class ParquetRows:
-    """The columns' names, and the rows in their order, of which `values` makes values of Python.
+    """The names of the columns, and the rows in their order. `values` makes Python values of a row.
 
     Raises INVALID_CONFIGURATION without pyarrow, and BadParquetError.
     """
@@ -66,7 +66,7 @@ class ParquetRows:
             raise BadParquetError(f"has text after row {rows} that is not UTF-8, and JSON has no other") from e
 
     def values(self, row: tuple[Any, ...]) -> Sequence[Any]:
-        """In the order of `names`."""
+        """Return the values in the order of `names`."""
         if not self._converts:
             return row
         return [_converted(value, convert) for value, (_, convert) in zip(row, self._plans, strict=True)]
@@ -84,8 +84,8 @@ def _damaged(e: Exception, rows: int) -> BadParquetError:
 
 
 def _plan(arrow: Any, kind: Any, name: str) -> tuple[Any, Convert | None]:
-    """The type as which a column is taken out, and what then becomes of each value. Times come out as integers, for
-    Python has none with nanoseconds."""
+    """Return the type in which to read a column, and the conversion of each value. Times are read as integers, because
+    Python has no times with nanoseconds."""
     types = arrow.types
     if isinstance(kind, arrow.BaseExtensionType):
         return _plan(arrow, kind.storage_type, name)

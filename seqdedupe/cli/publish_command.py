@@ -1,4 +1,4 @@
-"""`seqdedupe publish`: a file's records, each once, however often it is started; by sequence ID or an ID of its own."""
+"""`seqdedupe publish`: a file's records, each once after any number of starts; by sequence ID or by its own ID."""
 
 import sys
 import time
@@ -24,10 +24,10 @@ from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
 
-# -- Going on where an earlier run has ended, only if the source is still the one that was published.
+# -- Continuing after an earlier run, only if the source is still the one that was published.
 
 RECORD_PROPERTY = "seqdedupe.record"
-"""The property of a message with its record's number in the source, where the sequence ID is another."""
+"""The property of a message with its record's number in the source, if the sequence ID is another."""
 
 HASH_PROPERTY = "seqdedupe.hash"
 """The property with the hash of the records of a source up to this message. docs/reference/cli.md has its bytes."""
@@ -38,8 +38,8 @@ _HASH_EVERY = 16
 """The first 16 records carry it, and then each 16th: a property costs a message four times what the hash costs."""
 
 _LOOK_BACK_MESSAGES = (0, _HASH_EVERY - 1, 1024)
-"""The last message with a hash is looked for among so many before the last one of the producer. The more distant ones
-are read only where other producers have written in between."""
+"""The numbers of messages, before the producer's last one, among which the last message with a hash is looked for. The
+farther ones are read only if other producers have written in between."""
 
 
 NewRecord = tuple[SourceRecord, str | None]
@@ -56,24 +56,24 @@ _HINT_QUERY_CHANGED = (
 
 
 class Resume:
-    """Finds the records that are to be published: those after the last one that the topic has of this producer.
+    """Finds the records to publish: those after the last record that the topic has of this producer.
 
-    That one must be in the source, with the same text and as the same record in number, and the records up to the last
-    one that carries a hash must be the same: else records were changed, inserted or removed, and to go on would leave
-    some of them out. A source that begins after it is the next one of the same producer, and none of its records is
-    left out.
+    That record must be in the source, with the same text and the same number. The records up to the last one that
+    carries a hash must be the same. Otherwise records were changed, inserted or removed, and a run that continued would
+    omit some. A source that begins after that record is the next source of the same producer, and none of its records
+    is omitted.
 
-    Of a partitioned topic that holds for the last one in each partition, and those after the first that any partition
-    may lack are published: what is there already is Dup.
+    For a partitioned topic this holds for the last record in each partition. The records after the first one that any
+    partition may lack are published. Records that are there already are Dup.
     """
 
     def __init__(self, client: Client, producer: Producer, source: Source, *, trust_source: bool) -> None:
         self.after = producer.persisted_sequence_id
-        """All up to this sequence ID is published; -1 if nothing is."""
+        """The sequence ID up to which all is published; -1 if nothing is."""
         self.records_read = 0
         self._last = {one.sequence_id: one for one in producer.persisted if one.sequence_id >= 0}
         self._hashes = dict[int, str]()
-        """By sequence ID, those of the messages published that are compared."""
+        """The hashes of the published messages to compare, by sequence ID."""
         self._client = client
         self._producer = producer
         self._source = source
@@ -82,12 +82,12 @@ class Resume:
         self._why_not = ""
 
     def new_records(self) -> Iterator[NewRecord]:
-        """The records to be published.
+        """Yield the records to be published.
 
         Raises SOURCE_CHANGED, SOURCE_UNVERIFIED, SOURCE_INCOMPLETE or NEWER_FORMAT before the first of them.
         """
         left = {sequence_id: self._published(one) for sequence_id, one in self._last.items()}
-        # Not more than a producer has in flight: what comes after the last one checked is sent.
+        # Not more than a producer has in flight: records after the last checked one are sent.
         held = list[NewRecord]()
         so_far = blake2b(digest_size=_HASH_BYTES)
         keeps_records = self._source.keeps_records
@@ -113,7 +113,7 @@ class Resume:
         yield from held
 
     def _check_off(self, record: SourceRecord, text: str | None, left: dict[int, Message | None]) -> None:
-        """Compares the record and its hash with what was published last, and forgets what is before it."""
+        """Compare the record and its hash with the messages published last. Forget the messages before it."""
         for sequence_id in [one for one in left if one < record.sequence_id]:
             if record.number and self._source.keeps_records:
                 raise self._changed(sequence_id, "is no longer there")
@@ -130,7 +130,7 @@ class Resume:
             )
 
     def _check_end(self, sequence_id: int) -> None:
-        """The source has ended before the last record published."""
+        """Handle the end of a source before the last record published."""
         if isinstance(self._source, RecordSource) and self._source.unfinished_line:
             raise self._source.incomplete()
         if self._source.numbers_are_ids:
@@ -139,7 +139,7 @@ class Resume:
             self._why_not = "all of its records come before that one"
 
     def _compare(self, record: SourceRecord, message: Message) -> None:
-        """The record of the last ID published with what was published."""
+        """Compare the record of the last published ID with the message."""
         number = message.properties.get(RECORD_PROPERTY)
         if number is not None and number != str(record.number):
             raise self._changed(
@@ -155,8 +155,8 @@ class Resume:
             self._is_verified = True
 
     def _published(self, one: Persisted) -> Message | None:
-        """The last message published; None if it cannot be looked at any more. Notes the last hash up to it, which
-        messages of older versions do not have."""
+        """Return the last message published; None if it cannot be read any more. Note the last hash up to it. Messages
+        of older versions have no hash."""
         if one.position is None:
             self._why_not = "the sidecar no longer knows where that message stands"
             return None
@@ -169,7 +169,7 @@ class Resume:
                 with self._client.reader(one.topic, start, skip_damaged=distance > 0) as reader:
                     for message in reader:
                         text = message.properties.get(HASH_PROPERTY)
-                        # Of an ID above the last one is what stood there before the producer was set back.
+                        # A message with an ID above the last one is from before the producer was set back.
                         is_ours = message.producer_name == self._producer.name
                         if text is not None and is_ours and message.sequence_id <= one.sequence_id:
                             texts.append((message.sequence_id, text))
@@ -194,7 +194,8 @@ class Resume:
         self._hashes[sequence_id] = text
 
     def _check_verified(self) -> None:
-        """Whether the source may be the one that was published: one message that shows it is enough."""
+        """Raise SOURCE_UNVERIFIED if no message shows that the source is the published one. A single message is
+        enough."""
         if self._why_not and not self._is_verified and not self._trust_source:
             highest = max(self._last)
             raise error(
@@ -215,18 +216,18 @@ class Resume:
         )
 
 
-# -- `seqdedupe publish` to a topic of deduplication IDs: each record once, by the ID that it has of its own.
+# -- `seqdedupe publish` to a topic of deduplication IDs: each record once, by its own ID.
 
 ROWS = 1000
 BYTES = 1024 * 1024
-"""So much goes at once: with the next record, whose payload may have 5 MiB, it still is a batch."""
+"""The amount sent at once. With the next record, whose payload may have 5 MiB, it still fits a batch."""
 
 
 def publish_by_id(publisher: Publisher, source: RecordSource) -> dict[str, object]:
-    """Publishes all records of a source whose keys are the IDs; what came of it.
+    """Publish all records of a source whose keys are the IDs. Return the result.
 
-    Raises INVALID_DEDUPLICATION_ID for a record without an ID: those before it are published, and are Dup when the file
-    is published again.
+    Raises INVALID_DEDUPLICATION_ID for a record without an ID. The records before it are published, and are Dup when
+    the file is published again.
     """
     counts = {Verdict.NOT_DUP: 0, Verdict.DUP: 0}
     imported = 0
@@ -268,7 +269,7 @@ _PROGRESS_RECORDS = 500
 _FOLLOW_POLL_SECONDS = 0.2
 
 _INTERRUPT_GRACE_SECONDS = 1.0
-"""After Ctrl-C, receipts that are under way are waited for so long, to say what is durable."""
+"""The time after Ctrl-C to wait for receipts, for the report of what is durable."""
 
 _GO_ON = "Started again, the command goes on after what is durable."
 
@@ -286,7 +287,7 @@ class _PathType(click.ParamType[JsonPath]):
 
 @contextmanager
 def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
-    """What cannot be published in the block because the topic is of the other kind says with which options it can."""
+    """Add the right options to an error of the block because the topic is of the other kind."""
     try:
         yield
     except InvalidRequestError as e:
@@ -475,7 +476,7 @@ def _publish_in_order(
 
 
 def _is_missing(client: Client, topic: str) -> bool:
-    """Whether the topic will be made. No: also where the sidecar does not tell."""
+    """Whether the topic will be made. False also if the sidecar does not answer that."""
     try:
         client.ends(topic)
     except SeqdedupeError as e:
@@ -525,13 +526,13 @@ class _Publication:
         source.before_waiting = self._wait_for_more
 
     def publish(self) -> None:
-        """Returns when every record has its receipt. An error says what is durable all the same."""
+        """Return when every record has its receipt. An error also says what is durable."""
         try:
             self._send_all()
         except KeyboardInterrupt as e:
             over_at = time.monotonic() + _INTERRUPT_GRACE_SECONDS
             with suppress(SeqdedupeError):
-                for receipt in self._receipts:  # in order, for those of an interrupted send have failed
+                for receipt in self._receipts:  # in order, since the receipts of an interrupted send have failed
                     receipt.until_durable(max(0.0, over_at - time.monotonic()))
             raise error("INTERRUPTED", f"interrupted; {self._durable()}", hint=_GO_ON) from e
         except SeqdedupeError as e:
@@ -556,7 +557,8 @@ class _Publication:
             bar.update(size - bar.pos)
 
     def _count(self, *, only_durable: bool = False) -> None:
-        """Of all, which it waits for, or of those that are over by now. Raises what one of them failed with."""
+        """Count the verdicts of all receipts, and wait for them; or only of those that are over. Raises a failure of a
+        message."""
         while self._receipts and (not only_durable or self._receipts[0].is_over()):
             self._verdicts[self._receipts[0].until_durable().verdict] += 1
             self._receipts.popleft()
@@ -573,16 +575,16 @@ class _Publication:
         return f"{durable:,} of the {durable + len(self._receipts):,} records sent {are_durable}{up_to}"
 
     def _with_durable(self, failure: SeqdedupeError) -> SeqdedupeError:
-        """The failure with what is durable, unless nothing was sent; the command can be started again."""
+        """Return the failure with what is durable, unless nothing was sent. The command can be started again."""
         if not self._receipts and not any(self._verdicts.values()):
             return failure
         with suppress(SeqdedupeError):
-            self._producer.flush()  # if it was the source that failed
+            self._producer.flush()  # if the source has failed
         message, hint = failure.message, failure.hint
         if isinstance(failure, DataLossError | NotFoundError):  # what was durable may be gone
             message = f"{message}; {self._durable('had receipts')}"
             return type(failure)(failure.reason, message, hint, failure.retry_delay_ms, failure.numbers)
-        if failure.reason == "OUTCOME_UNKNOWN":  # which says by itself what is durable
+        if failure.reason == "OUTCOME_UNKNOWN":  # which already says what is durable
             hint = f"{failure.hint} {_GO_ON}" if "last_refusal" in failure.numbers else _GO_ON
         else:
             message = f"{message}; {self._durable()}"
@@ -590,7 +592,7 @@ class _Publication:
         return type(failure)(failure.reason, message, hint, failure.retry_delay_ms, numbers)
 
     def summary(self) -> dict[str, object]:
-        """The form is documented: keep it stable."""
+        """Return the result. The form is documented: keep it stable."""
         return {
             "topic": self._producer.topic,
             "producer_name": self._producer.name,

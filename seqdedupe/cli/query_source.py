@@ -1,5 +1,5 @@
-"""The rows of a query in a database, in the order of a column of integers: up to a bound below which no transaction can
-add a row any more."""
+"""The rows of a query in a database, in the order of a column of integers, up to a bound. No transaction can add a row
+below the bound any more."""
 
 import os
 import time
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, Row, Select
 
 _PAGE_ROWS = 1000
-"""This many are read at once, in a transaction of their own: none stays open while messages are sent."""
+"""The number of rows read at once, in a separate transaction: none stays open while messages are sent."""
 
 _POLL_SECONDS = 0.05
 _TELL_SECONDS = 1.0
-"""After waiting for other transactions for so long, the command says so."""
+"""After waiting this long for other transactions, the command prints that."""
 
 _HINT_QUERY = "Correct the query, or name the columns that it has."
 _HINT_SETTLED = (
@@ -32,16 +32,16 @@ _HINT_SETTLED = (
 )
 
 _WRITING_STATE = "25006"
-"""PostgreSQL's SQLSTATE for what writes in a transaction that only reads."""
+"""PostgreSQL's SQLSTATE for a write in a transaction that only reads."""
 
 # -- PostgreSQL. A transaction that inserts a row locks the table before the row takes a number from a sequence, and
-# until its end. So first the highest number is read, and then it is seen who has such a lock. When all of these have
-# ended, nobody has a lower number any more that is not committed. Transaction IDs do not tell that: a row takes its
-# number before its transaction has one.
+# until its end. So first read the highest number, and then find the transactions with such a lock. When all of these
+# have ended, every lower number is committed or will never be. Transaction IDs do not show that: a row takes its number
+# before its transaction has an ID.
 #
-# The tables of the query are those on which this transaction itself has locks, and the tables of which these are
-# partitions: an insert locks the partition after the row has its number. A transaction that is prepared goes on under
-# its name, or, in older versions and after a restart, under another one that begins with -1.
+# The tables of the query are the tables on which this transaction itself has locks, and the tables of which these are
+# partitions: an insert locks the partition after the row has its number. A prepared transaction goes on under its own
+# name, or, in older versions and after a restart, under another name that begins with -1.
 
 _OWN_RELATIONS = (
     "WITH own AS (SELECT DISTINCT relation FROM pg_locks WHERE locktype = 'relation' AND pid = pg_backend_pid() "
@@ -67,15 +67,15 @@ _DISORDERLY = (
 
 
 class QuerySource:
-    """The rows whose sequence ID is at or above `after`, as records whose payloads are JSON objects of their columns.
+    """The rows whose sequence ID is at or above `after`, as records. Their payloads are JSON objects of their columns.
 
-    A row that is committed later than one with a higher ID is not passed by: in SQLite, where one transaction writes at
-    a time; in PostgreSQL, where the transactions are waited for that have written to the query's tables, if rows take
-    their IDs from a sequence when they are inserted. In other databases, and in a replica of PostgreSQL, only if each
-    transaction commits within `settled_after_seconds` after it has taken an ID.
+    A row is not missed if it is committed later than a row with a higher ID. In SQLite, one transaction writes at a
+    time. In PostgreSQL, the source waits for the transactions that have written to the query's tables; rows must take
+    their IDs from a sequence when they are inserted. In other databases, and in a replica of PostgreSQL, each
+    transaction must commit within `settled_after_seconds` after it has taken an ID.
 
-    What is wrong with the query or its rows is INVALID_SOURCE, NOT_ASCENDING or MESSAGE_TOO_LARGE. SOURCE_UNAVAILABLE:
-    the database cannot be used now.
+    Errors of the query or its rows are INVALID_SOURCE, NOT_ASCENDING or MESSAGE_TOO_LARGE. SOURCE_UNAVAILABLE: the
+    database cannot be used now.
     """
 
     numbers_are_ids = False
@@ -96,7 +96,7 @@ class QuerySource:
     ) -> None:
         self.after = -1
         self.before_waiting: Callable[[], None] = lambda: None
-        self._query = query.strip().removesuffix(";").replace(":", "\\:")  # else SQLAlchemy sees parameters there
+        self._query = query.strip().removesuffix(";").replace(":", "\\:")  # otherwise SQLAlchemy sees parameters there
         self._id_column = sequence_id_column
         self._key_column = key_column
         self._settled_after_seconds = settled_after_seconds
@@ -116,7 +116,7 @@ class QuerySource:
         self._engine.dispose()
 
     def check(self) -> None:
-        """Looks at the columns, for rows without an ID, and at how it can be known that rows are complete."""
+        """Check the columns, look for rows without an ID, and check how the source can know that rows are complete."""
         from sqlalchemy import column, text
 
         with self._transaction() as connection:
@@ -148,7 +148,7 @@ class QuerySource:
                 record = self._record(number, row)
                 if record.sequence_id == last:
                     if place == 0:
-                        continue  # with which this page begins again, so that a second one is seen
+                        continue  # this page begins again with this row, so that a second one is seen
                     raise error("NOT_ASCENDING", f"the query has two rows with sequence ID {last}", hint=_HINT_TWICE)
                 last = record.sequence_id
                 number += 1
@@ -180,7 +180,7 @@ class QuerySource:
             return connection.execute(select if lower is None else select.where(ids >= lower)).all()
 
     def _settled_bound(self) -> int | None:
-        """The highest ID up to which all rows are there that ever will be; None if there are no rows."""
+        """Return the highest ID up to which all rows are there that ever will be; None if there are no rows."""
         writers, relations = list[str](), list[int]()
         with self._transaction() as connection:
             bound = self._highest(connection)
@@ -220,15 +220,15 @@ class QuerySource:
                 raise _bad(what, _HINT_SETTLED)
 
     def _relations(self, connection: "Connection") -> list[int]:
-        """The tables of the query, which this transaction has just read."""
+        """Return the tables of the query, which this transaction has just read."""
         return self._run(connection, _OWN_RELATIONS)
 
     def _writers(self, connection: "Connection", relations: list[int]) -> list[str]:
-        """The transactions that have written to these tables and are open."""
+        """Return the open transactions that have written to these tables."""
         return self._run(connection, _WRITERS, relations=relations)
 
     def _wait_for(self, writers: list[str], relations: list[int]) -> None:
-        """Until these transactions have ended."""
+        """Wait until these transactions have ended."""
         tell_at = time.monotonic() + _TELL_SECONDS
         while True:
             with self._transaction() as connection:
@@ -260,7 +260,7 @@ class QuerySource:
             if self._connection is None:
                 self._connection = self._engine.connect()
                 if self._engine.dialect.name == "sqlite":
-                    # Before it has read the schema, it says of a column that is not there that the schema has changed.
+                    # Before it has read the schema, SQLite reports a missing column as a change of the schema.
                     self._run(self._connection, "SELECT 1 FROM sqlite_master LIMIT 1")
             yield self._connection
             self._connection.rollback()
@@ -278,7 +278,7 @@ def _bad(what: str, hint: str = _HINT_QUERY) -> SeqdedupeError:
 
 
 def _engine(url: str) -> "Engine":
-    """Raises INVALID_SOURCE or INVALID_CONFIGURATION, which quote no password."""
+    """Return an engine for the URL. Raises INVALID_SOURCE or INVALID_CONFIGURATION, which quote no password."""
     with needing("a query needs", "services"):
         from sqlalchemy import create_engine, make_url
         from sqlalchemy.exc import ArgumentError

@@ -1,4 +1,4 @@
-"""`seqdedupe read`: a topic's messages on stdout, all of their columns or those that are asked for."""
+"""`seqdedupe read`: a topic's messages on stdout, with all of their columns or the selected ones."""
 
 import base64
 import json
@@ -27,13 +27,13 @@ from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
 
-# -- What `read` shows of a message, column by column, and choosing messages by it.
+# -- The columns that `read` shows of a message, and the selection of messages by them.
 
 _PROPERTY = "property."
 
 
 def _utf8(value: bytes | None) -> str | None:
-    """The value as text; None if there is none, or if it is not UTF-8."""
+    """Return the value as text; None if there is none, or if it is not UTF-8."""
     try:
         return None if value is None else value.decode()
     except UnicodeDecodeError:
@@ -41,7 +41,7 @@ def _utf8(value: bytes | None) -> str | None:
 
 
 def _base64(value: bytes | None) -> str | None:
-    """What is not UTF-8; None of all else."""
+    """Return a value that is not UTF-8, in base64; None for all others."""
     return base64.b64encode(value).decode() if value is not None and _utf8(value) is None else None
 
 
@@ -66,14 +66,14 @@ _ONLY_WHERE_THERE = ("partition", "deduplication_id")
 
 
 def json_line(message: Message) -> bytes:
-    """The form is documented: keep it stable."""
+    """Return the message as a line. The form is documented: keep it stable."""
     value: dict[str, object] = {}
     for name, column in _COLUMNS.items():
         if name == "payload":
             value["properties"] = message.properties
         found = column(message)
         if name.endswith("_base64"):
-            if found is not None:  # in place of the text, which there is not
+            if found is not None:  # in place of the text, which does not exist
                 value.pop(name.removesuffix("_base64"), None)
                 value[name] = found
         elif name not in _ONLY_WHERE_THERE or found is not None:
@@ -83,14 +83,14 @@ def json_line(message: Message) -> bytes:
 
 @dataclass(frozen=True)
 class Condition:
-    """That a column or a property has this text; what a message does not have, has none."""
+    """The condition that a column or a property has this text. It does not hold for a message without it."""
 
     column: str
     text: str
 
     @staticmethod
     def parse(text: str) -> "Condition":
-        """Of `column=value`. Raises ValueError with what is wrong."""
+        """Parse `column=value`. Raises ValueError with the problem."""
         column, is_there, value = text.partition("=")
         if not is_there:
             raise ValueError(f"{text!r} is not COLUMN=VALUE.")
@@ -99,7 +99,7 @@ class Condition:
         return Condition(column, value)
 
     def holds(self, message: Message) -> bool:
-        """Whether the message is as told."""
+        """Whether the message meets the condition."""
         column = _COLUMNS.get(self.column)
         if column is None:
             return message.properties.get(self.column.removeprefix(_PROPERTY)) == self.text
@@ -107,23 +107,24 @@ class Condition:
         return found is not None and str(found) == self.text
 
 
-# -- Where `read` starts and ends. `--to` a place ends before the first message that `--from` that place prints.
+# -- The places where `read` starts and ends. `--to` a place ends before the first message that `--from` that place
+# prints.
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?(?P<zone>[Zz]|[+-]\d\d:\d\d)?", re.ASCII)
-"""RFC 3339, the zone of which may have been forgotten."""
+"""A time of RFC 3339, possibly without the zone."""
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class PublishTime(NamedTuple):
-    """The first message published at this time or later."""
+    """The place of the first message published at this time or later."""
 
     milliseconds: int
 
     @staticmethod
     def parse(text: str) -> "PublishTime | None":
-        """Of a time of RFC 3339, or of a duration before now; None if it is neither. Raises ValueError with what is
-        wrong with a time."""
+        """Parse a time of RFC 3339, or a duration before now. None if it is neither. Raises ValueError with the problem
+        of a time."""
         if (ago_seconds := seconds_of(text)) is not None:
             return PublishTime(int((time.time() - ago_seconds) * 1000))
         if (found := _TIME.fullmatch(text)) is None:
@@ -153,7 +154,7 @@ class _PlaceType(click.ParamType[Place]):
             return text  # type: ignore[return-value]
         if re.fullmatch(r"\d{1,19}", text, re.ASCII) and int(text) <= MAX_INDEX:
             return int(text)
-        with suppress(SeqdedupeError, ValueError):  # of numbers that are too large for a position
+        with suppress(SeqdedupeError, ValueError):  # for numbers that are too large for a position
             return Position.from_proto(Position.parse(text).to_proto())
         with suppress(SeqdedupeError):
             return PartitionedPosition.parse(text)
@@ -168,7 +169,7 @@ class _PlaceType(click.ParamType[Place]):
 
 
 def _check_range(start: Place, to: Place | None, tail: int | None, *, follow: bool, is_start_given: bool) -> None:
-    """Raises UsageError for options that contradict each other."""
+    """Raise UsageError for options that contradict each other."""
     if tail is not None and (is_start_given or to is not None):
         raise click.UsageError(f"--tail and {'--from' if is_start_given else '--to'} exclude each other.")
     if to is not None and follow:
@@ -189,8 +190,8 @@ def _next_index(place: int | Position) -> int:
 
 
 def _in_each(topic: str, place: Place, partitions: int) -> Sequence[PlaceInTopic | Literal["earliest", "latest"]]:
-    """The place in each partition, or in the one topic that has none. Raises INVALID_POSITION for one of the other
-    kind."""
+    """Return the place in each partition, or in the one topic without partitions. Raises INVALID_POSITION for a place
+    of the other kind."""
     if isinstance(place, PartitionedPosition):
         if partitions == len(place.partitions):
             return place.partitions
@@ -208,15 +209,15 @@ def _in_each(topic: str, place: Place, partitions: int) -> Sequence[PlaceInTopic
 
 
 def _start_in(client: Client, topic: str, place: PlaceInTopic | Literal["earliest", "latest"]) -> Start:
-    """Where a reader of the topic starts."""
+    """Return where a reader of the topic starts."""
     if isinstance(place, PublishTime):
         return Position.before(*client.locate_time(topic, place.milliseconds))
     return place
 
 
 def _stop_in(client: Client, topic: str, place: PlaceInTopic) -> int:
-    """The index before which to stop. Raises POSITION_AFTER_END, POSITION_TRIMMED, POSITION_OF_ANOTHER_INCARNATION if
-    nobody can read up to there."""
+    """Return the index before which to stop. Raises POSITION_AFTER_END, POSITION_TRIMMED,
+    POSITION_OF_ANOTHER_INCARNATION if no reader can reach it."""
     if isinstance(place, PublishTime):
         return client.locate_time(topic, place.milliseconds).index
     first_index, last = client.ends(topic)
@@ -313,7 +314,7 @@ def read(
         names = [partition_name(topic_name(topic), k) for k in range(partitions)] or [topic]
         if not follow and limit is None:
             for name in names:
-                client.ends(name)  # a topic that does not know its end says so in time
+                client.ends(name)  # a topic that does not know its end raises that now
         left = limit
         with _reader(
             client, topic, start, to, tail, partitions, follow=follow, skip_damaged=skip_damaged, on_waiting=waiting
@@ -347,7 +348,7 @@ def _reader(
     skip_damaged: bool,
     on_waiting: OnWaiting,
 ) -> Reader | PartitionedReader:
-    """A reader of the topic, or of all of its partitions. Raises INVALID_POSITION for a place of the other kind."""
+    """Return a reader of the topic, or of all its partitions. Raises INVALID_POSITION for a place of the other kind."""
     names = [partition_name(topic_name(topic), k) for k in range(partitions)] or [topic]
     starts: list[Start]
     stops: list[int] | None = None
@@ -379,7 +380,7 @@ def _reader(
 
 
 def _skipped(reader: Reader | PartitionedReader) -> list[tuple[str, range]]:
-    """What was passed over, by the name of its topic."""
+    """Return the skipped ranges of messages, with the name of their topic."""
     if isinstance(reader, Reader):
         return [(reader.topic, skipped) for skipped in reader.skipped]
     return [(partition_name(reader.topic, k), skipped) for k, some in reader.skipped.items() for skipped in some]
@@ -388,7 +389,7 @@ def _skipped(reader: Reader | PartitionedReader) -> list[tuple[str, range]]:
 def _tell_skipped(
     reader: Reader | PartitionedReader, told: set[tuple[str, range]], as_json: bool
 ) -> set[tuple[str, range]]:
-    """Says which messages were passed over, but for those that were told; all of them."""
+    """Report the skipped messages that are not in `told`. Return all of them."""
     passed_over = _skipped(reader)
     for topic, skipped in passed_over:
         if (topic, skipped) in told:

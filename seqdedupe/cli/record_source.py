@@ -1,4 +1,5 @@
-"""The records of a file: lines, CSV, JSON lines, Parquet; and whether it stays the same while it is read."""
+"""The records of a file: lines, CSV, JSON lines, Parquet; and the check that the file stays the same during the
+read."""
 
 import csv
 import difflib
@@ -26,22 +27,23 @@ from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-# -- A file that notices when it becomes another one while it is read.
+# -- A file that notices when it becomes another one during the read.
 
 _TAIL_BYTES = 4096
-"""So much of what was read last is looked at again after each read."""
+"""The number of last-read bytes that are checked again after each read."""
 
 
 class ChangedError(Exception):
-    """The file is not the one any more that was begun; the text says in what."""
+    """The file has changed since the read began. The text says how."""
 
 
 class SteadyFile(io.FileIO):
-    """The raw bytes of a file, or of standard input (None). It may grow while it is read; all else is a ChangedError.
+    """The raw bytes of a file, or of standard input (None). The file may grow during the read. Any other change is a
+    ChangedError.
 
-    Each read of a regular file finds out whether what was read before it still stands there, before its own bytes
-    are given to anybody: so a file that was cut and written anew is not gone on with in its middle. `check` looks at
-    the rest. Not noticed is what was changed before the last 4 KiB read, in a file that grew besides.
+    Each read of a regular file first checks that the bytes before are still there. Only then it returns its own bytes.
+    So a file that was cut and written again is not continued in its middle. `check` looks at the rest. A change before
+    the last 4 KiB read is not noticed if the file also grew.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -53,7 +55,7 @@ class SteadyFile(io.FileIO):
         self._size, self._modified_ns = status.st_size, status.st_mtime_ns
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        """As of any raw file. Raises ChangedError."""
+        """Read as any raw file. Raises ChangedError."""
         start = self.tell() if self.is_regular else 0
         count = super().readinto(buffer) or 0
         if not self.is_regular:
@@ -68,8 +70,8 @@ class SteadyFile(io.FileIO):
         return count
 
     def check(self, *, is_complete: bool) -> None:
-        """Raises ChangedError if the name stands for another file by now (but for a pipe that was read to its end), if
-        this one was cut, or if, though it is complete, it was written to without growing."""
+        """Raise ChangedError if the name now belongs to another file, if this file was cut, or if it was written to
+        without growing, although it is complete. The name does not matter for a pipe read to its end."""
         own = os.fstat(self.fileno())
         if self._path is not None and (self.is_regular or not is_complete):
             named = None
@@ -86,23 +88,23 @@ class SteadyFile(io.FileIO):
         self._size, self._modified_ns = own.st_size, own.st_mtime_ns
 
 
-# -- A line of JSON, and what stands in it at a path: `after.id`, `meta.keys[0]`.
+# -- A line of JSON, and the value in it at a path: `after.id`, `meta.keys[0]`.
 
 _STEP = re.compile(r"(?:^|(?!^)\.)([^.\[\]]+)|\[([0-9]{1,9})\]")
 _MOST_SHOWN = 40
 _MOST_DIGITS_OF_JSON = 640
-"""Python may refuse to convert more. Such a number is taken as a float: it is no sequence ID and no key."""
+"""Python may refuse to convert more digits. Such a number is taken as a float: it is no sequence ID and no key."""
 
 _REPEATED = object()
-"""In place of the value of a member that an object has more than once: which one counts is not defined."""
+"""The stand-in for the value of a member that an object has more than once: it is not defined which one counts."""
 
 
 class BadLineError(Exception):
-    """What is wrong with a line, to follow its place: 'is not JSON: …', 'has no member …'."""
+    """The problem of a line, as text that follows its place: 'is not JSON: …', 'has no member …'."""
 
 
 def parse(line: bytes) -> Any:
-    """The value of a line. Raises BadLineError."""
+    """Return the value of a line. Raises BadLineError."""
     try:
         return _DECODER.decode(line.decode())
     except UnicodeDecodeError as e:
@@ -137,14 +139,14 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_members, parse_int=_integer, pars
 
 @dataclass(frozen=True)
 class JsonPath:
-    """Where a value stands: members of objects by name, elements of arrays by their index from 0."""
+    """The place of a value: members of objects by name, elements of arrays by their index from 0."""
 
     text: str
     steps: tuple[str | int, ...]
 
     @staticmethod
     def parse(text: str) -> "JsonPath":
-        """Raises ValueError for text that is no path."""
+        """Return the path. Raises ValueError for text that is no path."""
         steps = list[str | int]()
         end = 0
         while step := _STEP.match(text, end):
@@ -155,7 +157,7 @@ class JsonPath:
         return JsonPath(text, tuple(steps))
 
     def sequence_id(self, value: Any) -> int:
-        """The sequence ID at this place. Raises BadLineError unless it is an integer of JSON, 0 to 2^63 - 1."""
+        """Return the sequence ID at this place. Raises BadLineError unless it is an integer of JSON, 0 to 2^63 - 1."""
         found = self._find(value)
         if type(found) is not int or not 0 <= found <= MAX_SEQUENCE_ID:
             raise BadLineError(
@@ -164,7 +166,7 @@ class JsonPath:
         return found
 
     def key(self, value: Any) -> bytes | None:
-        """The key at this place: a string, or an integer's digits; null is none. Raises BadLineError."""
+        """Return the key at this place: a string, or an integer's digits; null means none. Raises BadLineError."""
         found = self._find(value)
         if found is None:
             return None
@@ -196,7 +198,7 @@ def _path_text(steps: tuple[str | int, ...]) -> str:
 
 
 def _content(value: Any) -> str:
-    """What a value has, or else is."""
+    """Return a description of the value's contents, or of the value itself."""
     if isinstance(value, dict) and value:
         names = [name[:_MOST_SHOWN] for name, _ in zip(value, range(_MOST_NAMES_SHOWN), strict=False)]
         return "has " + ", ".join(names) + (", …" if len(value) > len(names) else "")
@@ -229,7 +231,7 @@ _NOT_READ = {
     "bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
     "zstd": re.compile(rb"\x28\xb5\x2f\xfd"),
 }
-"""How files begin that are compressed in a way that is not read."""
+"""The first bytes of files with a compression that is not read."""
 
 _MAGIC_BYTES = 10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -266,40 +268,40 @@ _HINTS_UNREADABLE = {
 
 
 class SourceRecord(NamedTuple):
-    """A record: the payload is its text in the file, byte for byte, without the line's end."""
+    """A record. The payload is its text in the file, byte for byte, without the line's end."""
 
     number: int
-    """From 0, after a CSV header."""
+    """The record's number from 0, after a CSV header."""
     sequence_id: int
     payload: bytes
     key: bytes | None
     line: int
-    """Where it begins, from 1; of Parquet the row, from 1."""
+    """The line where it begins, from 1; for Parquet the row, from 1."""
 
 
 class RecordSource:
     """The records of a file, or of standard input (`-`), in order, with sequence IDs that rise.
 
     A line is a record, also an empty one; lines end with LF or CR LF. In a CSV file (by its name, or its `form`) the
-    first record is the header and none of the records; a record may stretch over lines within quotes, and empty
-    lines are skipped. In JSON lines each line is a value, and blank ones are skipped. The sequence ID is the record's
-    number from 0, or what a column or the value at a path says. Bytes that are not UTF-8 are taken as they are, but
-    for JSON. gzip and zip (of one file) are told by their first bytes.
+    first record is the header and not counted. A record may extend over lines within quotes, and empty lines are
+    skipped. In JSON lines each line is a value, and blank ones are skipped. The sequence ID is the record's number from
+    0, or the value of a column or at a path. Bytes that are not UTF-8 are taken unchanged, except in JSON. gzip and zip
+    (of one file) are recognized by their first bytes.
 
     `as_json` makes a JSON object of each CSV record: texts with the header's names. A row of a Parquet file always is
     one. Such a file is complete, or it is damaged.
 
-    A last line without its end is not taken, for it may be half of one, unless the file is `final`; nor is a CSV record
-    within whose quotes the file ends. `unfinished_line` then says where it is. With `follow` the records do not end:
-    `before_waiting` is called as often as there is nothing more.
+    A last line without its end is not taken, because it may be incomplete, unless the file is `final`. The same holds
+    for a CSV record within whose quotes the file ends. `unfinished_line` is then the line's number. With `follow` the
+    records do not end: `before_waiting` is called each time that there is nothing more.
 
-    Everything that is wrong with the file is INVALID_SOURCE, MESSAGE_TOO_LARGE, NOT_ASCENDING, SOURCE_INCOMPLETE for a
-    header without its end, or SOURCE_CHANGED for a file that was cut, rewritten, replaced or removed while it was read.
+    All problems of the file are INVALID_SOURCE, MESSAGE_TOO_LARGE, NOT_ASCENDING, SOURCE_INCOMPLETE for a header
+    without its end, or SOURCE_CHANGED for a file that was cut, rewritten, replaced or removed during the read.
     """
 
     noun = "file"
     keeps_records = True
-    """What was published from it stays in it."""
+    """Whether published records stay in the source."""
 
     def __init__(
         self,
@@ -337,7 +339,7 @@ class RecordSource:
                 raise
 
     def _begin(self) -> None:
-        """At the first record."""
+        """Go to the first record."""
         self.unfinished_line = None
         self._quotes_are_open = False
         self._line = 0
@@ -365,7 +367,7 @@ class RecordSource:
         self._records = records[form]()
 
     def _told_form(self) -> Form:
-        """The form of a file whose name tells none."""
+        """Return the form of a file whose name does not show it."""
         if self._file is self._raw and self._raw.peek(len(PARQUET))[: len(PARQUET)] == PARQUET:
             return "parquet"
         if self._columns != (None, None):
@@ -378,9 +380,9 @@ class RecordSource:
         return self._columns[0] is None and self._paths[0] is None
 
     def check(self) -> None:
-        """Reads a file once and begins anew: what is wrong with it is raised before anything is sent, and says so.
+        """Read a file once and begin again. So its problems are raised before anything is sent, and the error says so.
 
-        What can be read only once (a pipe), or grows, is not looked at.
+        A source that can be read only once (a pipe), or that grows, is not checked.
         """
         if self._steady.is_regular and not self._follow:
             self._checking = True
@@ -406,7 +408,7 @@ class RecordSource:
 
     @property
     def read_bytes(self) -> int:
-        """How much of `size_bytes` has been read, about."""
+        """The approximate number of bytes read of `size_bytes`."""
         return self._raw.tell() if self.size_bytes else 0
 
     def __iter__(self) -> Iterator[SourceRecord]:
@@ -424,7 +426,7 @@ class RecordSource:
             self._steady.check(is_complete=True)
 
     def _unpacked(self) -> tuple[IO[bytes], str]:
-        """The file within, and its name."""
+        """Return the file within, and its name."""
         start = self._raw.peek(_MAGIC_BYTES)[:_MAGIC_BYTES]
         for form, magic in _NOT_READ.items():
             if magic.match(start):
@@ -453,7 +455,7 @@ class RecordSource:
             yield line
 
     def _next_line(self) -> bytes:
-        """With its end, or longer than one may be; nothing at the end."""
+        """Return a line with its end, or more bytes than a line may have; nothing at the end."""
         most_bytes = MAX_PAYLOAD_BYTES + 3
         line = self._file.readline(most_bytes)
         while self._follow and not line.endswith(b"\n") and len(line) < most_bytes:
@@ -468,7 +470,8 @@ class RecordSource:
         return b""
 
     def incomplete(self, done: str = "published") -> SeqdedupeError:
-        """The error of an `unfinished_line`, which was not done what is done with the others."""
+        """Return the error for an `unfinished_line`. `done` says what was done with the other records, and not
+        with it."""
         if self._quotes_are_open:
             return error(
                 "SOURCE_INCOMPLETE",
@@ -505,7 +508,7 @@ class RecordSource:
             number += 1
 
     def _parquet_records(self) -> Iterator[SourceRecord]:
-        """Reads the columns' names now and the rows when they are asked for."""
+        """Read the columns' names now, and the rows when they are asked for."""
         if self._follow:
             raise self._bad("is a Parquet file, and cannot be followed", hint="Its end is written when it is complete.")
         if self._file is not self._raw or not self._raw.seekable():
@@ -543,8 +546,8 @@ class RecordSource:
             raise self._bad(str(e)) from e
 
     def _csv_records(self) -> Iterator[SourceRecord]:
-        """Reads the header now and the records when they are asked for."""
-        taken: list[bytes] = []  # the lines of the record that is being read
+        """Read the header now, and the records when they are asked for."""
+        taken: list[bytes] = []  # the lines of the current record
 
         def texts() -> Iterator[str]:
             for line in self._lines():
@@ -647,7 +650,7 @@ class RecordSource:
 
 
 def _standard_input() -> SteadyFile:
-    os.set_blocking(0, True)  # else a pipe that is empty for the moment looks as if it had ended
+    os.set_blocking(0, True)  # otherwise a pipe that is empty for the moment looks as if it had ended
     return SteadyFile(None)
 
 

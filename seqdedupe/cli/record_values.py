@@ -16,11 +16,11 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 class BadValueError(Exception):
-    """What is wrong with a record, to follow its place: 'has the sequence ID …'."""
+    """The problem of a record, as text that follows its place: 'has the sequence ID …'."""
 
 
 def json_of(names: Sequence[str], values: Sequence[Any]) -> bytes:
-    """The object with these members, in this order. Raises BadValueError."""
+    """Return the object with these members, in this order. Raises BadValueError."""
     members = dict(zip(names, values, strict=True))
     try:
         try:
@@ -50,7 +50,7 @@ def _without_special(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """What JSON has no form for."""
+    """Return the text of a value for which JSON has no form."""
     match value:
         case Decimal():
             return format(value, "f")
@@ -74,7 +74,7 @@ def _text(value: Any) -> str:
 
 
 def sequence_id_of(value: Any, name: str) -> int:
-    """Raises BadValueError unless it is an integer, 0 to 2^63 - 1."""
+    """Return the sequence ID. Raises BadValueError unless it is an integer, 0 to 2^63 - 1."""
     if type(value) is not int or not 0 <= value <= MAX_SEQUENCE_ID:
         raise BadValueError(
             f"has the sequence ID {shown(value)} in {name!r}: it should be a whole number from 0 to 2^63 - 1"
@@ -83,7 +83,7 @@ def sequence_id_of(value: Any, name: str) -> int:
 
 
 def key_of(value: Any, name: str) -> bytes | None:
-    """Text in UTF-8, an integer's digits, or bytes; None is none. Raises BadValueError."""
+    """Return text in UTF-8, an integer's digits, or bytes. None means no key. Raises BadValueError."""
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(value, bool) or not isinstance(value, int | str | UUID):
@@ -95,5 +95,5 @@ def key_of(value: Any, name: str) -> bytes | None:
 
 
 def shown(value: Any) -> str:
-    """For an error."""
+    """Return the value as an error shows it."""
     return "NULL" if value is None else repr(value)[:_MOST_SHOWN]

@@ -1,4 +1,4 @@
-"""The commands of the services: `consumer`, `inbox`, `outbox`, `pipe`, each on the database or topics it is told."""
+"""The commands of the services: `consumer`, `inbox`, `outbox`, `pipe`, each on the given database or topics."""
 
 import importlib
 import os
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from seqdedupe.services.outbox import Lag
 
-# -- The database of a service's consumers and inboxes, as a command is told it.
+# -- The database of a service's consumers and inboxes, as an option of a command.
 
 
 def database_options(command: Command) -> Command:
-    """`--database` and `--json`."""
+    """Add `--database` and `--json`."""
     database = click.option(
         "--database",
         envvar="SEQDEDUPE_DATABASE",
@@ -43,7 +43,7 @@ def database_options(command: Command) -> Command:
 
 @contextmanager
 def opened(url: str, whose: str) -> Iterator["Engine"]:
-    """An engine, for the tables of a consumer or an inbox. Raises INVALID_CONFIGURATION, INVALID_OPTION and
+    """Open an engine, for the tables of a consumer or an inbox. Raises INVALID_CONFIGURATION, INVALID_OPTION and
     OUTPUT_UNAVAILABLE, which quote no password."""
     with needing("services need", "services"):
         from sqlalchemy import create_engine
@@ -64,7 +64,7 @@ def opened(url: str, whose: str) -> Iterator["Engine"]:
 
 @contextmanager
 def told_errors(whose: str) -> Iterator[None]:
-    """Raises OUTPUT_UNAVAILABLE for what the database says of the tables of a consumer or an inbox."""
+    """Raise OUTPUT_UNAVAILABLE for errors of the database about the tables of a consumer or an inbox."""
     from sqlalchemy.exc import SQLAlchemyError
 
     from seqdedupe.databases.failures import told
@@ -77,7 +77,7 @@ def told_errors(whose: str) -> Iterator[None]:
 
 
 class PythonObject(click.ParamType[Any]):
-    """It is imported, also from the current directory."""
+    """A Python object, imported also from the current directory."""
 
     name = "object"
 
@@ -91,7 +91,7 @@ class PythonObject(click.ParamType[Any]):
 
 
 _SHOWN = 80
-"""Characters of an error in the table."""
+"""The number of characters of an error in the table."""
 
 
 @click.group()
@@ -146,7 +146,8 @@ def _text(value: bytes | None) -> str:
 
 
 def _when(kind: str, row: Any) -> object:
-    """When it is tried next, in milliseconds since 1970: `-` for what waits behind another one, or was given up."""
+    """Return the time of the next try, in milliseconds since 1970. `-` for a message that waits behind another one, or
+    was given up."""
     return "-" if kind == "dead" or row.next_attempt_ms is None else row.next_attempt_ms
 
 
@@ -201,7 +202,7 @@ def _text_of(name: str, count: int, said: str) -> str:
     return f"{count:,} message{'' if count == 1 else 's'} of {name} {'is' if count == 1 else 'are'} {said}"
 
 
-# -- `seqdedupe inbox`: what inboxes have parked.
+# -- `seqdedupe inbox`: the messages that inboxes have parked.
 
 
 @click.group()
@@ -268,7 +269,7 @@ def sweep(inbox: Any, as_json: bool) -> None:
     tell(as_json, {"handled": count, "parked": left}, text)
 
 
-# -- `seqdedupe outbox`: the tables of an outbox, its relay, and how far behind that is.
+# -- `seqdedupe outbox`: the tables of an outbox, its relay, and the relay's lag.
 
 DATABASE_VARIABLE = "SEQDEDUPE_DATABASE"
 

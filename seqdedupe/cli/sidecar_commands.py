@@ -111,7 +111,7 @@ def forget(name: str, address: str, as_json: bool) -> None:
     tell(as_json, {"forgotten": name, "topics": removed}, *lines)
 
 
-# -- The operators' commands that take a topic's numbers to a file, from one, and from its log.
+# -- The operators' commands that write a topic's numbers to a file, read them from one, and make them from its log.
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -183,7 +183,7 @@ def _say_opened(topic: admin_pb2.Topic, kind: str, where: str, as_json: bool) ->
     tell(as_json, values, text)
 
 
-# -- `seqdedupe top`: how a sidecar does, in a terminal.
+# -- `seqdedupe top`: the state of a sidecar, in a terminal.
 
 DEFAULT_TOPICS = 20
 
@@ -221,7 +221,7 @@ def top(once: bool, order: str, search: str, limit: int, address: str, as_json: 
 
 
 def first(ask: Ask) -> admin_pb2.GetStatisticsResponse:
-    """With rates: where nobody has asked before, counting begins with the first question."""
+    """Return statistics with rates. Counting begins with the first question, so the first answer may have none."""
     while not (found := ask()).activity.not_dup:
         time.sleep(found.interval_ms / 1000)
     return found
@@ -237,7 +237,7 @@ def _print_again_and_again(ask: Ask, once: bool) -> None:
 
 
 def _json(found: admin_pb2.GetStatisticsResponse) -> dict[str, Any]:
-    """The form is documented: keep it stable."""
+    """Return the statistics. The form is documented: keep it stable."""
     return {
         "version": found.version,
         "uptime_seconds": found.uptime_seconds,
@@ -268,7 +268,7 @@ def _json(found: admin_pb2.GetStatisticsResponse) -> dict[str, Any]:
 
 
 def _rates(activity: admin_pb2.Activity, interval_ms: int) -> dict[str, float | int]:
-    """Of the last interval a second, and sums of all intervals."""
+    """Return the rates of the last interval per second, and the sums of all intervals."""
     return {
         "stored_per_second": round(per_second(activity.not_dup, interval_ms), 3),
         "stored_bytes_per_second": round(per_second(activity.stored_bytes, interval_ms), 3),

@@ -1,4 +1,4 @@
-"""The commands about who may do what: tokens that are signed, rules, and the audit trail."""
+"""The commands about permissions: signed tokens, rules, and the audit trail."""
 
 import json
 import os
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from broker_sidecar.security.rules import RuleDecision
 
 MAX_READ_BYTES = 64 * 1024
-"""Of what may be a token."""
+"""The largest input that is read as a token."""
 
 _File = click.Path(path_type=Path, dir_okay=False)
 
@@ -102,14 +102,14 @@ def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: boo
     tell(as_json, values, f"{claims.subject}, until {expires_at:%Y-%m-%d %H:%M:%S} UTC")
 
 
-# -- The keys. What checks the tokens that they sign is in the sidecar, whose packages this needs.
+# -- The keys. The sidecar checks the tokens that they sign, so this needs the sidecar's packages.
 
 _SECRET_PARTS = frozenset({"d", "p", "q", "dp", "dq", "qi", "oth"})
-"""Of a private key as JSON."""
+"""The secret members of a private key as JSON."""
 
 
 def _read_private_key(path: Path, kid: str | None) -> "tuple[PyJWK, str]":
-    """The key in a file, a JSON Web Key or PEM, and its `kid`, which only the former has itself.
+    """Return the key in a file, a JSON Web Key or PEM, and its `kid`. Only a JSON Web Key has its own.
 
     Raises INVALID_CONFIGURATION; OSError.
     """
@@ -157,9 +157,9 @@ def _unusable(path: Path) -> SeqdedupeError:
 
 
 def _make_keys(private_file: Path, keys_file: Path, kid: str) -> None:
-    """Makes a key (Ed25519), in a file that only its owner may read, and adds its public part to a set of keys.
+    """Make a key (Ed25519), in a file that only its owner may read, and add its public part to a set of keys.
 
-    Raises INVALID_CONFIGURATION if the private file is there, the set has a key of that name or is none; OSError.
+    Raises INVALID_CONFIGURATION if the private file exists, or the set is invalid or has a key of that name; OSError.
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from jwt.algorithms import OKPAlgorithm
@@ -185,11 +185,11 @@ def _make_keys(private_file: Path, keys_file: Path, kid: str) -> None:
     sync_folder(keys_file.parent)
 
 
-# -- The commands about who may do what.
+# -- The commands about permissions.
 
 ACTIONS = ("publish", "read", "create", "observe", "administer", "attach")
 _ALSO_OF_SEVERAL = ("observe", "administer")
-"""There are calls that need it on a whole namespace, or on everything."""
+"""The actions for which calls exist that need them on a whole namespace, or on everything."""
 
 _EVERYTHING = "*"
 
@@ -253,7 +253,7 @@ def explain(
 def _decide(
     file: Path, subject: str, action: str, what: str, producer: str | None, cursor: str | None
 ) -> "tuple[str, RuleDecision]":
-    """The full name of what it is about, and the decision. Raises INVALID_CONFIGURATION, and what the names are."""
+    """Return the full name of the object, and the decision. Raises INVALID_CONFIGURATION, and the errors of names."""
     from broker_sidecar import kernels
 
     kernels.prepare()
@@ -270,7 +270,7 @@ def _decide(
     return topic, rules.decide(subject, Action(action), topic, producer if cursor is None else cursor)
 
 
-# -- `seqdedupe audit`: whether an audit trail is as it was written.
+# -- `seqdedupe audit`: the check that an audit trail is as it was written.
 
 
 @click.group()

@@ -1,6 +1,6 @@
-"""What `seqdedupe top` draws. It needs rich, of the extra `top`.
+"""The display of `seqdedupe top`. It needs rich, of the extra `top`.
 
-All text that others have chosen goes through `_text`: rich would take brackets in a plain string for its markup.
+All text from outside goes through `_text`: rich would read brackets in a plain string as its markup.
 """
 
 import os
@@ -23,17 +23,17 @@ from seqdedupe.figures import beyond_snapshot, duration, merged, per_second, sho
 from seqdedupe.v1 import admin_pb2
 
 WARNINGS = 3
-"""Shown below the topics."""
+"""The number of warnings below the topics."""
 
 _LINES_BESIDE = 9 + WARNINGS
-"""Of the screen, beside topics."""
+"""The lines of the screen that do not show topics."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BARS_SHOWN = 25
 _INTERVALS = 200
-"""Of the past that a sidecar tells."""
+"""The number of past intervals that a sidecar reports."""
 _WIDE = 120
-"""Columns of a terminal in which all columns of the table have room."""
+"""The width, in columns, of a terminal in which all columns of the table have room."""
 _END_KEYS = (b"q", b"Q", b"\x03", b"")
 
 _STYLES = {
@@ -41,20 +41,20 @@ _STYLES = {
     admin_pb2.TOPIC_STATE_DAMAGED: "red",
     admin_pb2.TOPIC_STATE_STANDBY: "blue",
 }
-"""Of the other states it is yellow."""
+"""The styles of states. All other states are yellow."""
 
 Found = admin_pb2.GetStatisticsResponse
 
 
 def show_once(found: Found, address: str) -> None:
-    """Prints it."""
+    """Print it once."""
     with standard_output():
         console = Console(highlight=False)
         console.print(_drawn(found, address, console.width, len(found.topics)))
 
 
 def show(ask: Callable[[], Found], address: str) -> None:
-    """Shows it again and again until somebody presses q."""
+    """Show it again and again until somebody presses q."""
     console = Console(highlight=False)
     found, problem = ask(), ""
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
@@ -71,7 +71,8 @@ def show(ask: Callable[[], Found], address: str) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Whether, within so many seconds, a key was pressed that ends it."""
+    """Yield a function that waits for this number of seconds. It returns whether a key was pressed that ends the
+    display."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
@@ -167,7 +168,7 @@ def _cells(one: admin_pb2.TopicStatistics, interval_ms: int) -> tuple[Text, ...]
 
 
 def _bars(values: Sequence[int]) -> str:
-    """The past as a line of bars, the newest on the right."""
+    """Return the past as a line of bars, the newest on the right."""
     sums = merged(values, _INTERVALS // _BARS_SHOWN)
     highest = max(sums, default=0)
     bars = "".join(_BARS[value * (len(_BARS) - 1) // highest] if value else " " for value in sums)

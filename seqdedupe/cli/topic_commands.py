@@ -1,4 +1,4 @@
-"""The operators' commands about topics: what there is, single messages and producers, cursors, and policies."""
+"""The operators' commands about topics: the list, single messages and producers, cursors, and policies."""
 
 from datetime import UTC, datetime
 from typing import Any, TextIO, TypeVar
@@ -15,7 +15,8 @@ from seqdedupe.v1 import admin_pb2
 
 
 def position_json(position: Position) -> dict[str, Any]:
-    """A position; `message_id` is null before a topic's first message, `ownership` (as in its text) if not known."""
+    """Return a position. `message_id` is null before a topic's first message; `ownership` (as in its text) if not
+    known."""
     return {
         "incarnation": position.incarnation,
         "index": position.index,
@@ -28,18 +29,18 @@ T = TypeVar("T")
 
 
 def _known(topic: admin_pb2.Topic, value: T) -> T | None:
-    """The value; None where it cannot be known, because the topic is damaged or could not be opened yet."""
+    """Return the value; None if it cannot be known, because the topic is damaged or could not be opened yet."""
     is_closed = not topic.HasField("last") and not topic.partitions
     return None if topic.state == admin_pb2.TOPIC_STATE_DAMAGED or is_closed else value
 
 
 def _of_log(topic: admin_pb2.Topic, value: T) -> T | None:
-    """The same; None also for a partitioned topic, which has no log of its own."""
+    """Do the same; None also for a partitioned topic, which has no separate log."""
     return None if topic.partitions else _known(topic, value)
 
 
 def _messages(topic: admin_pb2.Topic) -> int | None:
-    """How many can be read."""
+    """Return the number of messages that can be read."""
     return _of_log(topic, topic.last.index + 1 - topic.first_index)
 
 
@@ -101,7 +102,7 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
 
 
 def _may_lose(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
-    """What the flush policy leaves to a power cut."""
+    """Return the line about messages that a power cut may take, by the flush policy."""
     if not topic.may_lose_messages:
         return []
     at_most = f"{topic.may_lose_messages:,} messages of the last {topic.may_lose_ms / 1000:g} s"
@@ -110,7 +111,7 @@ def _may_lose(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
 
 
 def _of_whole(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
-    """Lines for a partitioned topic."""
+    """Return the lines for a partitioned topic."""
     by_route = f"; partitions by {_route(topic)}" if _route(topic) else ""
     unused = f"{topic.unused_partitions} that Pulsar has added: the topic was made with {topic.partitions}, for good"
     return [
@@ -122,7 +123,7 @@ def _of_whole(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
 
 
 def _of_one(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
-    """Lines for a topic that has a log, as a partition too."""
+    """Return the lines for a topic that has a log, also for a partition."""
     return [
         *([("partition of", topic.partition_of)] if topic.partition_of else []),
         *([("entries", _entry_format(topic))] if topic.entry_format else []),
@@ -136,12 +137,12 @@ def _of_one(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
 
 
 def _mode(topic: admin_pb2.Topic) -> str | None:
-    """By what its messages are told from each other; None if that is not known."""
+    """Return the name of the deduplication mode; None if it is not known."""
     return next((name for name, mode in MODES.items() if name and mode == topic.deduplication_mode), None)
 
 
 def _route(topic: admin_pb2.Topic) -> str | None:
-    """By what its messages find their partitions; None if there is nothing to find."""
+    """Return the name of the route by which messages find their partitions; None if there is none."""
     return next((name for name, route in ROUTES.items() if name and route == topic.deduplication_route), None)
 
 
@@ -152,7 +153,7 @@ def _deduplication(topic: admin_pb2.Topic) -> str | None:
 
 
 def _window_json(topic: admin_pb2.Topic) -> dict[str, Any] | None:
-    """How far back copies are known; null for a topic of sequence IDs."""
+    """Return how far back copies are known; None for a topic of sequence IDs."""
     if topic.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         return None
     return {
@@ -168,7 +169,7 @@ def _window_json(topic: admin_pb2.Topic) -> dict[str, Any] | None:
 
 
 def _window(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
-    """A line for a topic of deduplication IDs."""
+    """Return a line for a topic of deduplication IDs."""
     if topic.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         return []
     since = ""
@@ -191,7 +192,7 @@ def _entry_format(topic: admin_pb2.Topic) -> str:
 
 
 def _extent(topic: admin_pb2.Topic) -> str:
-    """How many messages there are, and where."""
+    """Return the number of messages, and their indexes."""
     count = topic.last.index + 1 - topic.first_index
     if not count:
         return f"0, the next one gets index {topic.first_index}"
@@ -199,14 +200,14 @@ def _extent(topic: admin_pb2.Topic) -> str:
 
 
 def _forgotten(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
-    """A line for a topic that has forgotten producers."""
+    """Return a line for a topic that has forgotten producers."""
     if not topic.purged and not topic.resumed_after_purge:
         return []
     return [("forgotten", f"{topic.purged:,} producers since it was opened; {topic.resumed_after_purge:,} came back")]
 
 
 def _damage(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
-    """A line for a topic in whose log damage was found."""
+    """Return a line for a topic in whose log damage was found."""
     if not topic.damaged_places:
         return []
     found = f"{topic.damaged_places:,} places of the log, {topic.damaged_messages:,} messages: see the sidecar's log"
@@ -214,7 +215,7 @@ def _damage(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
 
 
 def _skipped(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
-    """A line for a topic in whose log entries stand that are no part of it."""
+    """Return a line for a topic whose log has entries that do not belong to it."""
     counts = {
         "of owners that had lost it": topic.log_void,
         "twice": topic.log_repeats,
@@ -233,7 +234,7 @@ def _shown(value: object) -> object:
 
 
 def _title(topic: admin_pb2.Topic) -> str:
-    """A name in the list; how many partitions stand under it."""
+    """Return the name in the list, with the number of partitions."""
     return f"{topic.name} ({topic.partitions} partitions)" if topic.partitions else topic.name
 
 
@@ -428,7 +429,7 @@ _PREFIX = "MESSAGE_STATE_"
 
 
 _NEGATIVE_NUMBERS = {"ignore_unknown_options": True}
-"""So that -1 is an argument, and no option."""
+"""The setting with which -1 is an argument, and no option."""
 
 
 @click.command("message-state", context_settings=_NEGATIVE_NUMBERS)
@@ -448,7 +449,7 @@ def message_state(
         found = client.admin.message_state(
             topic, producer or "", sequence_id or 0, deduplication_id=deduplication_id or ""
         )
-    known = found.state in admin_pb2.MessageState.values()  # a newer sidecar may say more
+    known = found.state in admin_pb2.MessageState.values()  # a newer sidecar may have more
     state = admin_pb2.MessageState.Name(found.state).removeprefix(_PREFIX) if known else str(found.state)
     position = Position.from_proto(found.position) if found.HasField("position") else None
     if as_json:
@@ -525,12 +526,12 @@ _NAMES = [field.name for field in admin_pb2.TopicPolicy.DESCRIPTOR.fields]
 
 
 def _values(policy: Any) -> dict[str, Any]:
-    """Each value by name, None where it is not set."""
+    """Return each value by name, None if it is not set."""
     values: dict[str, Any] = {}
     for field in policy.DESCRIPTOR.fields:
         value = getattr(policy, field.name) if policy.HasField(field.name) else None
         if value is not None and field.enum_type is not None:
-            known = field.enum_type.values_by_number.get(value)  # a newer sidecar may say more
+            known = field.enum_type.values_by_number.get(value)  # a newer sidecar may have more
             value = str(value) if known is None else known.name.rpartition("_")[2]
         values[field.name] = value
     return values

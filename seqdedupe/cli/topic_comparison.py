@@ -15,7 +15,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import partition_name, producer_name, topic_name
 
 _MOST_SHOWN = 10
-"""Differences of each kind."""
+"""The largest number of differences of each kind."""
 
 _KINDS = {
     "payload_differs": "with another payload",
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
 
 
 class Comparison:
-    """What a comparison has found: of each kind how many, and the first ten."""
+    """The result of a comparison: the count of each kind of difference, and the first ten."""
 
     def __init__(self, topic: str, name: str) -> None:
         self.topic = topic_name(topic)
@@ -53,10 +53,10 @@ class Comparison:
         self.shown = list[Difference]()
 
     def compare(self, records: Iterable[SourceRecord], messages: Iterable[Message]) -> None:
-        """Merges the two, which both rise by sequence ID, in constant memory.
+        """Merge the two, which both rise by sequence ID, in constant memory.
 
-        A message that does not rise is out of order: the topic has it once more, or too late, as can be where
-        deduplication was off, or after its producer was reset.
+        A message that does not rise is out of order: the topic has it once more, or too late. That is possible if
+        deduplication was off, or after the producer was reset.
         """
         expected, found = self._counted(records), self._rising(messages)
         record, message = next(expected, None), next(found, None)
@@ -105,7 +105,7 @@ class Comparison:
             self.shown.append(Difference(kind, message.sequence_id, index, None))
 
     def failure(self) -> SeqdedupeError | None:
-        """The error unless all is the same."""
+        """Return the error unless all is the same."""
         found = ", ".join(f"{count:,} {_KINDS[kind]}" for kind, count in self.counts.items() if count)
         if not found:
             return None
@@ -116,7 +116,7 @@ class Comparison:
         )
 
     def summary(self) -> dict[str, object]:
-        """The form is documented: keep it stable."""
+        """Return the result. The form is documented: keep it stable."""
         return {
             "topic": self.topic,
             "producer_name": self.name,
@@ -129,7 +129,7 @@ class Comparison:
         }
 
     def print_text(self) -> None:
-        """For a person."""
+        """Print the result for a person."""
         records = "record" if self.records == 1 else "records"
         messages = "message" if self.messages == 1 else "messages"
         echo(f"{self.records:,} {records}, {self.messages:,} {messages} of this producer: {self.same:,} the same")
@@ -150,14 +150,14 @@ class Comparison:
 
 
 def verify(client: Client, topic: str, name: str, records: Iterable[SourceRecord]) -> Comparison:
-    """Compares the records with all messages of that producer that are in the topic now. Publishes nothing, and takes
-    no name over."""
+    """Compare the records with all messages of that producer that are in the topic now. Publish nothing, and take over
+    no name."""
     comparison = Comparison(topic, name)
     producer_name(name)
     count = client.admin.topic(topic).partitions
     parts = [partition_name(topic_name(topic), k) for k in range(count)] or [topic]
     comparison.first_index = sum(client.ends(part).first_index for part in parts)
-    # Each partition's rise, so that all of them together do.
+    # Each partition rises, so the merged messages do, too.
     messages = merge(*(_messages_of(client, part, name) for part in parts), key=attrgetter("sequence_id"))
     comparison.compare(records, messages)
     return comparison

@@ -1,16 +1,16 @@
 """Patterns of services over the sidecar, each one object: needs the extra `services`.
 
-Each has a folder or file: `outbox`, `consumer`, `inbox`, `pipe`. Here is what they share: when one that stands by may
-take over.
+Each has a folder or file: `outbox`, `consumer`, `inbox`, `pipe`. This file has what they share: the test when a process
+that stands by may take over.
 """
 
 import time
 
 
 class Stillness:
-    """Whether nothing has changed for long of what the one that works would change: then who stands by takes over.
+    """Whether the working process has shown no change for long enough. Then a process that stands by takes over.
 
-    It is looked at from time to time, and measured by this process's own clock.
+    The process that stands by looks from time to time, and measures by its own clock.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -19,7 +19,7 @@ class Stillness:
         self._since = 0.0
 
     def has_lasted(self, seen: object) -> bool:
-        """This is what is seen now: whether it has been the same for so long."""
+        """Return whether the state has been the same for that number of seconds. `seen` is the state now."""
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now

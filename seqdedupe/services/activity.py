@@ -1,6 +1,7 @@
 """What a service has done and how far behind it is, in plain numbers: the service writes them, metrics show them.
 
-`Activity` is counted where the work is done. `lag_after` asks a sidecar how far a position is behind its topic's end.
+The service counts in `Activity` while it works. `lag_after` asks a sidecar how far a position is behind its topic's
+end.
 """
 
 import asyncio
@@ -18,38 +19,38 @@ from seqdedupe.message_id import Position
 T = TypeVar("T")
 
 ANSWER_SECONDS = 20.0
-"""A look at the lag ends without a result after so long."""
+"""The time limit of a look at the lag. After it, the look ends without a result."""
 
 AT_ONCE = 16
-"""So many topics are asked for at once."""
+"""The number of topics that are asked for at the same time."""
 
 _OF_DATABASES = ("OUTPUT_UNAVAILABLE", "OUTBOX_UNAVAILABLE")
-"""Of a look at the lag they say nothing: that asks the sidecar."""
+"""Failures of a database. A look at the lag proves nothing about them, because it asks only the sidecar."""
 
 UNTYPED = "OTHER"
 """The reason of a failure that is none of `seqdedupe.errors`."""
 
 
 class State(Enum):
-    """What a service does at the moment."""
+    """The present action of a service."""
 
     RUNNING = "running"
-    """It works, or has done all there is."""
+    """It works, or has done all the work there is."""
     WAITING = "waiting"
-    """It cannot go on until something else answers: its reason says what."""
+    """It cannot continue until something else answers. Its reason names that."""
     STANDBY = "standby"
-    """Another process works, and this one would take over."""
+    """Another process works. This process takes over if the other one ends."""
     STOPPED = "stopped"
-    """It has not begun, or has ended: with a reason if it failed."""
+    """It has not begun, or has ended. It has a reason if it failed."""
 
 
 class Lag(NamedTuple):
     """How far behind a service is."""
 
     messages: int
-    """Not processed yet."""
+    """The number of messages that are not processed yet."""
     oldest_ms: int | None
-    """When the oldest of them was published, in milliseconds since 1970; None if there is none, or it is not known."""
+    """The publish time of the oldest of them, in milliseconds since 1970. None if there is none, or it is not known."""
 
     @property
     def seconds(self) -> float | None:
@@ -63,29 +64,29 @@ NO_LAG = Lag(0, None)
 
 
 class Activity:
-    """Counts from when it is made. One service writes, any thread reads: each number is right by itself."""
+    """Counts since the object was made. One service writes and any thread reads. Each number is correct on its own."""
 
     def __init__(self, kind: str, name: str) -> None:
         self.kind = kind
         self.name = name
         self.messages = 0
-        """Processed for good."""
+        """The number of messages processed for good."""
         self.duplicates = 0
-        """Found to be processed already, and skipped."""
+        """The number of messages that had been processed already, and were skipped."""
         self.set_aside = 0
-        """Put aside for people, or to be tried again."""
+        """The number of messages put aside for people, or for another attempt."""
         self.failures: Counter[str] = Counter()
-        """By reason. What is tried again counts each time."""
+        """The number of failures by reason. Each attempt counts."""
         self.last_success_seconds: float | None = None
-        """When something was processed last, in seconds since 1970."""
+        """The time when something was processed last, in seconds since 1970."""
         self.state = State.STOPPED
         self.reason = ""
-        """Of the state, if that has one."""
+        """The reason of the state, if it has one."""
         self.lag: Lag | None = None
-        """As it was looked at last; None if it is not known, or another process works."""
+        """The lag at the last look. None if it is not known, or another process works."""
 
     def done(self, messages: int, *, duplicates: int = 0, set_aside: int = 0) -> None:
-        """So many have been processed, or dealt with otherwise."""
+        """Count this number of messages as processed, or as dealt with otherwise."""
         self.messages += messages
         self.duplicates += duplicates
         self.set_aside += set_aside
@@ -93,40 +94,40 @@ class Activity:
         self.runs()
 
     def failed(self, failure: BaseException) -> str:
-        """Counts it; its reason."""
+        """Count the failure and return its reason."""
         reason = failure.reason if isinstance(failure, SeqdedupeError) else UNTYPED
         self.failures[reason] += 1
         return reason
 
     def runs(self) -> None:
-        """Nothing is waited for."""
+        """Note that the service works and waits for nothing."""
         self.state, self.reason = State.RUNNING, ""
 
     def waits(self, failure: SeqdedupeError) -> None:
-        """Until what has failed works again."""
+        """Note that the service waits until the failed part works again."""
         self.state, self.reason = State.WAITING, self.failed(failure)
 
     def stands_by(self) -> None:
-        """Another process works."""
+        """Note that another process works."""
         self.state, self.reason, self.lag = State.STANDBY, "", None
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it is this process that works, if it can."""
+        """Whether this process is the one that works, if it can."""
         return self.state in (State.RUNNING, State.WAITING)
 
     def see(self, lag: Lag | None) -> None:
-        """The lag as it was found now; None if it is not known where the service stands."""
+        """Take the lag as it was found now. None if the position of the service is not known."""
         if lag is None and self.state is State.WAITING:
-            return  # what it was when the wait began says more
+            return  # the lag at the start of the wait says more
         if lag is not None and not lag.messages and self.state is State.WAITING and self.reason not in _OF_DATABASES:
-            self.runs()  # nothing is left that could be waited for
+            self.runs()  # nothing is left to wait for
         self.lag = lag if self.is_at_work else None
 
     @contextmanager
     def life(self) -> Iterator[None]:
-        """Runs until the block ends. What it raises is why it has stopped. Within another such block it changes
-        nothing."""
+        """Run until the block ends. An exception of the block is the reason why the service has stopped. Within another
+        such block this changes nothing."""
         if self.state is not State.STOPPED:
             yield
             return
@@ -142,19 +143,22 @@ class Activity:
 
 
 class Service(Protocol):
-    """What metrics can be served of: a `Consumer`, a `Pipe`, a `Relay`."""
+    """A service whose metrics can be served: a `Consumer`, a `Pipe`, a `Relay`."""
 
     @property
     def activity(self) -> Activity: ...
 
     def look_at_lag(self) -> Lag | None:
-        """Finds out how far behind the service is; None if another process works. Blocks; from a thread of its own.
+        """Find out how far behind the service is. None if another process works. This blocks: call it from a separate
+        thread.
 
-        Raises SeqdedupeError, TimeoutError if it cannot be found out now."""
+        Raises SeqdedupeError, TimeoutError if the lag cannot be found out now.
+        """
 
 
 def answer_of(call: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """What the coroutine returns, run on another thread's event loop. Raises TimeoutError after ANSWER_SECONDS."""
+    """Return the result of the coroutine, run on another thread's event loop. Raises TimeoutError after
+    ANSWER_SECONDS."""
     asked = asyncio.run_coroutine_threadsafe(call, loop)
     try:
         return asked.result(ANSWER_SECONDS)
@@ -166,10 +170,11 @@ def answer_of(call: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> 
 
 
 async def lag_after(client: Client, topic: str, position: Position) -> Lag:
-    """How many messages of the topic follow a position, and how old the first of them is: reads that one alone.
+    """Return the number of the topic's messages after a position, and the age of the first. Only that message is read.
 
-    A position of a topic that was deleted and made anew is before all that there is now. Raises what `Client.ends` and
-    readers do; not for messages that are gone by retention, which do not count."""
+    If a topic was deleted and created again, a position of the old topic is before all its messages. Raises the errors
+    of `Client.ends` and of readers, but not for messages that retention has dropped. Those do not count.
+    """
     ends = await client.ends(topic)
     first_index = _first_after(position, ends)
     if first_index > ends.last.index:
@@ -183,7 +188,7 @@ def _first_after(position: Position, ends: TopicEnds) -> int:
 
 
 async def _publish_time_ms(client: Client, topic: str, index: int) -> int | None:
-    # It may be gone by now, or damaged; and a reader would wait for a sidecar that has gone.
+    # The message may be gone by now, or damaged; and a reader would wait for a sidecar that is not there any more.
     with suppress(PositionError, DamagedError, TimeoutError):
         async with asyncio.timeout(ANSWER_SECONDS), client.reader(topic, index, stop_index=index + 1) as reader:
             async for message in reader:
@@ -192,7 +197,7 @@ async def _publish_time_ms(client: Client, topic: str, index: int) -> int | None
 
 
 async def lags_after(client: Client, positions: Mapping[str, Position]) -> dict[str, Lag]:
-    """`lag_after` of several topics, by their positions."""
+    """Return the result of `lag_after` for several topics, by topic."""
     lags: dict[str, Lag] = {}
     topics = list(positions)
     for first in range(0, len(topics), AT_ONCE):
@@ -203,11 +208,11 @@ async def lags_after(client: Client, positions: Mapping[str, Position]) -> dict[
 
 
 async def lag_of_all(client: Client, positions: Mapping[str, Position]) -> Lag | None:
-    """That of several topics together; None if there are none."""
+    """Return the lag of several topics together; None if there are none."""
     return total((await lags_after(client, positions)).values()) if positions else None
 
 
 def total(lags: Collection[Lag]) -> Lag:
-    """The sum of the messages, and the oldest."""
+    """Return the sum of the messages, and the oldest time."""
     oldest = [lag.oldest_ms for lag in lags if lag.oldest_ms is not None]
     return Lag(sum(lag.messages for lag in lags), min(oldest, default=None))

@@ -1,4 +1,4 @@
-"""What the command lines share that run a service, or show how far behind it is: `--metrics-listen`, and a lag."""
+"""Options shared by the command lines that run a service or show its lag: `--metrics-listen`, and limits of the lag."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +24,7 @@ _ALLOW = "seqdedupe.allow_insecure_listen"
 
 
 def metrics_options(command: Command) -> Command:
-    """Adds `--metrics-listen` and `--allow-insecure-listen`, for `metrics_of`."""
+    """Add `--metrics-listen` and `--allow-insecure-listen`, for `metrics_told`."""
     allow = click.option(
         "--allow-insecure-listen",
         is_flag=True,
@@ -49,8 +49,9 @@ def _remember(key: str, context: click.Context, _option: click.Parameter, value:
 
 
 def metrics_told(*, as_json: bool) -> Callable[[Service], AbstractContextManager[None]]:
-    """Makes of a service the block within which the command at work serves its metrics, if it was told to. It says
-    where on standard error. The block raises INVALID_CONFIGURATION, INSECURE_LISTEN."""
+    """Return a function that makes a block from a service. Within the block, the command serves the service's metrics
+    if `--metrics-listen` is given. It prints the address on standard error. The block raises INVALID_CONFIGURATION,
+    INSECURE_LISTEN."""
     told = click.get_current_context().meta
     return partial(_metrics_of, told[_LISTEN], told[_ALLOW], as_json)
 
@@ -70,11 +71,11 @@ def _metrics_of(listen: str | None, allow_insecure: bool, as_json: bool, service
         yield
 
 
-# -- How far behind a service is that may not run.
+# -- The lag of a service that need not be running.
 
 
 def lag_options(command: Command) -> Command:
-    """Adds `--max-messages` and `--max-seconds`, which the command gets."""
+    """Add `--max-messages` and `--max-seconds`, which the command gets."""
     seconds = click.option(
         "--max-seconds", type=click.FloatRange(0), metavar="S", help="Exit status 1 if the oldest of them is older."
     )
@@ -92,8 +93,8 @@ def show_lag(
     *,
     as_json: bool,
 ) -> int:
-    """Prints how far these positions, by topic, are behind the topics' ends; returns the exit status. Raises what
-    `lag_after` does."""
+    """Print how far these positions, by topic, are behind the topics' ends. Return the exit status. Raises the errors
+    of `lag_after`."""
     lags = run(partial(lags_after, client.on_loop, positions))
     whole = total(lags.values())
     if as_json:

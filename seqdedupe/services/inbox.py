@@ -1,7 +1,7 @@
-"""The inbox: messages take effect in the order that the business means, whatever order they arrive in. `Inbox` stands
-in front of a handler, and restores the order of the versions that messages say they are.
+"""The inbox: messages take effect in the order that the business means, in any order of arrival. `Inbox` stands in
+front of a handler, and restores the order of the versions that the messages have.
 
-First come its tables and what is asked of them without a handler, then what is decided about a message, then `Inbox`.
+The tables come first, with the queries that need no handler. Then comes the decision about a message, then `Inbox`.
 """
 
 import hashlib
@@ -50,8 +50,8 @@ KEYS = table(
     Column("dropped", BigInteger, nullable=False),
     Column("locked", BigInteger, nullable=False),
 )
-"""A row for each key: the last version applied, and how many messages were dropped. `locked` changes whenever somebody
-decides about the key: an update holds off all others, also where a transaction reads from a snapshot."""
+"""A row for each key: the last version applied, and the number of messages dropped. `locked` changes whenever a
+transaction decides about the key: an update blocks all others, also where a transaction reads from a snapshot."""
 
 PARKED = table(
     "seqdedupe_inbox_parked",
@@ -64,7 +64,7 @@ PARKED = table(
     Column("parked_ms", BigInteger, nullable=False),
     *content_columns(),
 )
-"""A row for each message that came early: the versions that it is of its keys (JSON), and one that it waits for."""
+"""A row for each message that came early: its versions of its keys (JSON), and one version that it waits for."""
 
 Index("seqdedupe_inbox_waits", PARKED.c.inbox, PARKED.c.waits_for_key, PARKED.c.waits_for_version)
 
@@ -74,25 +74,26 @@ class Waiting(NamedTuple):
 
     message: Message
     versions: Mapping[str, int]
-    """By key: the version that it is."""
+    """The version that the message is, by key."""
 
     missing: Mapping[str, int]
-    """By key: the version that has to be applied before it, and is not; empty if its own handling has failed."""
+    """The version that must be applied before it and is not, by key. Empty if its own handling has failed."""
 
     seconds: float
-    """How long it has been parked."""
+    """The time since it was parked."""
 
     error: str
-    """Why the handler would not take it when its turn came; empty if that has not been."""
+    """The error of the handler when its turn came; empty if its turn has not come."""
 
     in_cycle: bool
-    """Whether it waits, over others, for itself: nothing that comes can end that."""
+    """Whether the message waits, through others, for itself. No further message can end that."""
 
 
 def in_cycles(parked: Sequence[tuple[Mapping[str, int], Mapping[str, int]]]) -> list[bool]:
-    """Of each message (its versions, and those it waits for), whether it waits for itself, over others that are parked.
+    """Return for each message (its versions, and those it waits for) whether it waits for itself, through parked
+    messages.
 
-    Those in cycles are what is left of a strongly connected part with more than one, or with an edge to itself.
+    A message is in a cycle if its strongly connected part has more than one message, or an edge to itself.
     """
     provider = {(key, version): i for i, (versions, _) in enumerate(parked) for key, version in versions.items()}
     needs = [sorted({provider[wanted] for wanted in missing.items() if wanted in provider}) for _, missing in parked]
@@ -105,7 +106,7 @@ def in_cycles(parked: Sequence[tuple[Mapping[str, int], Mapping[str, int]]]) -> 
 
 
 def _connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The strongly connected parts, after Tarjan, without recursion: chains may be long."""
+    """Return the strongly connected parts, after Tarjan, without recursion: chains may be long."""
     order: dict[int, int] = {}
     low: dict[int, int] = {}
     on_stack: set[int] = set()
@@ -140,11 +141,11 @@ def _connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
     return parts
 
 
-# -- What people ask of what an inbox has parked, without its handler.
+# -- Queries of people about parked messages. They need no handler.
 
 
 def waiting_in(engine: Engine, name: str, longer_than_seconds: float = 0.0) -> list[Waiting]:
-    """What the inbox of this name has parked for so long, the longest first."""
+    """Return the messages that the inbox with this name has parked for longer than this, the longest first."""
     with engine.begin() as connection:
         mine = select(PARKED).where(PARKED.c.inbox == name).order_by(PARKED.c.parked_ms, PARKED.c.id)
         rows = connection.execute(mine).all()
@@ -163,7 +164,7 @@ def waiting_in(engine: Engine, name: str, longer_than_seconds: float = 0.0) -> l
     return [one for one in found if one.seconds >= longer_than_seconds]
 
 
-# -- What is decided about a message, from its versions and those applied: pure.
+# -- The decision about a message, from its versions and those applied. It does no I/O.
 
 Order = Literal["contiguous", "latest"]
 
@@ -171,7 +172,7 @@ MAX_VERSION = 2**63 - 1
 MAX_KEY_LENGTH = 255
 
 Versions = Mapping[str, int]
-"""By key: the version of it that a message is, or the last one applied."""
+"""By key: the version of the key that a message is, or the last version applied."""
 
 
 class InboxVerdict(Enum):
@@ -181,7 +182,7 @@ class InboxVerdict(Enum):
 
 
 class InboxDecision(NamedTuple):
-    """With PARK: a key, and the version of it that has to be applied before."""
+    """The verdict. With PARK: a key, and the version of it that must be applied before."""
 
     verdict: InboxVerdict
     key: str = ""
@@ -189,10 +190,13 @@ class InboxDecision(NamedTuple):
 
 
 def decide(order: Order, wanted: Versions, applied: Versions) -> InboxDecision:
-    """A message that is not above what was applied is dropped. One that is above is applied, with "contiguous" only
-    when the version before it was, of every key; until then it waits, for the first key for which that is not so.
+    """Decide about a message.
 
-    Raises INVALID_VERSION for one that is above for some keys and not for others: two messages claim one version.
+    - DROP: no version of it is above the last one applied.
+    - APPLY: all versions are above. With "contiguous", the version before it must have been applied, for every key.
+    - PARK: with "contiguous", until then. It waits for the first key for which that is not so.
+
+    Raises INVALID_VERSION for a message that is above for some keys and not for others: two messages claim one version.
     """
     passed = [key for key in sorted(wanted) if wanted[key] <= applied[key]]
     if len(passed) == len(wanted):
@@ -212,8 +216,8 @@ def decide(order: Order, wanted: Versions, applied: Versions) -> InboxDecision:
 
 
 def name_of(key: str | bytes) -> str:
-    """Under which name the tables have a key: no two keys share one. Bytes that are UTF-8 are the same key as that
-    text. All others have a hash of theirs as their name, since no text stands for them."""
+    """Return the name of a key in the tables. No two keys share one. Bytes that are valid UTF-8 are the same key as
+    that text. All other bytes have a hash as their name, since no text stands for them."""
     if isinstance(key, str):
         return key
     try:
@@ -228,14 +232,14 @@ def _is_name(text: str) -> bool:
 
 
 def former_name_of(key: str | bytes) -> str | None:
-    """The name that earlier versions gave to bytes that are no text, which several keys may have shared. None for all
-    other keys."""
+    """Return the name that earlier versions gave to bytes that are no text. Several keys may have shared it. None for
+    all other keys."""
     former = key.decode(errors="replace") if isinstance(key, bytes) else key
     return former if former != name_of(key) and _is_name(former) else None
 
 
 def checked(found: object) -> dict[str, int]:
-    """The versions, if they are some. Raises INVALID_VERSION."""
+    """Return the versions, if they are valid. Raises INVALID_VERSION."""
     if not isinstance(found, Mapping) or not found:
         raise error("INVALID_VERSION", f"the versions are {found!r:.80}: they should be a mapping of keys to numbers")
     versions: dict[str, int] = {}
@@ -260,36 +264,37 @@ Handle = Callable[[Connection, Message], object]
 MAX_NAME_LENGTH = 100
 
 _MOST_LOSSES = 2
-"""A parked message with which the connection ended so often is passed over: fewer times than a consumer takes for what
-woke it to be to blame."""
+"""A parked message with which the connection ended this number of times is skipped. The number is below the number
+after which a consumer blames the message that woke it."""
 
 _REPLACED = "\N{REPLACEMENT CHARACTER}"
-"""In the name of what earlier versions parked with a key of bytes that are no text."""
+"""The character in the names of messages that earlier versions parked with a key of bytes that are no text."""
 
 
 class Inbox:
     """A handler in front of a handler: `Consumer(client, topic, name, engine, Inbox(…), in_batches=True)`.
 
-    With `in_batches` all keys of a batch are locked at once; its handler gets single messages all the same. Without,
+    With `in_batches` all keys of a batch are locked at once; the inner handler still gets single messages. Without it,
     consumers that share the inbox may meet in deadlocks, which cost time.
 
-    `key(message)` is what has versions, and `version(message)` which of them a message is; or `versions(message)` says
-    it of several keys at once (`{"X": 4, "Y": 7}`: a transfer between two accounts). `order` is
+    `key(message)` returns the key that has versions, and `version(message)` the version of it that the message is.
+    Instead, `versions(message)` returns several keys at once (`{"X": 4, "Y": 7}`: a transfer between two accounts).
+    `order` is
 
-    * "contiguous": a message is handled when the version before it was, of all its keys. One that comes early is
-      parked, in the consumer's transaction, and handled in the transaction that handles what it waits for. The first
-      version of every key is `first_version`.
+    * "contiguous": a message is handled after the version before it was, for all its keys. A message that comes early
+      is parked, in the consumer's transaction. It is handled in the transaction that handles the one it waits for. The
+      first version of every key is `first_version`.
     * "latest": a message is handled if it is above the last version handled.
 
-    In both what is not above the last version is dropped and counted. So every version takes effect at most once, in
-    its order, from however many topics and consumers the messages come that share the inbox: the rows of all keys of a
-    message are locked, in sorted order, before anything is decided. What is parked for good, and why, `waiting` tells;
-    nothing else ends it.
+    In both orders a message that is not above the last version is dropped and counted. So every version takes effect at
+    most once, in its order, from any number of topics and consumers that share the inbox. The rows of all keys of a
+    message are locked, in sorted order, before the decision. `waiting` lists the messages that are parked for good, and
+    the reason; nothing else ends their wait.
 
-    A parked message that the handler refuses when its turn has come stays parked with the error, and those after it;
-    `sweep` tries it again. Raises INVALID_OPTION, and INVALID_OUTPUT if its tables cannot be made; where the database
-    is away, its consumer waits for it and has them made. INVALID_VERSION, for a message without a key or a version, is
-    raised to the consumer, as what the handler raises for the message that just came.
+    A parked message that the handler refuses in its turn stays parked with the error, and so do those after it. `sweep`
+    tries it again. Raises INVALID_OPTION, and INVALID_OUTPUT if the tables cannot be made. If the database is away, the
+    consumer waits for it and has them made. A message without a key or a version raises INVALID_VERSION to the
+    consumer, as an exception of the handler for the message that just came.
     """
 
     def __init__(
@@ -321,10 +326,10 @@ class Inbox:
         self._order = order
         self._losses: dict[str, list[str]] = {}
         self._before_all = first_version - 1 if order == "contiguous" else -1
-        # Who takes a consumer over has the same purpose, whatever stands in front of the handler.
+        # A process that takes a consumer over has the same purpose, with or without objects in front of the handler.
         self.__module__, self.__qualname__ = "inbox", f"{name}({purpose_of(handle)})"
         self._away: Away | None = None
-        """Why there may be no tables yet."""
+        """The reason why there may be no tables yet."""
         try:
             self._make_tables()
         except Away as e:
@@ -336,7 +341,7 @@ class Inbox:
         self._away = None
 
     def __call__(self, connection: Connection, message: Message | list[Message]) -> None:
-        """The handler of a consumer, of single messages or of batches."""
+        """Handle messages as a consumer's handler: single ones, or batches."""
         if self._away is not None:
             # They cannot be made within this transaction: SQLite has one writer, and MariaDB would commit.
             raise Away(self._away.cause, " (when the inbox was made; its tables are made next)", self._make_tables)
@@ -384,8 +389,8 @@ class Inbox:
     def _continued(
         self, connection: Connection, message: Message, wanted: Mapping[str, int], applied: Mapping[str, int]
     ) -> dict[str, int]:
-        """Of keys that begin here and had a row under their former name: that they go on there, with the next version.
-        Several keys may have had that row, so any other version begins anew."""
+        """Return the versions of keys that begin here and had a row under their former name. They continue with the
+        next version. Several keys may have had that row, so any other version begins again."""
         found: dict[str, int] = {}
         for key in self._given(message) if self._order == "contiguous" else ():
             name, former = name_of(key), former_name_of(key)
@@ -396,7 +401,8 @@ class Inbox:
         return found
 
     def _lock(self, connection: Connection, keys: Iterable[str]) -> dict[str, int]:
-        """Nobody else decides about these keys until the transaction ends. Returns the last versions applied."""
+        """Lock these keys until the transaction ends, so that no other decides about them. Return the last versions
+        applied."""
         names = sorted(keys)
         for name in names:
             connection.execute(
@@ -420,22 +426,23 @@ class Inbox:
             connection.execute(update(KEYS).where(self._is(name)).values(dropped=KEYS.c.dropped + 1))
 
     def _wake(self, connection: Connection, applied: Mapping[str, int]) -> None:
-        """Looks at all that waits for these versions, and at what waits for those that this applies."""
+        """Look at all messages that wait for these versions, and at those that wait for the versions that this
+        applies."""
         pending = sorted(applied.items())
         while pending:
             key, version = pending.pop()
             waits = (PARKED.c.inbox == self.name) & (PARKED.c.waits_for_key == key)
-            # A locking read: in MariaDB another one shows what was there when the transaction began to read.
+            # A locking read: in MariaDB another read shows the state from when the transaction began to read.
             wanted = select(PARKED).where(waits & (PARKED.c.waits_for_version == version)).with_for_update()
             for row in connection.execute(wanted.order_by(PARKED.c.parked_ms, PARKED.c.id)).all():
                 pending += self._look_again(connection, row).items()
 
     def _look_again(self, connection: Connection, row: Row[Any]) -> Mapping[str, int]:
-        """Decides once more about a parked message; returns what versions it has applied."""
+        """Decide once more about a parked message. Return the versions that it has applied."""
         wanted: dict[str, int] = json.loads(row.versions)
         this = PARKED.c.id == row.id
         if len(losses := self._losses.get(row.id, [])) >= _MOST_LOSSES:
-            # The transaction of what woke it went with the connection, too.
+            # The transaction of the message that woke it was lost with the connection, too.
             del self._losses[row.id]
             connection.execute(update(PARKED).where(this).values(attempts=PARKED.c.attempts + 1, error=losses[-1]))
             return {}
@@ -453,7 +460,7 @@ class Inbox:
                 values = waits | {"versions": json.dumps(wanted)}
                 connection.execute(update(PARKED).where(this).values(**values))
                 return {}
-            # What it does is taken back if it fails: what woke it has nothing to do with that.
+            # Its effects are undone if it fails: the message that woke it has nothing to do with that.
             with connection.begin_nested():
                 if decision.verdict is InboxVerdict.DROP:
                     self._count_dropped(connection, wanted)
@@ -474,16 +481,18 @@ class Inbox:
         return wanted if decision.verdict is InboxVerdict.APPLY else {}
 
     def sweep(self) -> int:
-        """Looks at all that is parked once more, each in a transaction of its own; returns how many are parked no more.
+        """Look once more at all parked messages, each in a separate transaction. Return the number that are parked no
+        more.
 
-        For what the handler has refused, and should anything else have been passed over. It may run beside consumers.
+        Use it for messages that the handler has refused, or that were skipped for another reason. It may run next to
+        consumers.
         """
         mine = PARKED.c.inbox == self.name
         with self._engine.begin() as connection:
             ids = connection.execute(select(PARKED.c.id).where(mine).order_by(PARKED.c.parked_ms)).scalars().all()
         for one in ids:
             with self._engine.begin() as connection:
-                # The keys first, as everybody does: the row may be gone by then.
+                # The keys first, as in all transactions. The row may be gone by then.
                 row = connection.execute(select(PARKED).where(PARKED.c.id == one)).one_or_none()
                 if row is None:
                     continue
@@ -496,7 +505,8 @@ class Inbox:
         return len(ids) - len(left)
 
     def waiting(self, longer_than_seconds: float = 0.0) -> list[Waiting]:
-        """What has been parked for so long, the longest first: what it waits for, and whether that is a cycle."""
+        """Return the messages parked for longer than this, the longest first: their missing versions, and whether in a
+        cycle."""
         return waiting_in(self._engine, self.name, longer_than_seconds)
 
 

@@ -23,21 +23,21 @@ from seqdedupe.services.activity import Activity, Service, State
 logger = logging.getLogger("seqdedupe.services")
 
 LOOK_SECONDS = 5.0
-"""So often the lag is looked at, however often metrics are asked for."""
+"""The time between two looks at the lag. It does not depend on how often metrics are asked for."""
 
 MOST_OF_THE_TIME = 0.05
-"""Looks take no more than this part of the time: where one takes long, there are fewer."""
+"""The largest part of the time that looks may take. If one look takes long, looks are less frequent."""
 
 _KEY = "metrics_listen"
 
 
 class ServiceMetrics:
-    """Serves what these services do. A scrape asks neither a database nor a sidecar: a thread for each service looks at
-    its lag every LOOK_SECONDS, and a scrape shows what was seen last.
+    """The server of these services' metrics. A scrape asks neither a database nor a sidecar. A thread for each service
+    looks at its lag every LOOK_SECONDS, and a scrape shows the last result.
 
-    `listen` is `host:port`; port 0 takes a free one, which `address` has. Nothing is encrypted there, and nobody is
-    asked who they are. Raises INVALID_CONFIGURATION if that is no address, or it cannot listen there; INSECURE_LISTEN
-    if other machines can reach it, unless that is allowed.
+    `listen` is `host:port`. Port 0 takes a free port, and `address` has it. The server encrypts nothing and
+    authenticates nobody. Raises INVALID_CONFIGURATION if `listen` is not an address, or the server cannot listen there;
+    INSECURE_LISTEN if other machines can reach it, unless that is allowed.
     """
 
     def __init__(self, listen: str, *services: Service, allow_insecure_listen: bool = False) -> None:
@@ -58,7 +58,7 @@ class ServiceMetrics:
             threading.Thread(target=self._look, args=(service,), name="seqdedupe-lag", daemon=True).start()
 
     def close(self) -> None:
-        """Serves nothing any more. May be called again."""
+        """Stop serving. May be called again."""
         self._over.set()
         self._web.close()
 
@@ -74,7 +74,7 @@ class ServiceMetrics:
         activity = service.activity
         while not self._over.is_set():
             began = time.monotonic()
-            # What cannot be found out now stays as it was seen last: the oldest message grows older all the same.
+            # If the lag cannot be found out now, the last one stays. The age of its oldest message still grows.
             if activity.is_at_work:
                 try:
                     activity.see(service.look_at_lag())
@@ -90,7 +90,7 @@ class ServiceMetrics:
         yield from of_services([service.activity for service in self._services])
 
     def _health(self, _request: Request) -> Response:
-        """What each of them does, as JSON; status 503 if one has stopped."""
+        """Return the state of each service as JSON; status 503 if one has stopped."""
         found = [service.activity for service in self._services]
         told = [{"kind": a.kind, "name": a.name, "state": a.state.value, "reason": a.reason or None} for a in found]
         is_well = all(one["state"] != State.STOPPED.value for one in told)
@@ -116,7 +116,7 @@ _COUNTED = {
 
 
 def of_services(activities: Sequence[Activity]) -> Iterator[Metric]:
-    """What services count, and how they are."""
+    """Yield the counters and states of services."""
     for name, (metric, about) in _COUNTED.items():
         counter = CounterMetricFamily(metric, about, labels=_SERVICE)
         for one in activities:

@@ -1,12 +1,13 @@
-"""What a topic holds twice, out of order or not at all: the counting, without Spark, which `audit_job` runs on it.
+"""The messages that a topic holds twice, out of order or not at all: the counting, without Spark. `audit_job` runs it
+on Spark.
 
-Topics of sequence IDs are looked at twice. The first look is at every message, range by range. `summarise` makes a few
-numbers a producer of a range, and keeps the links that may prove something. `TopicMerge` puts a topic's ranges together
-in order. It finds what is missing, and the producers that have *late* messages (an ID not above all before it of the
-producer) with the span of IDs that these have. The second look, at these messages only, is `suspect_rows` and `judge`.
+Topics of sequence IDs are read in two passes. The first pass reads every message, range by range. `summarise` makes a
+few numbers per producer of a range, and keeps the links that may prove something. `TopicMerge` joins a topic's ranges
+in order. It finds missing messages, and the producers that have *late* messages (an ID not above all earlier ones of
+the producer), with the span of their IDs. The second pass, over these messages only, is `suspect_rows` and `judge`.
 
-Of topics of deduplication IDs, `id_rows` tells a range's IDs. Sorted by topic, ID and index, `judge_ids` tells which
-are further copies.
+For topics of deduplication IDs, `id_rows` returns a range's IDs. Sorted by topic, ID and index, `judge_ids` finds the
+further copies.
 """
 
 from collections import Counter
@@ -24,7 +25,7 @@ from seqdedupe_spark.dedupe import NumberedProducers, grown
 from seqdedupe_spark.message_columns import SCHEMA, to_arrow
 
 EXAMPLES = 5
-"""How many of each kind a report shows of a topic: those that stand first."""
+"""The number of examples of each kind in the report of a topic: the first ones."""
 
 # Columns of a producer's numbers in a range.
 ROWS, LOW, HIGH, LATE_LOW, LATE_HIGH, UNLINKED = range(6)
@@ -38,13 +39,13 @@ SUMMARY = pa.schema(
 )
 """A row for each producer of a range, and one more for each link in it that names an ID above all before it.
 
-`index` and `sequence_id` are the message's that has the `link`, and `before` is the highest ID of its producer before
-it in the range (-1 in the producer's first row, which alone has the numbers from `rows` on).
+`index` and `sequence_id` belong to the message with the `link`. `before` is the highest ID of its producer before it in
+the range (-1 in the producer's first row, which alone has the numbers from `rows` on).
 """
 
 
 def summarise(number: int, stored: Iterable[StoredBatch]) -> pa.RecordBatch:
-    """What a range is in short, as `SUMMARY`; `number` is the range's."""
+    """Return the summary of a range, as `SUMMARY`; `number` is the range's."""
     producers = NumberedProducers()
     table: Int64s = np.empty((0, len(_NEW)), np.int64)
     told = [np.empty((0, 5), np.int64)]
@@ -70,7 +71,8 @@ def summarise(number: int, stored: Iterable[StoredBatch]) -> pa.RecordBatch:
 
 
 def _add(of_batch: Int64s, batch: Batch, before: Int64s) -> Int64s:
-    """Adds a batch to its producers' numbers; returns each one's first row. A producer's IDs rise within it."""
+    """Add a batch to its producers' numbers. Return each producer's first row. A producer's IDs rise within the
+    batch."""
     ids, indexes, count = batch.sequence_ids, indexes_of(batch), len(of_batch)
     first_rows = np.empty(count, np.int64)
     first_rows[indexes[::-1]] = np.arange(len(ids))[::-1]
@@ -90,7 +92,7 @@ def _add(of_batch: Int64s, batch: Batch, before: Int64s) -> Int64s:
 
 
 def indexes_of(batch: Batch) -> Int32s:
-    """Each row's place in the list of producers."""
+    """Return each row's place in the list of producers."""
     return batch.producer_indexes if len(batch.epochs) > 1 else np.zeros(len(batch), np.int32)
 
 
@@ -103,12 +105,12 @@ class Hole:
     sequence_id: int
     link: int
     before: int
-    """The highest ID of the producer that stands before; -1: none."""
+    """The highest ID of the producer before it; -1: none."""
 
 
 @dataclass
 class Suspects:
-    """The producers of a range whose late messages are to be judged; their numbers and spans of IDs in columns."""
+    """The producers of a range whose late messages must be judged, with their numbers and spans of IDs in columns."""
 
     names: list[bytes]
     numbers: Int64s
@@ -119,11 +121,11 @@ class Suspects:
 
 
 class TopicMerge:
-    """Puts together what `summarise` found in the ranges of a topic, which are added in order, without a gap.
+    """Joins the results of `summarise` for the ranges of a topic. They are added in order, without a gap.
 
-    A hole is a link above every ID of its producer that stands before it. With `first_links_prove` that is so for a
-    producer of which nothing stands before too; with `links_prove` false no link proves anything. Holds about 250
-    bytes a producer, 16 for each range that it is in, and 300 a hole among the examples.
+    A hole is a link above every earlier ID of its producer. With `first_links_prove`, also a link of a producer without
+    earlier messages is one. With `links_prove` false no link proves anything. Holds about 250 bytes a producer, 16 for
+    each range that it is in, and 300 a hole among the examples.
     """
 
     def __init__(self, *, links_prove: bool = True, first_links_prove: bool = True) -> None:
@@ -132,16 +134,16 @@ class TopicMerge:
         self.missing = 0
         self.unlinked = 0
         self.incomplete: set[int] = set()
-        """The numbers of the producers of which something is missing."""
+        """The numbers of the producers with missing messages."""
         self.holes: list[Hole] = []
-        """The first of what is missing."""
+        """The first holes."""
         self._links_prove = links_prove
         self._first_links_prove = first_links_prove
         self._table: Int64s = np.empty((0, len(_NEW)), np.int64)
         self._before: list[tuple[Int64s, Int64s]] = []
 
     def add(self, summary: pa.Table) -> None:
-        """Adds the next range."""
+        """Add the next range."""
         numbers = self.producers.of_list(summary["producer"].to_pylist())
         self._table = grown(self._table, len(self.producers), _NEW)
         columns = {name: summary[name].to_numpy() for name in (*_LINK_COLUMNS, *_PRODUCER_COLUMNS)}
@@ -150,7 +152,7 @@ class TopicMerge:
         self._add_producers(numbers[is_first], {name: columns[name][is_first] for name in _PRODUCER_COLUMNS})
 
     def suspects(self) -> Iterator[Suspects | None]:
-        """For each range what to look for in it a second time; None: nothing."""
+        """Yield, for each range, what to look for in the second pass; None: nothing."""
         is_suspect = self._table[:, LATE_HIGH] >= 0
         names = self.producers.names() if is_suspect.any() else []
         for numbers, before in self._before:
@@ -198,10 +200,10 @@ class TopicMerge:
         self.unlinked += int(columns["unlinked"].sum())
 
 
-# -- An audit's second look, at late messages and their earlier copies only: doubled, or out of order?
+# -- An audit's second pass, over late messages and their earlier copies only: doubled, or out of order?
 #
-# `suspect_rows` finds these messages in a range. Sorted by topic, producer, sequence ID and index, `judge` tells
-# which are second copies, and which come for the first time, but after a higher ID.
+# `suspect_rows` finds these messages in a range. Sorted by topic, producer, sequence ID and index, `judge` finds the
+# second copies, and the messages that come for the first time, but after a higher ID.
 
 DOUBLED = "doubled"
 OUT_OF_ORDER = "out_of_order"
@@ -211,11 +213,11 @@ ROWS_SCHEMA = pa.schema(
     + [(name, pa.int64()) for name in ("sequence_id", "index", "before")]
 )
 """Messages that may be doubled or out of order, by the number of their topic and producer. `before` is the highest ID
-of the producer in the batches before: the message is late if its own is not above."""
+of the producer in the batches before: the message is late if its own ID is not above."""
 
 
 def suspect_rows(topic: int, stored: Iterable[StoredBatch], suspects: Suspects) -> Iterator[pa.RecordBatch]:
-    """The messages of a range that may be doubled or out of order, as `ROWS_SCHEMA`."""
+    """Yield the messages of a range that may be doubled or out of order, as `ROWS_SCHEMA`."""
     place_of = {name: place for place, name in enumerate(suspects.names)}
     # One place more, for producers that are none of them: no ID is in its span.
     none = len(place_of)
@@ -244,7 +246,7 @@ def suspect_rows(topic: int, stored: Iterable[StoredBatch], suspects: Suspects) 
 
 @dataclass(frozen=True, order=True)
 class LateMessage:
-    """A late message. If it is doubled, `other` is the index of the first copy, else the ID that it comes after."""
+    """A late message. If it is doubled, `other` is the index of the first copy, else the ID after which it comes."""
 
     index: int
     producer: int
@@ -254,7 +256,7 @@ class LateMessage:
 
 @dataclass
 class Judgement:
-    """What is wrong with late messages: how many of each kind, by topic and producer, and the first ones by topic."""
+    """The result for late messages: the number of each kind, by topic and producer, and the first ones by topic."""
 
     counts: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     examples: dict[tuple[str, int], list[LateMessage]] = field(default_factory=dict)
@@ -265,7 +267,7 @@ class Judgement:
             self._keep(key, late)
 
     def add(self, kind: str, rows: Int64s) -> None:
-        """Adds rows of topic, producer, sequence ID, index and `Late.other`."""
+        """Add rows of topic, producer, sequence ID, index and `LateMessage.other`."""
         of_producers, counts = np.unique(rows[:, :2], axis=0, return_counts=True)
         for (topic, producer), count in zip(of_producers.tolist(), counts.tolist(), strict=True):
             self.counts[kind, topic, producer] += count
@@ -279,7 +281,7 @@ class Judgement:
 
 
 def judge(batches: Iterable[pa.RecordBatch]) -> Judgement:
-    """Judges what `suspect_rows` gave, sorted by topic, producer, ID and index, all copies of a message in it."""
+    """Judge the rows of `suspect_rows`, sorted by topic, producer, ID and index, with all copies of a message."""
     judgement = Judgement()
     key_before: Int64s = np.full(3, -1, np.int64)
     first_index = -1
@@ -301,7 +303,7 @@ def judge(batches: Iterable[pa.RecordBatch]) -> Judgement:
     return judgement
 
 
-# -- Topics of deduplication IDs: which IDs stand in them more than once?
+# -- Topics of deduplication IDs: which IDs do they hold more than once?
 
 ID_ROWS_SCHEMA = pa.schema([("topic", pa.int32()), ("id", pa.binary()), ("index", pa.int64())])
 """Messages, by the number of their topic."""
@@ -310,7 +312,7 @@ _ID_COLUMNS = pa.schema([SCHEMA.field("__deduplicationId"), SCHEMA.field("__inde
 
 
 def id_rows(topic: int, stored: Iterable[StoredBatch]) -> Iterator[pa.RecordBatch]:
-    """The messages of a range, as `ID_ROWS_SCHEMA`."""
+    """Yield the messages of a range, as `ID_ROWS_SCHEMA`."""
     for one in stored:
         ids, indexes = to_arrow([one], "", _ID_COLUMNS).columns
         yield pa.record_batch([np.full(len(one), topic, np.int32), ids, indexes], ID_ROWS_SCHEMA)
@@ -327,7 +329,7 @@ class IdCopy:
 
 @dataclass
 class IdJudgement:
-    """What is doubled, by the topic's number: how many further copies, of how many IDs, and the first ones."""
+    """The doubled IDs, by the topic's number: the number of further copies, and of IDs, and the first ones."""
 
     messages: Counter[int] = field(default_factory=Counter)
     ids: Counter[int] = field(default_factory=Counter)
@@ -340,12 +342,12 @@ class IdJudgement:
             self.keep(topic, copies)
 
     def keep(self, topic: int, copies: list[IdCopy]) -> None:
-        """Some of a topic's copies, of which those are kept that stand first."""
+        """Add copies of a topic, and keep the first ones."""
         self.examples[topic] = sorted(self.examples.get(topic, []) + copies)[:EXAMPLES]
 
 
 def judge_ids(batches: Iterable[pa.RecordBatch]) -> IdJudgement:
-    """Judges what `id_rows` gave, sorted by topic, ID and index, all copies of a message in it."""
+    """Judge the rows of `id_rows`, sorted by topic, ID and index, with all copies of a message."""
     judgement = IdJudgement()
     before: tuple[int, bytes] | None = None
     first_index, was_copy = -1, False

@@ -1,23 +1,23 @@
 """Does a topic hold each message once? `python -m seqdedupe_spark.audit_job TOPIC …`
 
-Of each topic, from its first message left to the last one there is when the audit starts, it tells exactly:
+The audit reads each topic from its first message left to its end when the audit starts. It reports exactly:
 
 - **doubled**: second copies of a (producer, sequence ID);
 - **out of order**: messages that come for the first time, but after a higher ID of their producer;
 - **missing**: links that prove that a message is not there. Gaps in the IDs are legal and prove nothing. But each
-  stored batch says, per producer, the highest ID below its first one that the producer had sent before, and the sidecar
-  stores it only after that message or a later one. If no ID as high stands before it in the log, a message is missing:
-  that one, or whichever higher one had moved the watermark over it. Counted are such links; for each of them at
-  least one message is missing.
+  stored batch has, per producer, a link: the highest ID below its first one that the producer had sent before. The
+  sidecar stores the batch only after that message or a later one. If the log has no ID as high before it, a message is
+  missing: the linked one, or a higher one that had moved the watermark over it. Such links are counted; for each of
+  them at least one message is missing.
 
-Not proved: that a message which was never sent should have been; that what a producer sent last is there (no link names
-it yet); anything where a link was left out; and, once retention has trimmed the topic's start, what links say of the
-time before a producer's first message left. Then a second copy counts only if the first one is still there too. A
-trimmed topic with deduplication off proves nothing by links: a message that came late may hide a higher one that was
-trimmed. A topic into which watermarks were imported has first links that name what it never held; those are reported.
+Not proved: that a message which was never sent should have been; that the last message of a producer is there (no link
+names it yet); anything where a link was omitted. If retention has trimmed the topic's start, links prove nothing about
+the time before a producer's first message left. Then a second copy counts only if the first one is still there, too. In
+a trimmed topic with deduplication off, links prove nothing: a message that came late may hide a higher one that was
+trimmed. If watermarks were imported into a topic, its first links name messages that it never held; those are reported.
 
-Of a topic of deduplication IDs, which has neither producers nor links, it tells what is doubled: further copies of an
-ID. One that came after the topic's window had forgotten its original is such a copy too.
+A topic of deduplication IDs has neither producers nor links. For it the audit reports doubled messages: further copies
+of an ID. A copy that came after the topic's window had forgotten its original counts, too.
 """
 
 import base64
@@ -66,26 +66,26 @@ from seqdedupe_spark.ranges import TopicRange, split
 from seqdedupe_spark.service import SidecarService, sidecar_at
 from seqdedupe_spark.session import run_command, start_session, typed_failures
 
-# -- What an audit has found, for a person and for a machine.
+# -- The findings of an audit, for a person and for a machine.
 
 KINDS = ("doubled", "out_of_order", "missing")
 
 
 @dataclass(frozen=True)
 class Example:
-    """A message that is doubled, stands out of order, or proves by its link that another one is missing."""
+    """A message that is doubled, is out of order, or proves by its link that another one is missing."""
 
     producer: str
     sequence_id: int
     message_id: str
     first_message_id: str | None = None
-    """doubled: where the first copy stands."""
+    """doubled: the place of the first copy."""
     higher_before: int | None = None
-    """out of order: the higher sequence ID that stands before it."""
+    """out of order: the higher sequence ID before it."""
     link: int | None = None
     """missing: the message with this sequence ID, or one between it and `highest_before`, is missing."""
     highest_before: int | None = None
-    """missing: the highest sequence ID of the producer that stands before; none: nothing of it does."""
+    """missing: the highest sequence ID of the producer before it; none: there is none before it."""
 
     def __str__(self) -> str:
         if self.first_message_id is not None:
@@ -100,7 +100,7 @@ class Example:
 
 @dataclass
 class Finding:
-    """What there is of one kind: how many messages (missing: at least so many), of how many producers."""
+    """The result for one kind: the number of messages (for missing: at least this number), and of producers."""
 
     messages: int = 0
     producers: int = 0
@@ -111,8 +111,9 @@ class Finding:
 class TopicReport:
     """A topic of sequence IDs from its first message left, at `first_index`, to before `end_index`.
 
-    `links`: "all" can prove that something is missing, or those "after_first" message left of a producer, or "none".
-    `unlinked` counts batches of a producer whose link was left out, so that nothing is proved about what is before.
+    `links`: the links that can prove that something is missing: "all", those "after_first" message left of a producer,
+    or "none". `unlinked` counts batches of a producer whose link was omitted, so that they prove nothing about messages
+    before.
     """
 
     topic: str
@@ -132,7 +133,7 @@ class TopicReport:
         return not any(getattr(self, kind).messages for kind in KINDS)
 
     def lines(self) -> Iterator[str]:
-        """The report for a person."""
+        """Yield the report for a person."""
         count = self.end_index - self.first_index
         held = f", indexes {self.first_index:,} to {self.end_index - 1:,}" if count else ""
         yield f"{self.topic}: {count:,} messages of {self.producers:,} producers{held}"
@@ -152,7 +153,7 @@ class TopicReport:
 
 @dataclass(frozen=True)
 class IdExample:
-    """A further copy of a message of a topic of deduplication IDs. The ID as text where it is UTF-8."""
+    """A further copy of a message of a topic of deduplication IDs. The ID is text if it is UTF-8."""
 
     message_id: str
     first_message_id: str
@@ -168,7 +169,7 @@ class IdExample:
 
 @dataclass
 class IdFinding:
-    """How many further copies there are, of how many IDs."""
+    """The number of further copies, and of their IDs."""
 
     messages: int = 0
     ids: int = 0
@@ -191,7 +192,7 @@ class IdTopicReport:
         return not self.doubled.messages
 
     def lines(self) -> Iterator[str]:
-        """The report for a person."""
+        """Yield the report for a person."""
         count = self.end_index - self.first_index
         held = f", indexes {self.first_index:,} to {self.end_index - 1:,}" if count else ""
         yield f"{self.topic}: {count:,} messages with deduplication IDs{held}"
@@ -203,21 +204,21 @@ class IdTopicReport:
 
 @dataclass
 class AuditReport:
-    """What an audit has found, topic by topic."""
+    """The findings of an audit, topic by topic."""
 
     topics: list[TopicReport | IdTopicReport]
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was found in any."""
+        """Whether no topic has a finding."""
         return all(topic.is_clean for topic in self.topics)
 
     def as_json(self) -> dict[str, Any]:
-        """As `docs/guides/spark-audit.md` describes it."""
+        """Return the report as JSON, in the form of `docs/guides/spark-audit.md`."""
         return {"clean": self.is_clean, "topics": [_without_none(asdict(topic)) for topic in self.topics]}
 
     def lines(self) -> Iterator[str]:
-        """The report for a person."""
+        """Yield the report for a person."""
         for topic in self.topics:
             yield from topic.lines()
         wrong = sum(not topic.is_clean for topic in self.topics)
@@ -235,15 +236,15 @@ def _without_none(value: Any) -> Any:
 
 
 MIN_RANGE_MESSAGES = 50_000
-"""A range that a task looks at has about so many messages at least."""
+"""The approximate least number of messages in a range of a task."""
 
 RANGES_PER_CORE = 2
-"""There are at most so many ranges for each of Spark's tasks at a time, and one more a topic."""
+"""The largest number of ranges for each of Spark's simultaneous tasks. There is one more per topic."""
 
 CLEAN = 0
 FOUND_SOMETHING = 1
 COULD_NOT_BE_DONE = 2
-"""Exit statuses."""
+"""The exit statuses."""
 
 Read = Callable[[TopicRange], Iterable[StoredBatch]]
 J = TypeVar("J")
@@ -261,7 +262,7 @@ class Target:
 
     @property
     def links(self) -> str:
-        """What links prove of it, see `TopicReport`."""
+        """The proof that its links give, see `TopicReport`."""
         if self.ends.first_index == 0:
             return "all"
         return "after_first" if self.deduplication_enabled else "none"
@@ -271,20 +272,21 @@ class Target:
 
 
 def audit(spark: SparkSession, selection: Selection, service: str | SidecarService) -> AuditReport:
-    """Audits the topics that are there, up to their ends now; exact.
+    """Audit the existing topics, up to their present ends; exact.
 
-    Every message is read once, and the ranges with late messages a second time. The IDs of a topic of deduplication
-    IDs are sorted by Spark, on disk if it has to. The driver holds about 400 bytes a
-    producer, and 100 for each range that a producer is in while they come in (`spark.driver.maxResultSize` limits
-    that) or link that is proof of something missing; what is doubled or out of order Spark sorts, on disk if it has to.
+    Every message is read once, and the ranges with late messages a second time. Spark sorts the IDs of a topic of
+    deduplication IDs, and the doubled and late messages, on disk if it must. The driver holds about 400 bytes a
+    producer. It holds 100 bytes for each range that a producer is in while they come in (`spark.driver.maxResultSize`
+    limits that), and for each link that proves a missing message.
 
-    Raises NotFoundError, UnavailableError, PositionError if a topic is trimmed while it is audited, or made anew.
+    Raises NotFoundError, UnavailableError, PositionError if a topic is trimmed during the audit, or deleted and created
+    again.
     """
     return audit_targets(spark, find_targets(selection, service), partial(read_stored, service))
 
 
 def find_targets(selection: Selection, service: str | SidecarService) -> list[Target]:
-    """The topics that are there, with their ends now. Raises NotFoundError, UnavailableError."""
+    """Return the existing topics, with their present ends. Raises NotFoundError, UnavailableError."""
     with sidecar_at(service).connect() as client:
         listing = planning.TopicListing(client)
         return [_target(client, listing, topic) for topic in listing.select(selection)]
@@ -301,7 +303,7 @@ def _target(client: Client, listing: planning.TopicListing, topic: str) -> Targe
 
 
 def audit_targets(spark: SparkSession, targets: Sequence[Target], read: Read) -> AuditReport:
-    """As `audit`, of what `read`, which Spark pickles, gives for a range."""
+    """Audit as `audit`, with the batches that `read` returns for a range. Spark pickles `read`."""
     by_id = [target for target in targets if target.is_by_id]
     reports: list[TopicReport | IdTopicReport] = [*_by_sequence(spark, targets, read), *_by_id(spark, by_id, read)]
     found = {one.topic: one for one in reports}
@@ -309,7 +311,7 @@ def audit_targets(spark: SparkSession, targets: Sequence[Target], read: Read) ->
 
 
 def _by_sequence(spark: SparkSession, all_targets: Sequence[Target], read: Read) -> list[TopicReport]:
-    """The reports of the topics of sequence IDs."""
+    """Return the reports of the topics of sequence IDs."""
     targets = [target for target in all_targets if not target.is_by_id]
     ranges = _plan(spark, targets)
     merges = {target.topic: target.merge() for target in targets}
@@ -320,7 +322,7 @@ def _by_sequence(spark: SparkSession, all_targets: Sequence[Target], read: Read)
 
 
 def _by_id(spark: SparkSession, targets: Sequence[Target], read: Read) -> list[IdTopicReport]:
-    """The reports of the topics of deduplication IDs."""
+    """Return the reports of the topics of deduplication IDs."""
     numbers = {target.topic: number for number, target in enumerate(targets)}
     works = [(numbers[one.topic], one) for one in _plan(spark, targets)]
     judgement = IdJudgement()
@@ -336,7 +338,7 @@ def _by_id(spark: SparkSession, targets: Sequence[Target], read: Read) -> list[I
 
 
 def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[TopicRange]:
-    """Ranges in the order of the targets, and each one's in the order of its messages."""
+    """Return ranges in the order of the targets, and of their messages."""
     whole = [TopicRange(target.topic, earliest(target.ends), target.ends.last) for target in targets]
     whole = [one for one in whole if len(one)]
     at_most = RANGES_PER_CORE * spark.sparkContext.defaultParallelism
@@ -344,7 +346,7 @@ def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[TopicRange]:
 
 
 def _summaries(spark: SparkSession, ranges: Sequence[TopicRange], read: Read) -> Iterator[pa.Table]:
-    """What `summarise` makes of each range."""
+    """Yield the summary of each range, by `summarise`."""
 
     def look(number: int, one: TopicRange) -> Iterator[pa.RecordBatch]:
         yield summarise(number, read(one))
@@ -365,7 +367,7 @@ def _judge(
     merges: dict[str, TopicMerge],
     read: Read,
 ) -> Judgement:
-    """Judges the late messages of all topics; without any, Spark has nothing to do."""
+    """Judge the late messages of all topics. If there are none, Spark has nothing to do."""
     numbers = {target.topic: number for number, target in enumerate(targets)}
     suspects = (each for target in targets for each in merges[target.topic].suspects())
     works = [(numbers[one.topic], one, found) for one, found in zip(ranges, suspects, strict=True) if found is not None]
@@ -383,7 +385,8 @@ def _judge(
 
 
 def _judged(rows: DataFrame, key: tuple[str, ...], judge: Callable[[Iterator[pa.RecordBatch]], J]) -> Iterator[J]:
-    """What `judge` makes of the rows of each of Spark's partitions: those of a key together, in the topic's order."""
+    """Yield the results of `judge` for the rows of each of Spark's partitions: rows of a key together, in the topic's
+    order."""
 
     def decide(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.record_batch({"judgement": [pickle.dumps(judge(batches))]})
@@ -400,7 +403,7 @@ def _on_workers(
     do: Callable[..., Iterator[pa.RecordBatch]],
     schema: pa.Schema,
 ) -> DataFrame:
-    """What `do` yields for each of the works, in their order. A task is sent its own ones only."""
+    """Return the rows that `do` yields for each of the works, in their order. A task gets only its own works."""
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
@@ -467,14 +470,14 @@ def _id_report(number: int, target: Target, judgement: IdJudgement, read: Read) 
 
 
 def _message_id(target: Target, read: Read, index: int) -> str:
-    """It takes a read of that message: in some logs the index does not say it."""
+    """Return the message's ID. This takes a read of the message: in some logs the index does not show it."""
     before, after = (Position.before(target.ends.last.incarnation, one) for one in (index, index + 1))
     [stored] = read(TopicRange(target.topic, before, after))
     return str(stored.message_id(0))
 
 
 def _shown(deduplication_id: bytes) -> tuple[str, str | None]:
-    """In base64, and as text if it is UTF-8."""
+    """Return the ID in base64, and as text if it is UTF-8."""
     try:
         text = deduplication_id.decode()
     except UnicodeDecodeError:
@@ -503,7 +506,7 @@ def main(topics: tuple[str, ...], topics_pattern: str | None, as_json: bool, add
 
 
 def selection_of(topics: Sequence[str], pattern: str | None) -> Selection:
-    """The topics of these names, or those that match the pattern. Raises INVALID_OPTION, INVALID_TOPIC_NAME."""
+    """Return the topics of these names, or those that match the pattern. Raises INVALID_OPTION, INVALID_TOPIC_NAME."""
     if pattern is None:
         return Selection("TOPICS", tuple(topic_name(topic) for topic in topics))
     try:
@@ -514,7 +517,7 @@ def selection_of(topics: Sequence[str], pattern: str | None) -> Selection:
 
 
 def run_main(arguments: Sequence[str] | None = None, name: str = "seqdedupe_spark.audit_job") -> int:
-    """Runs the command, with this process's arguments if none are given; returns the exit status."""
+    """Run the command, by default with this process's arguments. Return the exit status."""
     return run_command(main, name, arguments=arguments, failed=COULD_NOT_BE_DONE)
 
 

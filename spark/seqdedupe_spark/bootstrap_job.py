@@ -1,12 +1,12 @@
 """What was there before? `python -m seqdedupe_spark.bootstrap_job OUTPUT --topic TOPIC`, or `--parquet PATH …`
 
-Writes the highest sequence ID of each producer to a file of watermarks (`docs/internals/formats-watermarks.md`): what
-an old topic, or one that is kept in Parquet files, holds of them. Of a topic of deduplication IDs it writes these, as a
-window (`docs/internals/formats-window.md`). `seqdedupe import` takes either over into a new topic.
+Writes the highest sequence ID of each producer to a file of watermarks (`docs/internals/formats-watermarks.md`), from
+an old topic, or a topic that is kept in Parquet files. For a topic of deduplication IDs it writes these IDs, as a
+window (`docs/internals/formats-window.md`). `seqdedupe import` takes either file into a new topic.
 
-A topic's watermarks come from the sidecar, which knows those of messages too that retention has trimmed; reading the
-log would miss them. Parquet files may be of any size: Spark groups and sorts, and the driver writes the producers as
-they come, one Spark partition of them at a time.
+A topic's watermarks come from the sidecar, which also knows the IDs of messages that retention has trimmed. A read of
+the log would miss those. Parquet files may be of any size. Spark groups and sorts, and the driver writes the producers
+as they come, one Spark partition at a time.
 """
 
 import json
@@ -40,14 +40,14 @@ from seqdedupe_spark import planning
 from seqdedupe_spark.options import file_options
 from seqdedupe_spark.session import run_command, start_session
 
-# -- A history in Parquet files: which columns it has, and what is said of one that cannot be.
+# -- A history in Parquet files: its columns, and the errors for an invalid one.
 
 TOPIC_COLUMN = "__topic"
-"""Where files have it, all rows have to say the same."""
+"""The column of the topic. If the files have it, it must be the same in all rows."""
 
 
 def read_parquet(spark: SparkSession, paths: Sequence[str]) -> DataFrame:
-    """Files, folders or globs. Raises INVALID_SOURCE if they are not there, or not Parquet."""
+    """Read files, folders or globs. Raises INVALID_SOURCE if they are not there, or not Parquet."""
     try:
         return spark.read.parquet(*paths)
     except AnalysisException as e:
@@ -55,13 +55,13 @@ def read_parquet(spark: SparkSession, paths: Sequence[str]) -> DataFrame:
 
 
 def names(column: str) -> tuple[str, str]:
-    """As the data source calls it, and without the leading `__`."""
+    """Return the name of the data source's column, with and without the leading `__`."""
     return column, column.removeprefix("__")
 
 
 def column_of(schema: StructType, option: str, given: str | None, usual: str, what: str, *types: type[DataType]) -> str:
-    """The column that was given, or is there by its usual name. Raises INVALID_SOURCE if it is not there, or of another
-    type than these, which are `what`."""
+    """Return the given column, or the one with its usual name. Raises INVALID_SOURCE if it is not there, or has another
+    type than these; `what` describes them."""
     wanted = (given,) if given is not None else names(usual)
     there_are = [name for name in wanted if name in schema.names]
     if len(there_are) > 1:
@@ -77,21 +77,21 @@ def column_of(schema: StructType, option: str, given: str | None, usual: str, wh
 
 
 def topic_column_of(schema: StructType) -> str | None:
-    """That of the topics, if it is there."""
+    """Return the column of the topics, if it is there."""
     return next((name for name in names(TOPIC_COLUMN) if name in schema.names), None)
 
 
 def bad(column: str, what: str) -> SeqdedupeError:
-    """The error of a column that holds this."""
+    """Return the error for a column with this content."""
     return error("INVALID_SOURCE", f"the column {column} holds {what}")
 
 
 def quoted(name: str) -> str:
-    """A column's name in an expression."""
+    """Return a column's name in an expression."""
     return "`" + name.replace("`", "``") + "`"
 
 
-# -- Deduplication IDs of years: a window of all of them, for a topic that takes over: docs/internals/formats-window.md.
+# -- Deduplication IDs of years: a window of all of them, for a new topic: docs/internals/formats-window.md.
 #
 # Spark groups and sorts, and the driver writes the IDs as they come, one Spark partition of them at a time.
 
@@ -101,18 +101,18 @@ TIME_COLUMN = "__publishTime"
 MICROSECONDS_A_MILLISECOND = 1000
 
 _PARTITION = "-partition-[0-9]+$"
-"""Of a topic's name."""
+"""The end of a partition's topic name."""
 
 
 def bootstrap_window_from_topic(
     spark: SparkSession, client: Client, topic: str, output: Path, options: Mapping[str, str]
 ) -> int:
-    """Writes the deduplication IDs of all messages that a topic's log has, or the logs of its partitions; returns how
-    many there are.
+    """Write the deduplication IDs of all messages in a topic's log, or in the logs of its partitions. Return their
+    number.
 
-    `options` are those of the data source that name the sidecar. Raises LOG_INCOMPLETE, and nothing is written, if the
-    topic knows more IDs than its log tells, POSITION_TRIMMED if it does so meanwhile; INVALID_SOURCE, OSError, and what
-    the data source raises.
+    `options` are the data source's options for the sidecar. Raises LOG_INCOMPLETE, and writes nothing, if the topic
+    knows more IDs than its log has; POSITION_TRIMMED if that happens meanwhile; INVALID_SOURCE, OSError, and the errors
+    of the data source.
     """
     found = client.admin.topic(topic)
     partitions = [client.admin.topic(partition_name(found.name, k)) for k in range(found.partitions)]
@@ -144,14 +144,14 @@ def bootstrap_window_from_parquet(
     id_column: str | None = None,
     time_column: str | None = None,
 ) -> int:
-    """Writes the deduplication IDs in Parquet files, each with its latest publish time; returns how many there are.
+    """Write the deduplication IDs in Parquet files, each with its latest publish time. Return their number.
 
-    `paths` are files, folders or globs. Columns that are not named are those of the data source, with or without the
-    leading `__`: IDs are bytes or text, times are timestamps or whole milliseconds since 1970. The files are to be of
-    one topic, whichever of its partitions: if they say otherwise, that is an error.
+    `paths` are files, folders or globs. Columns without a given name are those of the data source, with or without the
+    leading `__`. IDs are bytes or text, times are timestamps or whole milliseconds since 1970. The files must belong to
+    one topic, in any of its partitions; a file with another topic is an error.
 
-    Raises INVALID_SOURCE, and nothing is written, if the files or columns are not there, or hold an ID that has not 1
-    to 255 bytes, or a time that cannot be; OSError.
+    Raises INVALID_SOURCE, and writes nothing, if the files or columns are not there, or hold an ID that does not have 1
+    to 255 bytes, or an impossible time; OSError.
     """
     frame = read_parquet(spark, paths)
     one = column_of(frame.schema, "--deduplication-id-column", id_column, ID_COLUMN, "text", StringType, BinaryType)
@@ -176,7 +176,7 @@ def has_window(frame: DataFrame) -> bool:
 
 
 def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str | None) -> Iterator[KnownId]:
-    """One an ID, in the order of their bytes. Raises INVALID_SOURCE at the first one that cannot be."""
+    """Yield one entry per ID, in the order of their bytes. Raises INVALID_SOURCE at the first invalid one."""
 
     def shown(one: bytes) -> str:
         if not 1 <= len(one) <= MAX_DEDUPLICATION_ID_BYTES:
@@ -184,7 +184,7 @@ def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str
             raise bad(id_column, what)
         return f"the ID {one[:40]!r}"
 
-    # Partitions are of one topic.
+    # Partitions belong to one topic.
     topics = f.regexp_replace(_topics(topic_column), _PARTITION, "")
     for one, (first_ms, last_ms), shows in _grouped(
         frame, (id_column, time_column, topic_column), _milliseconds(frame, time_column), topics, "a window is", shown
@@ -196,7 +196,7 @@ def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str
 
 
 def _milliseconds(frame: DataFrame, name: str) -> Column:
-    """Since 1970, none before its time."""
+    """Return the times in milliseconds since 1970, rounded up."""
     column, kind = f.col(quoted(name)), frame.schema[name].dataType
     if isinstance(kind, TimestampType | TimestampNTZType):
         return f.ceil(f.unix_micros(column.cast("timestamp")) / MICROSECONDS_A_MILLISECOND)
@@ -208,7 +208,7 @@ SEQUENCE_ID_COLUMN = "__sequenceId"
 
 
 def bootstrap_from_topic(client: Client, topic: str, output: Path) -> int:
-    """Writes the watermarks of a topic as they are now; returns how many producers.
+    """Write the present watermarks of a topic. Return the number of producers.
 
     Holds about 300 bytes a producer. Raises NotFoundError, UnavailableError, OSError; then nothing is written.
     """
@@ -225,13 +225,13 @@ def bootstrap_from_parquet(
     producer_column: str | None = None,
     sequence_id_column: str | None = None,
 ) -> int:
-    """Writes the highest sequence ID of each producer in Parquet files; returns how many producers.
+    """Write the highest sequence ID of each producer in Parquet files. Return the number of producers.
 
-    `paths` are files, folders or globs. Columns that are not named are those of the data source, with or without the
-    leading `__`. The files are to be of one topic (partition): if they say otherwise, that is an error.
+    `paths` are files, folders or globs. Columns without a given name are those of the data source, with or without the
+    leading `__`. The files must belong to one topic (partition); a file with another topic is an error.
 
-    Raises INVALID_SOURCE, and nothing is written, if the files or columns are not there or hold what cannot be a
-    producer's name (1 to 255 bytes of UTF-8) or a sequence ID (0 to 2^63 - 1); OSError.
+    Raises INVALID_SOURCE, and writes nothing, if the files or columns are not there, or hold an invalid producer name
+    (it has 1 to 255 bytes of UTF-8) or an invalid sequence ID (it is 0 to 2^63 - 1); OSError.
     """
     frame = read_parquet(spark, paths)
     schema = frame.schema
@@ -249,7 +249,7 @@ def bootstrap_from_parquet(
 
 
 def _watermarks(frame: DataFrame, producers: str, numbers: str, topic_column: str | None) -> Iterator[Watermark]:
-    """One a producer, by name in bytes. Raises INVALID_SOURCE at the first one that cannot be."""
+    """Yield one watermark per producer, by name in bytes. Raises INVALID_SOURCE at the first invalid one."""
 
     def shown(name: bytes) -> str:
         return f"producer {_checked_name(producers, name)[:40]!r}"
@@ -286,10 +286,11 @@ def _grouped(
     they_are: str,
     shown: Callable[[bytes], str],
 ) -> Iterator[tuple[bytes, tuple[int, int], str]]:
-    """Each key in the order of their bytes, the lowest and the highest of its numbers, and how it is `shown`.
+    """Yield each key in the order of their bytes, with the lowest and the highest of its numbers, and its text by
+    `shown`.
 
-    `columns` are called so: keys, numbers, and topics if there are any. Raises INVALID_SOURCE for nulls, and for rows
-    of several topics; and what `shown` does, for a key that cannot be.
+    `columns` are the names of the columns: keys, numbers, and topics if there are any. Raises INVALID_SOURCE for nulls,
+    and for rows of several topics; and the errors of `shown`, for an invalid key.
     """
     of_keys, of_numbers, of_topics = columns
     found = (
@@ -377,7 +378,7 @@ def _of_window(count: int) -> str:
 
 
 def run_main(arguments: Sequence[str] | None = None, name: str = "seqdedupe_spark.bootstrap_job") -> int:
-    """Runs the command, with this process's arguments if none are given; returns the exit status."""
+    """Run the command, by default with this process's arguments. Return the exit status."""
     return run_command(main, name, arguments=arguments)
 
 

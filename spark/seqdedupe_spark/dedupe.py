@@ -1,7 +1,7 @@
-"""The watermark rule in a worker: of a topic that was written with duplicates, each message once.
+"""The watermark rule in a worker: each message once, of a topic that was written with duplicates.
 
-It needs no shuffle and no state of Spark's: a producer's messages for a topic partition stand in that partition, and
-one number a producer is all that has to be remembered.
+It needs no shuffle and no state in Spark: a producer's messages for a topic partition are in that partition, and it
+remembers only one number per producer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,11 +18,12 @@ _FIRST_CAPACITY = 64
 
 
 class Deduplicator:
-    """Tells which messages of one topic partition count: those whose sequence ID is above all before of their producer.
+    """Finds the messages of one topic partition that count: their sequence ID is above all earlier ones of their
+    producer.
 
-    That is the sidecar's own rule, so the first copy of (producer, sequence ID) counts, and a message that comes late,
-    after a higher ID of its producer, does not. `watermarks` are the highest IDs before the first batch; batches are
-    given in the log's order, none twice. Exact; holds about 150 bytes a producer.
+    That is the sidecar's own rule. So the first copy of (producer, sequence ID) counts. A message that comes late,
+    after a higher ID of its producer, does not. `watermarks` are the highest IDs before the first batch. Batches come
+    in the log's order, none twice. Exact; holds about 150 bytes a producer.
     """
 
     def __init__(self, watermarks: Mapping[str, int]) -> None:
@@ -31,21 +32,21 @@ class Deduplicator:
         self._before = self._highest.copy()
 
     def keep(self, stored: StoredBatch) -> Int64s | None:
-        """The rows that count, rising, possibly none; None if all do.
+        """Return the rows that count, in ascending order, possibly none; None if all count.
 
-        Raises INVALID_OPTION if they have no producers, but deduplication IDs.
+        Raises INVALID_OPTION if they have deduplication IDs instead of producers.
         """
         batch = stored.batch
         if batch.deduplication_ids:
             raise has_no_producers("the topic")
         numbers = self._producers.of(batch.producer_names)
         self._highest = grown(self._highest, len(self._producers), NO_SEQUENCE_ID)
-        # Within a batch the IDs of one producer rise strictly, so that only what came before the batch can make a row
-        # count or not, and each producer's last row is its new watermark.
+        # Within a batch the IDs of one producer rise strictly. So only messages before the batch can make a row count
+        # or not, and each producer's last row is its new watermark.
         return self._keep_of_one(batch, numbers[0]) if len(numbers) == 1 else self._keep_of_many(batch, numbers)
 
     def changed(self) -> dict[str, int]:
-        """The watermarks that have risen since the start."""
+        """Return the watermarks that have risen since the start."""
         before = grown(self._before, len(self._highest), NO_SEQUENCE_ID)[: len(self._highest)]
         risen = np.flatnonzero(self._highest > before)
         names = self._producers.names() if len(risen) else []
@@ -70,7 +71,7 @@ class Deduplicator:
 
 
 def has_no_producers(topic: str) -> SeqdedupeError:
-    """Why --deduplicate is refused for a topic of deduplication IDs."""
+    """Return why --deduplicate is refused for a topic of deduplication IDs."""
     return error(
         "INVALID_OPTION",
         f"deduplicate: {topic} has deduplication IDs, which the rule about producers' sequence IDs says nothing of",
@@ -80,7 +81,7 @@ def has_no_producers(topic: str) -> SeqdedupeError:
 
 
 class NumberedProducers:
-    """Numbers producers from 0 in the order in which their names first come."""
+    """Numbers producers from 0, in the order in which their names first come."""
 
     def __init__(self, names: Iterable[bytes] = ()) -> None:
         self._number_of = {name: number for number, name in enumerate(names)}
@@ -89,11 +90,11 @@ class NumberedProducers:
         return len(self._number_of)
 
     def names(self) -> list[bytes]:
-        """All names, by number."""
+        """Return all names, by number."""
         return list(self._number_of)
 
     def of(self, names: Binary) -> Int64s:
-        """The numbers of a batch's producers, new ones for names that are new."""
+        """Return the numbers of a batch's producers. New names get new numbers."""
         data, number_of = names.data, self._number_of
         try:
             return np.array([number_of[data[start:end]] for start, end in pairwise(names.offsets.tolist())], np.int64)
@@ -101,13 +102,13 @@ class NumberedProducers:
             return self.of_list(names.values())
 
     def of_list(self, names: list[bytes]) -> Int64s:
-        """The numbers of these producers."""
+        """Return the numbers of these producers."""
         number_of = self._number_of
         return np.array([number_of.setdefault(name, len(number_of)) for name in names], np.int64)
 
 
 def grown(rows: Int64s, count: int, new: int | Int64s) -> Int64s:
-    """These rows, or at least twice as many if they are fewer than `count`; those that are added are `new`."""
+    """Return these rows, or at least twice as many if they are fewer than `count`. The added rows are `new`."""
     if count <= len(rows):
         return rows
     more = np.empty((max(count - len(rows), len(rows), _FIRST_CAPACITY), *rows.shape[1:]), np.int64)

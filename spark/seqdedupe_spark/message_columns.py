@@ -18,7 +18,7 @@ from seqdedupe_spark.stock import STOCK, StockBatch
 _WHOLE_PARTS = [("ledger_tag", "u1"), ("ledger", "<i8"), ("entry_tag", "u1"), ("entry", "<i8"), ("batch_tag", "u1")]
 _VARINT_BYTES = 5
 _WHOLE_ID = np.dtype([*_WHOLE_PARTS, ("batch", "u1", _VARINT_BYTES)])
-"""A whole encoding. A number that is 0 is left out with its tag, and a varint has as few bytes as it needs."""
+"""A whole encoding. A number that is 0 is omitted with its tag, and a varint has no more bytes than it needs."""
 
 _WHOLE_LEDGER, _WHOLE_ENTRY, _WHOLE_BATCH = slice(0, 9), slice(9, 18), slice(18, None)
 
@@ -26,7 +26,7 @@ _SHIFTS = 7 * np.arange(_VARINT_BYTES)
 
 
 def encoded(ledger_ids: Int64s, entry_ids: Int64s, batch_indexes: Int32s) -> pa.Array:
-    """Those of so many message IDs."""
+    """Return the encodings of these message IDs."""
     count = len(ledger_ids)
     ids, kept = np.empty(count, _WHOLE_ID), np.ones((count, _WHOLE_ID.itemsize), bool)
     ids["ledger_tag"], ids["entry_tag"], ids["batch_tag"] = 0x09, 0x11, 0x18
@@ -67,7 +67,7 @@ SCHEMA = pa.schema(
 """The columns, with the names of the Pulsar connector where it has them."""
 
 OF_PULSAR = pa.schema({"__keyBytes": pa.binary(), "__orderingKey": pa.binary(), "__schemaVersion": pa.int64()})
-"""More of them, for who asks: tables that were made without them go on taking the rows."""
+"""More columns, on request. Tables that were made without them still take the rows."""
 
 _PROPERTIES = SCHEMA.field("__messageProperties").type
 
@@ -75,18 +75,18 @@ _MAX_TIME_MS = (2**63 - 1) // 1000
 """The last millisecond that microseconds in 64 bits hold; its negative is the first."""
 
 _ID = np.dtype([("tag1", "u1"), ("ledger", "<i8"), ("tag2", "u1"), ("entry", "<i8"), ("tail", "u1", 2)])
-"""The encoding of a message ID that the index says: ledger, entry (left out if it is 0), batch index -1."""
+"""The encoding of a message ID that follows from the index: ledger, entry (omitted if it is 0), batch index -1."""
 
 _ENTRY = slice(_ID.fields["tag2"][1], _ID.fields["tail"][1])  # type: ignore[index]
 
 
 def plain(schema: pa.Schema) -> pa.Schema:
-    """The same columns, named without the leading `__`."""
+    """Return the same columns, named without the leading `__`."""
     return pa.schema([field.with_name(_plain_name(field)) for field in schema])
 
 
 def columns_of(with_pulsars: bool, with_plain_names: bool) -> pa.Schema:
-    """The columns that a user asks for."""
+    """Return the columns that a user asks for."""
     schema = pa.schema([*SCHEMA, *OF_PULSAR]) if with_pulsars else SCHEMA
     return plain(schema) if with_plain_names else schema
 
@@ -96,15 +96,15 @@ def _plain_name(field: pa.Field) -> str:
 
 
 def column_of(batch: pa.RecordBatch | pa.Table, name: str) -> Any:
-    """The column of messages, with the leading `__` or without it. Raises KeyError if there is none."""
+    """Return the column of messages, with the leading `__` or without it. Raises KeyError if there is none."""
     return batch.column("__" + name if "__" + name in batch.schema.names else name)
 
 
 def to_arrow(stored: Sequence[StoredBatch], topic: str, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
-    """The rows of at least one stored batch of a topic (full name), all in one; of its columns those of `schema`.
+    """Return the rows of at least one stored batch of a topic (full name), all in one, with the columns of `schema`.
 
-    `schema` has columns of SCHEMA and OF_PULSAR, or of `plain` of them, in any order. No payload or key, no event time
-    (0), and a time that microseconds in 64 bits do not hold are null. Values of a single batch are not copied.
+    `schema` has columns of SCHEMA and OF_PULSAR, or of `plain` of them, in any order. Nulls are: no payload or key, no
+    event time (0), and a time that microseconds in 64 bits do not hold. Values of a single batch are not copied.
     """
     rows = _Rows(stored, topic, np.array([len(one) for one in stored]))
     columns = [_MAKERS[_plain_name(field)](rows) for field in schema]
@@ -113,7 +113,7 @@ def to_arrow(stored: Sequence[StoredBatch], topic: str, schema: pa.Schema = SCHE
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a column is made from."""
+    """The data from which a column is made."""
 
     stored: Sequence[StoredBatch]
     topic: str
@@ -129,11 +129,11 @@ class _Rows:
 
     @property
     def have_ids(self) -> bool:
-        """Whether the topic is one of deduplication IDs: then its messages have neither producers nor sequence IDs."""
+        """Whether the topic is one of deduplication IDs. Then its messages have neither producers nor sequence IDs."""
         return bool(self.stored[0].batch.deduplication_ids)
 
     def of_pulsar(self) -> list[StockBatch]:
-        """The batches, of a topic that no sidecar writes."""
+        """Return the batches, of a topic that no sidecar writes."""
         return [one for one in self.stored if isinstance(one, StockBatch)]
 
     def indexes(self) -> Int64s:
@@ -142,7 +142,7 @@ class _Rows:
 
 
 def _array(kind: pa.DataType, column: Binary, count: int) -> pa.Array:
-    """The column as it is, without a copy; all null where it is left out."""
+    """Return the column, without a copy; all null if it is omitted."""
     if not column:
         return pa.nulls(count, kind)
     validity = pa.py_buffer(column.validity) if column.validity else None
@@ -158,7 +158,7 @@ def _joined_numbers(columns: list[Int64s]) -> Int64s:
 
 
 def _bytes(columns: Iterable[Binary], rows: _Rows) -> pa.Array:
-    """What each batch has of a column, in one; all null where it is left out of all."""
+    """Return the batches' values of a column, in one; all null if all batches omit it."""
     columns = list(columns)
     if not any(columns):
         return pa.nulls(len(rows), pa.binary())
@@ -180,7 +180,7 @@ def _topics(rows: _Rows) -> pa.Array:
 
 @lru_cache(4)
 def _repeated(text: str, count: int) -> pa.Array:
-    """Kept, because most batches of a topic have one size, and often one producer."""
+    """Return the repeated text. It is cached: most batches of a topic have one size, and often one producer."""
     return pa.repeat(text, count)
 
 

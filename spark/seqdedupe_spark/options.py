@@ -1,7 +1,7 @@
 """The options of the data source and the sink: text from a user, checked, as one value that can be pickled.
 
-Begin with `parse`, or with `parse_sink`. Before them stand places in topics, where to start or stop (`Place`), and
-`advice`, what an error says of an option that is none.
+Begin with `parse`, or with `parse_sink`. Places in topics, where to start or stop (`Place`), come before them, and
+`advice`, the error text for an unknown option.
 """
 
 import difflib
@@ -26,7 +26,7 @@ T = TypeVar("T")
 # -- Where to start or stop in topics: text from a user, checked.
 
 TURNED_ROUND = "Let startingOffsets or startingTime name a place before that of endingOffsets or endingTime."
-"""What to do where reading would start after its end."""
+"""The hint for an error when reading would start after its end."""
 
 _MAX_INT64 = 2**63 - 1
 
@@ -35,34 +35,34 @@ _PARTITION = re.compile(r"\d{1,9}", re.ASCII)
 
 @dataclass(frozen=True)
 class Time:
-    """The place of a publish time in a topic: before the first message published then or later, or at the end that it
-    has when that is asked for."""
+    """The place of a publish time in a topic: before the first message published then or later, or at the end of the
+    topic at the time of the question."""
 
     milliseconds: int
 
 
 End = Literal["earliest", "latest"]
 PlaceInTopic = Position | int | End | Time
-"""A number is the index of the first message to be read, or of the first one that is not."""
+"""A number is the index of the first message to read, or of the first one not to read."""
 Place = End | Time | Mapping[str, PlaceInTopic]
-"""Where to start or stop in each topic; topics in the mapping have full names."""
+"""Where to start or stop in each topic. Topics in the mapping have full names."""
 
 
 def offsets(text: str, words: tuple[End, ...]) -> Place:
-    """One of the words, or JSON with a place for every topic. Raises ValueError, INVALID_POSITION."""
+    """Return one of the words, or the places from JSON, for every topic. Raises ValueError, INVALID_POSITION."""
     forms = f'{" or ".join(words)}, or JSON, as {{"topic": "message ID"}} or {{"topic": index}}'
     return _word(text, words) or _by_topic(text, forms, lambda name, value: _offset(name, value, words))
 
 
 def times(text: str) -> Place:
-    """Milliseconds since 1970, or JSON with such a number for every topic. Raises ValueError."""
+    """Return milliseconds since 1970, or such a number for every topic, from JSON. Raises ValueError."""
     if re.fullmatch(r"[-+\w.]+", text):
         return Time(number(text, 0))
     return _by_topic(text, 'milliseconds since 1970, or JSON, as {"topic": milliseconds}', _time)
 
 
 def check_order(starting: Place | None, ending: Place | None) -> None:
-    """Raises INVALID_OPTION where a time is after that of the end. Of other places the topics tell."""
+    """Raise INVALID_OPTION if a time is after the time of the end. Other places are checked with the topics."""
     for name in {*_names(starting), *_names(ending)} or {""}:
         first, last = _in_topic(starting, name), _in_topic(ending, name)
         if isinstance(first, Time) and isinstance(last, Time) and first.milliseconds > last.milliseconds:
@@ -79,7 +79,7 @@ def _in_topic(place: Place | None, name: str) -> PlaceInTopic | None:
 
 
 def number(text: str, least: int) -> int:
-    """Raises ValueError."""
+    """Return the number. Raises ValueError."""
     if not re.fullmatch(r"\d{1,19}", text, re.ASCII) or not least <= int(text) <= _MAX_INT64:
         raise ValueError(f"it should be a whole number from {least} to 2^63 - 1")
     return int(text)
@@ -90,8 +90,8 @@ def _word(text: str, words: tuple[End, ...]) -> End | None:
 
 
 def _by_topic(text: str, forms: str, place: Callable[[str, object], T]) -> dict[str, T]:
-    """JSON that has a place for every topic, or a mapping of its partitions' numbers to theirs, as Kafka's connector
-    takes it. Topics come back with their full names."""
+    """Return a place for every topic, from JSON. As in Kafka's connector, a topic may have a mapping from the numbers
+    of its partitions to places. Topics in the result have their full names."""
     try:
         given = json.loads(text, object_pairs_hook=tuple)
     except (ValueError, RecursionError) as e:
@@ -121,7 +121,7 @@ def _offset(name: str, value: object, words: tuple[End, ...]) -> PlaceInTopic:
         return _word(value, words) or stock.parse(value)
     if _is_number(value):
         return value
-    # An index that was counted wrongly must not become Kafka's -1, the end: nobody would see that messages are missing.
+    # An index that was counted wrongly must not become Kafka's -1, the end: the missing messages would go unnoticed.
     hint = '; Kafka\'s -1 is "latest" here, its -2 "earliest"' if value in (-1, -2) else ""
     raise ValueError(f"that of {name} is neither an index from 0 up nor a text{hint}")
 
@@ -136,7 +136,7 @@ def _is_number(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_INT64
 
 
-# -- What to say about options that are none: those of the connectors for Kafka and Pulsar, and those mistyped.
+# -- The error texts for unknown options: those of the connectors for Kafka and Pulsar, and those mistyped.
 
 _ELSEWHERE = {
     "assign": "topics",
@@ -152,7 +152,7 @@ _ELSEWHERE = {
     "subscribe": "topics",
     "subscribepattern": "topicsPattern",
 }
-"""What says the same in other connectors."""
+"""The options of other connectors, with the option here that has the same meaning."""
 
 _NOBODY = "positions are in the query's checkpoint, no consumer group or subscription keeps any: leave it out"
 _WAITS = "a reader waits by itself, and goes on where it was: leave it out"
@@ -170,7 +170,7 @@ _MEANINGLESS = {
     "subscriptiontype": _NOBODY,
     "waitingfornonexistedtopic": "topics have to be there, those of a topicsPattern may come later: leave it out",
 }
-"""What has no meaning here, and why."""
+"""The options that have no meaning here, and the reason."""
 
 _FOREIGN = {
     "kafka.": "it is of Kafka's clients: here service.url, authParams and the files tls… say who is reached, and how",
@@ -178,11 +178,11 @@ _FOREIGN = {
     "pulsar.producer.": "it is of Pulsar's connector: batches and their times are the client's own",
     "pulsar.reader.": "it is of Pulsar's connector: leave it out",
 }
-"""The same for all that begin so."""
+"""The same for all options with this prefix."""
 
 
 def advice(name: str, names: Sequence[str]) -> str:
-    """About an option, its name in lower case, that is none of these."""
+    """Return advice about an unknown option. `name` is in lower case."""
     known = {one.lower(): one for one in names}
     near = difflib.get_close_matches(name, known, 1)
     elsewhere = _ELSEWHERE.get(name)
@@ -230,10 +230,10 @@ NAMES = (
 """All options. Spark does not keep the case of their names."""
 
 _OF_TABLE = "option."
-"""What Spark puts before the options of CREATE TABLE, which it gives together with properties of its own."""
+"""The prefix that Spark puts before the options of CREATE TABLE, which it passes together with its own properties."""
 
 _MAX_TRIGGER_DELAY_SECONDS = 15 * 60.0
-"""As in Kafka's connector."""
+"""The same default as in Kafka's connector."""
 
 _DELAY = re.compile(r"(\d{1,9})\s*(ms|s|m|min|h|d)?", re.ASCII)
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -246,7 +246,8 @@ _AUTHENTICATION = re.compile(r"(?:org\.apache\.pulsar\.client\.impl\.auth\.(?:oa
 
 @dataclass(frozen=True)
 class Selection:
-    """Which topics: those with these full names, or those that match the pattern. `option` is what said so."""
+    """The selected topics: those with these full names, or those that match the pattern. `option` is the option
+    used."""
 
     option: str
     names: tuple[str, ...] = ()
@@ -255,7 +256,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class Least:
-    """What is worth a trigger: so many messages, or any that are there so long after the trigger before."""
+    """The least that is worth a trigger: this number of messages, or any messages after this delay since the last
+    trigger."""
 
     messages: int
     delay_seconds: float
@@ -263,7 +265,7 @@ class Least:
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """What is taken at most at once, of all topics together. None: no limit."""
+    """The most that is taken at once, of all topics together. None: no limit."""
 
     messages: int | None = None
     size_bytes: int | None = None
@@ -274,7 +276,7 @@ NO_LIMITS = ReadLimits()
 
 @dataclass(frozen=True)
 class Options:
-    """What a user said, or the defaults; `starting` and `ending` are None where nothing was said."""
+    """The user's options, or the defaults. `starting` and `ending` are None if they were not given."""
 
     selection: Selection
     service: Service = DEFAULT_ADDRESS
@@ -291,7 +293,8 @@ class Options:
 
 
 def parse(options: Mapping[str, str]) -> Options:
-    """The options, in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong one."""
+    """Return the options, with names in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong
+    one."""
     given = Given(options)
     limits = ReadLimits(
         given.take("maxOffsetsPerTrigger", _count, None), given.take("maxBytesPerTrigger", _count, None)
@@ -339,7 +342,7 @@ def _service(given: "Given") -> Service:
 
 
 def sidecar_of(given: "Given", address: str) -> str | SidecarService:
-    """The sidecar at this address, with the files that it is to be shown. Raises INVALID_OPTION."""
+    """Return the sidecar at this address, with the files of the credentials for it. Raises INVALID_OPTION."""
     params = given.take("authParams", str, "")
     token_file = path_of(params) or ""
     if params and not token_file:
@@ -365,11 +368,11 @@ FILE_OPTIONS = {
     "tls_certificate_file": "tlsCertificateFilePath",
     "tls_key_file": "tlsKeyFilePath",
 }
-"""The data source's options of the files that a sidecar is shown, by the names of a command's."""
+"""The data source's options for the credential files of a sidecar, by the names of a command's options."""
 
 
 def file_options() -> dict[str, str]:
-    """Those for the files that the command at work was told."""
+    """Return the options for the files that were given to the running command."""
     # Only commands need click, and tasks read options too.
     from seqdedupe.sidecar_options import told_files
 
@@ -380,17 +383,17 @@ def file_options() -> dict[str, str]:
 
 
 def url_of(path: str | os.PathLike[str]) -> str:
-    """The URL of a file, from where this process is."""
+    """Return the URL of a file. A relative path begins at this process's working directory."""
     return Path(path).absolute().as_uri()
 
 
 def of_table(given: Mapping[str, str]) -> dict[str, str]:
-    """The options that `CREATE TABLE … USING seqdedupe OPTIONS (…)` was given, if these are those of a table."""
+    """Return the options of `CREATE TABLE … USING seqdedupe OPTIONS (…)`, if these are the options of a table."""
     return {name.removeprefix(_OF_TABLE): value for name, value in given.items() if name.startswith(_OF_TABLE)}
 
 
 def check_shows_no_secret(of_table: Mapping[str, str]) -> None:
-    """A table's options can be read in its catalog. Raises INVALID_OPTION."""
+    """Raise INVALID_OPTION if a table's options have a token: the catalog shows them."""
     given = next((value for name, value in of_table.items() if name.lower() == _CREDENTIALS.lower()), "")
     if given.strip().startswith("token:"):
         raise error("INVALID_OPTION", f"{_CREDENTIALS}: a table would show the token; name a file, file:///path")
@@ -414,17 +417,17 @@ def _authentication(text: str) -> str:
 
 
 def address(text: str) -> str:
-    """Checks the form of a sidecar's address, or of several. Raises ValueError."""
+    """Check the form of a sidecar's address, or of several. Raises ValueError."""
     try:
         Sidecars.parse(text)
     except SeqdedupeError:
         what = "host:port or unix:path, without a scheme, or several separated by commas, or pulsar://host:6650"
-        raise ValueError(f"it should be {what}") from None  # which may have a password in it
+        raise ValueError(f"it should be {what}") from None  # it may have a password
     return text
 
 
 class Given:
-    """What a user said, by name: of the options with these names, else it raises INVALID_OPTION."""
+    """The user's options by name. It raises INVALID_OPTION for other names than `names`."""
 
     def __init__(self, options: Mapping[str, str], names: Sequence[str] = NAMES) -> None:
         said = {name.lower(): str(value) for name, value in options.items()}
@@ -434,18 +437,18 @@ class Given:
             raise error("INVALID_OPTION", f"there is no option {name}: {advice(name, names)}")
 
     def one_of(self, *names: str) -> str | None:
-        """The one of these that was said; None if none was."""
+        """Return the one of these options that was given; None if none was. Raises INVALID_OPTION if several were."""
         said = [name for name in names if name.lower() in self._values]
         if len(said) > 1:
             raise error("INVALID_OPTION", f"{' and '.join(said)} contradict each other: give one of them")
         return said[0] if said else None
 
     def first_of(self, *beginnings: str) -> str | None:
-        """One that was said whose name begins so; None if there is none."""
+        """Return an option that was given and whose name begins with one of these; None if there is none."""
         return next((name for name in NAMES if name.lower() in self._values and name.startswith(beginnings)), None)
 
     def take(self, name: str, convert: Callable[[str], T], default: T) -> T:
-        """The value; `convert` raises ValueError, which says what is wrong with it."""
+        """Return the value. `convert` raises ValueError with the problem."""
         text = self._values.get(name.lower())
         if text is None:
             return default
@@ -453,7 +456,7 @@ class Given:
             return convert(text.strip())
         except (ValueError, SeqdedupeError) as e:
             why = e.message if isinstance(e, SeqdedupeError) else e
-            # What stands before an @ may be a password.
+            # The text before an @ may be a password.
             said = f"{name} is {text[:80]!r}" if "@" not in text else name
             raise error("INVALID_OPTION", f"{said}: {why}") from e
 
@@ -514,7 +517,7 @@ def _count(text: str) -> int:
 
 
 def flag(text: str) -> bool:
-    """Raises ValueError."""
+    """Return the flag. Raises ValueError."""
     if text.lower() not in ("true", "false"):
         raise ValueError("it should be true or false")
     return text.lower() == "true"
@@ -532,26 +535,27 @@ SINK_NAMES = (
     "tlsCertificateFilePath",
     "tlsKeyFilePath",
 )
-"""All options. The checkpoint's is Spark's own, which shows it to sinks where a query gives it; a write in
-`foreachBatch` is given it by hand."""
+"""All options. The checkpoint's option is Spark's own: Spark shows it to sinks if a query has it. For a write in
+`foreachBatch` the user passes it."""
 
 _SPARK = ("queryName", "asyncProgressTrackingEnabled", "asyncProgressTrackingCheckpointIntervalMs")
-"""What a query says to Spark, which passes it on to the sink."""
+"""The options of a query for Spark, which Spark passes on to the sink."""
 
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """What a user said, or the defaults."""
+    """The user's options, or the defaults."""
 
     service: str | SidecarService
     topic: str | None = None
-    """The full name; None: the column `__topic` says it of each row."""
+    """The full name of the topic. None: the column `__topic` has it for each row."""
     fail_on_forgotten_ids: bool = True
     checkpoint: str | None = None
 
 
 def parse_sink(options: Mapping[str, str]) -> SinkOptions:
-    """The options, in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong one."""
+    """Return the options, with names in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong
+    one."""
     of_spark = {name.lower() for name in _SPARK}
     given = Given({name: value for name, value in options.items() if name.lower() not in of_spark}, SINK_NAMES)
     return SinkOptions(

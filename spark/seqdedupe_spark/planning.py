@@ -1,4 +1,4 @@
-"""What there is to read: topics, where they start and end, what was lost, and the ranges of a batch with its limits."""
+"""The topics to read: where they start and end, what was lost, and the ranges of a batch with its limits."""
 
 import logging
 import math
@@ -29,20 +29,21 @@ from seqdedupe_spark.ranges import NOT_PARTITIONED, TopicRange, cut, partition_o
 from seqdedupe_spark.service import PulsarCluster, Service, sidecar_at
 from seqdedupe_spark.stock import StockEnds
 
-# -- Why a topic cannot be read on after a position.
+# -- The reasons why a topic cannot be read on after a position.
 
 Ends = TopicEnds | StockEnds
-"""What a topic holds: one with indexes, or one that no sidecar writes."""
+"""The ends of a topic: one with indexes, or one that no sidecar writes."""
 
 _GO_ON = "To go on with what is left set failOnDataLoss to false (a reader job: --no-fail-on-data-loss)."
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a topic cannot be read on after a position.
+    """The reason why a topic cannot be read on after a position.
 
-    `next` is the position after which to go on with what is left; None if the topic is gone, or if going on would lead
-    back: a topic that ends before the position counts up to it again, with other messages under the same indexes.
+    `next` is the position after which to continue with the messages left. It is None if the topic is gone, or if
+    reading would go back: a topic that ends before the position counts up to it again, with other messages at the same
+    indexes.
     """
 
     topic: str
@@ -56,17 +57,17 @@ class Loss:
         return self.next is not None or self.reason == "TOPIC_NOT_FOUND"
 
     def error(self) -> SeqdedupeError:
-        """To be raised where nothing may be lost."""
+        """Return the error to raise if nothing may be lost."""
         return error(self.reason, self.message, hint=_GO_ON if self.may_be_accepted else None, topic=self.topic)
 
 
 def earliest(topic_ends: Ends) -> Position:
-    """The position before the first message that is left."""
+    """Return the position before the first message that is left."""
     return Position.before(topic_ends.last.incarnation, topic_ends.first_index)
 
 
 def find_loss(topic: str, position: Position, found: Ends | None) -> Loss | None:
-    """Why a topic with these ends cannot be read on after a position; None if it can."""
+    """Return why a topic with these ends cannot be read on after a position; None if it can."""
     if found is None:
         message = f"{topic} was deleted; what it held after index {position.index} is gone"
         return Loss(topic, None, "TOPIC_NOT_FOUND", message)
@@ -93,7 +94,7 @@ def find_loss(topic: str, position: Position, found: Ends | None) -> Loss | None
 
 
 def _find_loss_of_entries(topic: str, position: Position, found: StockEnds) -> Loss | None:
-    """The same for a topic that no sidecar writes."""
+    """Do the same for a topic that no sidecar writes."""
     if position.incarnation != stock.STOCK:
         message = (
             f"no sidecar writes {topic} now, and the position {position} is of a topic that one wrote; "
@@ -113,22 +114,22 @@ def _find_loss_of_entries(topic: str, position: Position, found: StockEnds) -> L
     return None
 
 
-# -- Waiting for a sidecar that is away, and who is asked.
+# -- Waiting for a sidecar that is away, and the clients for planning.
 
 PATIENCE_SECONDS = 30.0
-"""A sidecar that cannot be reached is asked again for so long; one that recovers, for as long as it takes."""
+"""The time for which a sidecar that cannot be reached is asked again. There is no limit for one that recovers."""
 
 SUBSCRIPTION_PREFIX = "seqdedupe-job-"
-"""With the job's name the name of its durable subscription."""
+"""The prefix of a job's name in the name of its durable subscription."""
 
 SAY_SECONDS = 60.0
-"""So often a line says what is waited for; the first time after a twelfth of it."""
+"""The time between two log lines about a wait. The first one comes after a twelfth of it."""
 
 _said: dict[str, float] = {}
-"""When that was said last in this process, by reason: waits follow each other while a sidecar is away."""
+"""The time of the last such line in this process, by reason: waits follow each other while a sidecar is away."""
 
 _NAMESPACE = re.compile(r"persistent://([\w.=\-]+/[\w.=\-]+)/")
-"""With which the pattern of a full name begins."""
+"""The beginning of a pattern for full names."""
 
 _DEFAULT_NAMESPACE = topic_name("_").removesuffix("_")
 
@@ -142,7 +143,7 @@ class _Admin(Protocol):
 
 
 class PlanningClient(Protocol):
-    """What planning asks: a sidecar's `blocking.Client`, or `cluster.cluster_client.ClusterClient`."""
+    """The calls of planning: a sidecar's `blocking.Client`, or `cluster.cluster_client.ClusterClient`."""
 
     @property
     def admin(self) -> _Admin: ...
@@ -165,7 +166,7 @@ class Holder(Protocol):
 
 
 class WaitingLine:
-    """Says in the log, now and then, what is waited for."""
+    """Logs, from time to time, the reason of a wait."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -174,7 +175,7 @@ class WaitingLine:
         now = time.monotonic()
         if self._began is None:
             self._began = now
-        # What is over at once is not worth a line.
+        # A wait that is soon over is not worth a line.
         if now - self._began >= SAY_SECONDS / 12 and now - _said.get(what.reason, -math.inf) >= SAY_SECONDS:
             _said[what.reason] = now
             _log.warning("waiting: %s", what)
@@ -183,8 +184,8 @@ class WaitingLine:
 def patiently(
     call: Callable[[], T], seconds: float = PATIENCE_SECONDS, should_stop: Callable[[], bool] = lambda: False
 ) -> T:
-    """Calls until there is an answer. Raises UnavailableError if there is none for so long; while a topic recovers the
-    time does not count. Once it should stop it raises what it was told last."""
+    """Call until there is an answer. Raises UnavailableError if there is none for this time. The time does not count
+    while a topic recovers. If `should_stop` returns true, this raises the last error."""
     backoff, waiting = Backoff(0.02, 1.0), WaitingLine()
     until = time.monotonic() + seconds
     while True:
@@ -201,12 +202,13 @@ def patiently(
 
 
 def of_job(service: Service, job: str) -> Service:
-    """The service for a job, which has a subscription of its own in a cluster."""
+    """Return the service for a job, which has a separate subscription in a cluster."""
     return replace(service, subscription=SUBSCRIPTION_PREFIX + job) if isinstance(service, PulsarCluster) else service
 
 
 def open_client(service: Service, selection: Selection, *, may_lose: bool = False) -> PlanningClient:
-    """For planning what is selected. `may_lose` allows topics that no sidecar writes without a subscription.
+    """Return a client for planning the selection. `may_lose` allows topics that no sidecar writes without a
+    subscription.
 
     Raises INVALID_CONFIGURATION if packages for reading from brokers are missing.
     """
@@ -237,31 +239,31 @@ def open_client(service: Service, selection: Selection, *, may_lose: bool = Fals
 
 
 class TopicListing:
-    """The topics of a sidecar and what they hold at one moment, by one call for each 1,000 of them.
+    """The topics of a sidecar and their ends at one moment, by one call per 1,000 topics.
 
-    Where a topic ends only its owner knows, once it has recovered: others, and those that a position does not fit, are
-    asked for by themselves, and waited for.
+    Only the owner of a topic knows its end, once it has recovered. For topics that are not served here yet, and
+    topics that a position does not fit, this asks separately, and waits.
     """
 
     def __init__(self, client: PlanningClient, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Raises UnavailableError after PATIENCE_SECONDS."""
+        """List the topics. Raises UnavailableError after PATIENCE_SECONDS."""
         self._client = client
         self._should_stop = should_stop
         listed = self._patiently(client.admin.topics)
         self._topics = {topic.name: topic for topic in listed if not topic.partitions}
         self._counts = {topic.name: topic.partitions for topic in listed if topic.partitions}
         self._stock: dict[str, StockEnds] = {}
-        """Of the topics that no sidecar writes, what they had stored when this was asked for."""
+        """The stored entries of topics that no sidecar writes, as of the last question."""
 
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, should_stop=self._should_stop)
 
     def select(self, selection: Selection, known: Iterable[str] = ()) -> list[str]:
-        """The full names of the topics there are; those of the partitions for a name that has no topic of its own.
+        """Return the full names of the selected topics. A name without its own topic stands for its partitions.
 
         A pattern matches whole names, full or short, with or without `-partition-3`; it may match none. Topics that are
-        `known`, since they are read already, count as there, and a name that stood for such partitions goes on to when
-        a topic of that name comes. Raises NotFoundError where a named topic is missing, or a partition of one.
+        `known` are being read already, and count as there. If a name stood for such partitions, it still does after a
+        topic of that name appears. Raises NotFoundError if a named topic, or a partition of one, is missing.
         """
         known = set(known)
         there = self._topics.keys() | known
@@ -281,7 +283,7 @@ class TopicListing:
         return _in_order(found)
 
     def _check_whole(self, selection: Selection, there: Iterable[str]) -> None:
-        """No partition is left out in silence of a topic that was made with so many."""
+        """Raise NotFoundError if a partition of a selected topic is missing."""
         for name, count in self._counts.items():
             if name in selection.names or (selection.pattern is not None and _matches(selection.pattern, name)):
                 parts = {partition_name(name, k) for k in range(count)}
@@ -290,7 +292,7 @@ class TopicListing:
                     raise error("TOPIC_NOT_FOUND", why, topic=name)
 
     def ends(self, topic: str) -> Ends | None:
-        """What the topic holds; None if it is not there. Raises UnavailableError."""
+        """Return the ends of the topic; None if it is not there. Raises UnavailableError."""
         if topic in self._stock:
             return self._stock[topic]
         found = self._topics.get(topic)
@@ -299,7 +301,7 @@ class TopicListing:
         return self.ends_now(topic)
 
     def deduplication_enabled(self, topic: str) -> bool:
-        """The policy of a topic that is listed."""
+        """Return the policy of a topic that is listed."""
         return self._topics[topic].policy.deduplication_enabled
 
     def is_by_id(self, topic: str) -> bool | None:
@@ -310,7 +312,7 @@ class TopicListing:
         return found.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
 
     def ends_now(self, topic: str) -> Ends | None:
-        """The same, asked for at this moment."""
+        """Return the same, asked for at this moment."""
         self._stock.pop(topic, None)
         try:
             found = self._patiently(lambda: self._client.ends(topic))
@@ -321,8 +323,8 @@ class TopicListing:
         return found
 
     def hold(self, topic: str, position: Position | None = None) -> bool:
-        """Has the job's subscription keep a topic that no sidecar writes: all of it, or the entry of a position and
-        what follows. Returns whether there was none, so that something may be gone since this was listed."""
+        """Make the job's subscription keep a topic that no sidecar writes: all of it, or the entry of a position and
+        all after it. Return whether there was no subscription: then messages may be gone since this was listed."""
         client = self._client
         if not isinstance(client, Holder) or not isinstance(found := self.ends(topic), StockEnds):
             return False
@@ -335,8 +337,8 @@ class TopicListing:
         return is_new
 
     def find_loss(self, topic: str, position: Position) -> Loss | None:
-        """Why the topic cannot be read on after this position; None if it can."""
-        # Whoever has moved the position may have seen a later end than the listing.
+        """Return why the topic cannot be read on after this position; None if it can."""
+        # The process that moved the position may have seen a later end than the listing.
         if find_loss(topic, position, self.ends(topic)) is None:
             return None
         found = self.ends_now(topic)
@@ -346,16 +348,16 @@ class TopicListing:
         return find_loss(topic, position, found)
 
     def look(self, topic: str, position: Position) -> Position | Loss:
-        """The topic's last position; or why it cannot be read on after this one."""
+        """Return the topic's last position; or why it cannot be read on after this one."""
         loss = self.find_loss(topic, position)
         return loss or self.ends(topic).last  # type: ignore[union-attr]  # deleted is a loss
 
     def resolve(self, names: Iterable[str], place: Place, option: str) -> dict[str, Position]:
-        """The positions of a place in these topics.
+        """Return the positions of a place in these topics.
 
-        In a mapping the name of a partitioned topic stands for those of its partitions that are not in it themselves.
-        Raises ConfigurationError (INVALID_OPTION) unless it has exactly these topics, NotFoundError for one that is not
-        there, PositionError for an index after a topic's end.
+        In a mapping, the name of a partitioned topic stands for the partitions that are not in the mapping themselves.
+        Raises ConfigurationError (INVALID_OPTION) unless the mapping has exactly these topics, NotFoundError for a
+        topic that is not there, PositionError for an index after a topic's end.
         """
         names = list(names)
         if isinstance(place, Mapping):
@@ -398,7 +400,7 @@ class TopicListing:
         return found.last if where == "latest" else earliest(found)
 
     def plan(self, starts: Mapping[str, Position], limits: ReadLimits = NO_LIMITS) -> list[TopicRange]:
-        """What there is to read after each start, within the limits; no range for a topic that has nothing new.
+        """Return the ranges to read after each start, within the limits. A topic without new messages has no range.
 
         Raises PositionError or NotFoundError where `look` finds a loss, UnavailableError after PATIENCE_SECONDS.
         """
@@ -411,15 +413,15 @@ class TopicListing:
         return self.within(ranges, limits)
 
     def range(self, topic: str, start: Position, end: Position) -> TopicRange:
-        """What there is to read between positions that were looked at."""
+        """Return the range between positions that were looked at."""
         found = self._stock.get(topic)
         return TopicRange(topic, start, end, None if found is None else found.count(start, end))
 
     def within(self, ranges: Iterable[TopicRange], limits: ReadLimits) -> list[TopicRange]:
-        """The beginnings of those ranges that are not empty, within the limits.
+        """Return the beginnings of the ranges that are not empty, within the limits.
 
-        A limit is shared in proportion to the messages there are. Each range keeps one message at least, even if that
-        is more than the limit. That of bytes is kept to about.
+        A limit is shared in proportion to the number of messages. Each range keeps at least one message, even if that
+        is more than the limit. The limit in bytes is approximate.
         """
         ranges = [one for one in ranges if len(one)]
         there = counts = [len(one) for one in ranges]
@@ -434,24 +436,24 @@ class TopicListing:
         return [one if count == len(one) else self._cut(one, count) for one, count in zip(ranges, counts, strict=True)]
 
     def _cut(self, one: TopicRange, count: int) -> TopicRange:
-        """Its first messages, or entries, so many."""
+        """Return the range of its first messages, or entries; `count` is their number."""
         found = self._stock.get(one.topic)
         if found is None:
             return self._with_known_end(cut(one, 0, count))
         return TopicRange(one.topic, one.start, found.advanced(one.start, count), count)
 
     def _with_known_end(self, one: TopicRange) -> TopicRange:
-        """A range that was cut, with all that says which message it ends with: every history of the topic has one at
-        that index, and a position that says no more would be read on from in any of them."""
+        """Return a cut range with a complete end position. Every history of the topic has a message at that index. A
+        position with only the index would be valid in any history."""
         try:
             end = self._patiently(lambda: self._client.position_at(one.topic, one.end.index))
         except (DamagedError, NotFoundError, PositionError):
-            # Who reads the range is told so, and the other topics' ranges are read.
+            # The reader of the range gets the error, and the other topics' ranges are read.
             return one
         return TopicRange(one.topic, one.start, end) if end.incarnation == one.incarnation else one
 
     def _log_bytes(self, ranges: Iterable[TopicRange]) -> float:
-        """What the topics have on disk altogether; a topic that is not listed may have any amount."""
+        """Return the bytes of the topics on disk together. A topic that is not listed may have any amount."""
         return sum(self._topics[one.topic].log_bytes if one.topic in self._topics else math.inf for one in ranges)
 
     def _messages_in(self, one: TopicRange, size_bytes: int) -> int:
@@ -464,7 +466,7 @@ class TopicListing:
 
 
 def _partitions(names: Iterable[str]) -> dict[str, list[str]]:
-    """Those of the names that are partitions, by the name of the whole topic."""
+    """Return the names that are partitions, by the name of the whole topic."""
     partitions: dict[str, list[str]] = {}
     for name in names:
         if partition_of(name) != NOT_PARTITIONED:
@@ -473,7 +475,7 @@ def _partitions(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _whole(name: str) -> str:
-    """The name of the partitioned topic of a partition."""
+    """Return the name of the partitioned topic of a partition."""
     return name.rpartition("-partition-")[0]
 
 

@@ -1,4 +1,4 @@
-"""Publishing rows that have producer names and sequence IDs, each producer's in order: `publish`."""
+"""Publishing of rows that have producer names and sequence IDs, each producer's in order: `publish`."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ _TYPES = {
     "__messageProperties": ("map<string,string>",),
     "__deduplicationId": ("binary", "string"),
 }
-"""The columns, which may stand without `__` too, and what they may be."""
+"""The columns, also allowed without `__`, and their allowed types."""
 
 _NEEDED = 4
-"""So many of these, from the first one on, there must be."""
+"""The number of these columns, from the first one on, that are required."""
 
 _SHORT = topic_name("_").removesuffix("_")
-"""What a short topic name stands after."""
+"""The prefix of a short topic name."""
 
 _ID = "__deduplicationId"
 
@@ -47,24 +47,25 @@ _ORDER = ("__topic", "__producerName", "__sequenceId")
 
 @dataclass(frozen=True)
 class Published:
-    """What was published."""
+    """The result of `publish`."""
 
     rows: int
     copies: int
-    """Rows of those at or below the highest sequence ID that the topic had of their producer: they are not stored."""
+    """The number of rows at or below the highest sequence ID that the topic had of their producer: they are not
+    stored."""
 
 
 def publish(frame: DataFrame, topic: str | None = None, **options: str) -> Published:
-    """Publishes rows to topics of sequence IDs, each producer's in the order of its IDs, in one session a name.
+    """Publish rows to topics of sequence IDs, each producer's in the order of its IDs, in one session per name.
 
-    `frame` has `value`, `__producerName`, `__sequenceId`, and `__topic` unless `topic` says it of all rows; `__key`,
-    `__eventTime` and `__messageProperties` may be left out, other columns are passed over. `options` are those of the
-    sink, as `{"service.url": …}`. A task that is tried again sends again what it sent: those are copies. So are
-    rows below the highest ID that a producer has: of a name all rows belong into one call, or into calls one after the
-    other whose IDs rise. Two calls with the same name at a time fence each other, and so do speculative tasks.
+    `frame` has `value`, `__producerName`, `__sequenceId`, and `__topic` unless `topic` is given for all rows. `__key`,
+    `__eventTime` and `__messageProperties` may be omitted; other columns are ignored. `options` are the options of the
+    sink, as `{"service.url": …}`. A task that is tried again sends its rows again: those are copies. Rows below the
+    highest ID of a producer are copies, too. So publish all rows of a name in one call, or in calls one after the other
+    with ascending IDs. Two calls with the same name at a time fence each other, and so do speculative tasks.
 
-    Raises ConfigurationError (INVALID_OPTION) for wrong columns or options, InvalidRequestError for what cannot be sent
-    (NOT_ASCENDING: an ID comes twice), FencedError, UnavailableError; a part of the rows may be published then.
+    Raises ConfigurationError (INVALID_OPTION) for wrong columns or options, InvalidRequestError for rows that cannot be
+    sent (NOT_ASCENDING: an ID comes twice), FencedError, UnavailableError. A part of the rows may be published then.
     """
     given = parse_sink(options if topic is None else {**options, "topic": topic})
     columns = _columns(frame, given.topic)
@@ -85,7 +86,8 @@ def publish(frame: DataFrame, topic: str | None = None, **options: str) -> Publi
 
 
 def _check_mode(client: blocking.Client, topic: str) -> None:
-    """Raises INVALID_OPTION for a topic of deduplication IDs. What cannot be looked at now is left to the tasks."""
+    """Raise INVALID_OPTION for a topic of deduplication IDs. If the topic cannot be looked at now, the tasks
+    check it."""
     try:
         mode = client.admin.topic(topic).deduplication_mode
     except SeqdedupeError:
@@ -131,7 +133,7 @@ def _columns(frame: DataFrame, topic: str | None) -> list[Column]:
 
 
 def publish_sorted(service: str | SidecarService, batches: Iterable[pa.RecordBatch]) -> Published:
-    """What a task does with rows that are sorted by topic, producer and sequence ID."""
+    """Publish, in a task, rows that are sorted by topic, producer and sequence ID."""
     rows = 0
     with sidecar_at(service).connect() as client:
         session = _Session(client)
@@ -148,7 +150,7 @@ def publish_sorted(service: str | SidecarService, batches: Iterable[pa.RecordBat
 
 
 def _by_producer(batch: pa.RecordBatch) -> Iterator[tuple[str, str, pa.RecordBatch]]:
-    """Neighbouring rows of one producer. Raises INVALID_REQUEST, INVALID_TOPIC_NAME, INVALID_NAME."""
+    """Yield neighbouring rows of one producer. Raises INVALID_REQUEST, INVALID_TOPIC_NAME, INVALID_NAME."""
     if not len(batch):
         return
     for name in _ORDER:
@@ -170,7 +172,7 @@ def _by_producer(batch: pa.RecordBatch) -> Iterator[tuple[str, str, pa.RecordBat
 
 
 class _Session:
-    """The session of one producer after the other."""
+    """The sessions of the producers, one after the other."""
 
     def __init__(self, client: blocking.Client) -> None:
         self.copies = 0
@@ -180,7 +182,7 @@ class _Session:
         self._receipts: list[blocking.BatchReceipt] = []
 
     def send(self, topic: str, name: str, rows: pa.RecordBatch) -> None:
-        """Queues rows, in the session of this producer, before which that of another one ends."""
+        """Queue rows in the session of this producer. The session of another producer ends first."""
         producer = self._producer
         if producer is None or (topic, name) != self._key:
             self.end()
@@ -211,7 +213,7 @@ class _Session:
         return producer
 
     def end(self) -> None:
-        """When all is durable."""
+        """End the session when all is durable."""
         if self._producer is None:
             return
         self._producer.close()

@@ -1,4 +1,4 @@
-"""Reading a range of a topic, in the process that needs its messages."""
+"""Reading of a topic's range, in the process that needs its messages."""
 
 import threading
 import time
@@ -17,27 +17,27 @@ from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.service import PulsarCluster, Service, sidecar_at
 
 MAX_ROWS = 16_384
-"""Stored batches are joined until they have so many rows; a single one may have more."""
+"""Stored batches are joined until they have this number of rows. A single batch may have more."""
 
 MAX_BYTES = 4 * 1024 * 1024
-"""Or until their payloads, keys and properties have so many bytes."""
+"""Or until their payloads, keys and properties have this number of bytes."""
 
 PATIENCE_SECONDS = 30.0
-"""While something else than a sidecar answers, a reader that begins asks again for so long."""
+"""The time for which a new reader asks again while something else than a sidecar answers."""
 
 
 def read_stored(service: Service, range: TopicRange, timeout_seconds: float | None = None) -> Iterator[StoredBatch]:
-    """All messages of a range in order, as the log stores them; the first and last batch are cut to the range.
+    """Yield all messages of a range in order, as the log stores them. The first and last batch are cut to the range.
 
-    Over a lost connection it reads on by itself, for as long as it takes, or until none has come for `timeout_seconds`:
-    then it raises UnavailableError. Raises NOT_A_SIDECAR if something else has answered from the beginning, for
-    PATIENCE_SECONDS; PositionError if messages of the range are trimmed or the topic was made anew, NotFoundError if it
-    was deleted, DamagedError for what is damaged.
+    After a lost connection it reads on automatically, without a time limit. With `timeout_seconds` it raises
+    UnavailableError when no message has come for that time. Raises NOT_A_SIDECAR if something else has answered from
+    the beginning, for PATIENCE_SECONDS; PositionError if messages of the range are trimmed or the topic was deleted and
+    created again; NotFoundError if it was deleted; DamagedError for damaged messages.
     """
     if not len(range):
         return
     if isinstance(service, PulsarCluster):
-        # The packages for it need not be there.
+        # The packages for brokers need not be installed.
         cluster.prepare()
         from seqdedupe_spark.cluster import broker_reader
 
@@ -56,15 +56,16 @@ def read_stored(service: Service, range: TopicRange, timeout_seconds: float | No
 def message_id_at(
     service: Service, topic: str, incarnation: int, index: int, timeout_seconds: float | None = None
 ) -> MessageId:
-    """That of one message. It takes a read: in some logs the index does not say it. Raises as `read_stored`."""
+    """Return the ID of one message. This takes a read: in some logs the index does not show it. Raises as
+    `read_stored`."""
     one = TopicRange(topic, Position.before(incarnation, index), Position.before(incarnation, index + 1))
     [stored] = read_stored(service, one, timeout_seconds)
     return stored.message_id(0)
 
 
 def _next_batch(reader: blocking.Reader) -> StoredBatch | None:
-    """Of a reader that may have to begin. Whoever planned the range has talked to the sidecar, so that an answer of
-    something else does not mean a wrong address: it is waited out."""
+    """Return the next batch of a reader that may have to begin. The planner of the range has reached the sidecar. So an
+    answer of something else does not mean a wrong address, and is waited out."""
     backoff = Backoff(0.02, 1.0)
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -77,9 +78,10 @@ def _next_batch(reader: blocking.Reader) -> StoredBatch | None:
 
 
 def _until_silent(reader: blocking.Reader, range: TopicRange, timeout_seconds: float) -> Iterator[StoredBatch]:
-    """Its batches; a watcher closes it, which ends a call that waits in it, when none has come for so long."""
+    """Yield the batches. If none has come for this time, a watcher closes the reader, which ends a call that waits in
+    it."""
     is_over = threading.Event()
-    asked: float | None = None  # since when a batch is waited for
+    asked: float | None = None  # the time since which a batch is waited for
 
     def watch() -> None:
         while not is_over.wait(timeout_seconds / 4):
@@ -107,13 +109,13 @@ def _until_silent(reader: blocking.Reader, range: TopicRange, timeout_seconds: f
 def read_range(
     service: Service, range: TopicRange, schema: pa.Schema = SCHEMA, timeout_seconds: float | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """The same as Arrow batches of about MAX_ROWS rows or MAX_BYTES, with those columns that `schema` has."""
+    """Yield the same as Arrow batches of about MAX_ROWS rows or MAX_BYTES, with the columns of `schema`."""
     for stored in joined(read_stored(service, range, timeout_seconds)):
         yield to_arrow(stored, range.topic, schema)
 
 
 def joined(batches: Iterable[StoredBatch]) -> Iterator[list[StoredBatch]]:
-    """Batches in groups of about MAX_ROWS rows or MAX_BYTES, whichever is reached first."""
+    """Yield batches in groups of about MAX_ROWS rows or MAX_BYTES, when the first limit is reached."""
     group: list[StoredBatch] = []
     rows = size = 0
     for stored in batches:

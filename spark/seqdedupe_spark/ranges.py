@@ -1,6 +1,6 @@
-"""Ranges of a topic: what one task of a job reads, and one transaction moves a position over. Pure.
+"""Ranges of a topic: one task of a job reads a range, and one transaction moves a position over it. No I/O.
 
-`planning` finds out which there are; here they are cut and packed.
+`planning` finds the ranges. The functions here cut and pack them.
 """
 
 import re
@@ -9,30 +9,31 @@ from dataclasses import dataclass
 from seqdedupe.message_id import Position
 
 NOT_PARTITIONED = -1
-"""The partition of a topic that is none, as in Pulsar."""
+"""The partition of a topic that is not a partition, as in Pulsar."""
 
 _PARTITION = re.compile(r"-partition-(\d+)$")
 
 
 def partition_of(topic: str) -> int:
-    """The partition that a topic is by its name, `…-partition-3`, as in Pulsar; NOT_PARTITIONED if it is none."""
+    """Return the partition number in a topic's name, `…-partition-3`, as in Pulsar; NOT_PARTITIONED if there is
+    none."""
     found = _PARTITION.search(topic)
     return int(found[1]) if found else NOT_PARTITIONED
 
 
 @dataclass(frozen=True)
 class TopicRange:
-    """The messages of one topic partition after `start`, up to and with `end`. Both are of one incarnation.
+    """The messages of one topic partition after `start`, up to and including `end`. Both have one incarnation.
 
-    `topic` is the full name of the topic; each partition of a partitioned topic is a topic of its own.
+    `topic` is the full name of the topic. Each partition of a partitioned topic is a separate topic.
     """
 
     topic: str
     start: Position
     end: Position
     entries: int | None = None
-    """Of a topic that no sidecar writes: how many entries it has, as Pulsar stores them, which are counted there
-    instead of messages. None where indexes say how many messages there are."""
+    """The number of entries in a topic that no sidecar writes, as Pulsar stores them. They are counted instead of
+    messages. None if indexes give the number of messages."""
 
     @property
     def partition(self) -> int:
@@ -52,7 +53,7 @@ class TopicRange:
         return self.end.index + 1
 
     def __len__(self) -> int:
-        """How many messages it has; or entries, where these are counted."""
+        """Return the number of messages, or of entries if entries are counted."""
         return self.end.index - self.start.index if self.entries is None else self.entries
 
     def __str__(self) -> str:
@@ -64,21 +65,21 @@ class TopicRange:
 # -- Sharing out ranges: a limit over topics, a topic over tasks, and many small ranges over few tasks.
 
 PACKED_MESSAGES = 10_000
-"""A task is given several ranges if they have no more messages together."""
+"""A task gets several ranges if they have no more messages together."""
 
 PACKED_RANGES = 32
-"""And so many ranges at most: messages may be large."""
+"""The largest number of ranges for a task: messages may be large."""
 
 
 def shares(there: list[int], limit: int) -> list[int]:
-    """The limit shared out in proportion to what is there, at least one each."""
+    """Return the limit shared out in proportion to `there`, at least one each."""
     rest, more = max(limit - len(there), 0), max(sum(there) - len(there), 1)
     return [1 + rest * (one - 1) // more for one in there]
 
 
 def split(ranges: list[TopicRange], parts: int, most: int | None = None) -> list[TopicRange]:
-    """The same messages in at least so many ranges, if there are so many messages, and at most so many in each; each
-    range is cut evenly. One whose entries are counted stays whole."""
+    """Return the same messages in at least `parts` ranges, if there are enough messages, with at most `most` in each.
+    Each range is cut evenly. A range whose entries are counted stays whole."""
     messages = sum(len(one) for one in ranges)
 
     def pieces(one: TopicRange) -> int:
@@ -97,15 +98,17 @@ def split(ranges: list[TopicRange], parts: int, most: int | None = None) -> list
 
 
 def cut(whole: TopicRange, first: int, stop: int) -> TopicRange:
-    """Its messages from the `first`-th to before the `stop`-th. Where it cuts, positions have an index only."""
+    """Return the messages from the `first`-th to before the `stop`-th. Where it cuts, positions have only an index."""
     start = Position.before(whole.incarnation, whole.first_index + first) if first else whole.start
     end = Position.before(whole.incarnation, whole.first_index + stop) if stop < len(whole) else whole.end
     return TopicRange(whole.topic, start, end)
 
 
 def packed(messages: list[int], least_parts: int = 1, most: int | None = None) -> list[range]:
-    """Neighbours that one task takes: `messages` are those of each range; in at least so many parts, if there are so
-    many ranges with messages enough, and of at most so many messages together."""
+    """Return neighbouring ranges that one task takes. `messages` has the number of messages of each range.
+
+    There are at least `least_parts` parts, if there are enough ranges and messages. A part has at most `most` messages.
+    """
     most = max(min(PACKED_MESSAGES, sum(messages) // max(least_parts, 1), most or PACKED_MESSAGES), 1)
     parts: list[range] = []
     first = total = 0

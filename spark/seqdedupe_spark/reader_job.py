@@ -1,7 +1,7 @@
 """`python -m seqdedupe_spark.reader_job`: topics into a table, each message once. As a library: `ReaderJob`.
 
-Begin with `run`. There is one way to run a job, `ReaderJob.run`; with a checkpoint a streaming query is its clock
-(`_stream`). Above the commands stands what a job shows of itself.
+Begin with `run`. There is one way to run a job, `ReaderJob.run`. With a checkpoint, a streaming query is its clock
+(`_stream`). The progress output of a job comes before the commands.
 """
 
 import importlib
@@ -33,18 +33,17 @@ from seqdedupe_spark.session import run_command, start_session, typed_failures
 from seqdedupe_spark.source import SeqdedupeDataSource
 from seqdedupe_spark.stores.urls import from_url
 
-# -- What a job shows of itself while it runs: one line, rewritten in place on a terminal, else a new one now and
-# then.
+# -- The progress output of a job: one line, rewritten in place on a terminal; else a new line from time to time.
 
 LINE_SECONDS = 5.0
-"""How often a line is printed where it cannot be rewritten."""
+"""The time between two lines if a line cannot be rewritten."""
 
 _RATE_SECONDS = 10.0
-"""Over how long the rate is taken, about."""
+"""The approximate time over which the rate is measured."""
 
 
 class Progress:
-    """The progress line of a job, on `stream`. Rows are those written."""
+    """The progress line of a job, on `stream`. It counts the rows written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -55,7 +54,7 @@ class Progress:
         self._width = 0
 
     def show(self, done: Round) -> None:
-        """To be called after every round."""
+        """Show the progress. Call it after every round."""
         self._rows += done.written
         now = time.monotonic()
         line = f"{self._rows:,} rows, {self._rate(now):,.0f} rows/s, lag {done.lag:,}"
@@ -74,14 +73,14 @@ class Progress:
         return rate
 
     def close(self) -> None:
-        """Ends the line that was rewritten."""
+        """End the line that was rewritten."""
         if self._width:
             self._stream.write("\n")
             self._stream.flush()
 
 
 def summary(total: Round, seconds: float) -> dict[str, object]:
-    """What a run has done, as JSON has it. The form is documented: keep it stable."""
+    """Return the result of a run, for JSON. The form is documented: keep it stable."""
     return {
         "read": total.read,
         "written": total.written,
@@ -97,7 +96,7 @@ def summary(total: Round, seconds: float) -> dict[str, object]:
 
 
 def text(total: Round, seconds: float) -> str:
-    """The same, for a person."""
+    """Return the same for a person."""
     if not total.has_looked:
         return f"nothing was read in {seconds:.1f} s: where the topics stand could not be found out"
     dropped = f", {total.duplicates:,} duplicates dropped" if total.duplicates else ""
@@ -120,7 +119,7 @@ _store = click.option("--store", "store_url", required=True, metavar="URL", help
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/guides/spark-job.md describes it.")
 
 _OTHER_NAMES = {"address": "service.url", "admin_url": "admin.url"}
-"""Of the data source's options that a job takes too: it has all others by the command's names, in camel case."""
+"""The names of options of the data source that a job takes, too. All others have the command's names, in camel case."""
 
 _CLIENT = "pulsar.client."
 
@@ -128,7 +127,7 @@ _CLOCK_OPTIONS = ("service.url", "admin.url", "topic", "topics", "topicsPattern"
 
 
 def _options(*options: Command) -> Command:
-    """A decorator that is all of these; `--help` shows them in this order."""
+    """Return a decorator that applies all of these. `--help` shows them in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -152,7 +151,7 @@ _service_options = _options(
 
 
 def _given(source: dict[str, Any]) -> dict[str, str]:
-    """The options of the data source that were said."""
+    """Return the options of the data source that were given."""
     said = {name: value for name, value in source.items() if value is not None and name != "pulsar_client"}
     given = {_OTHER_NAMES.get(name) or _camel_case(name): str(value) for name, value in said.items()}
     given |= file_options()
@@ -319,8 +318,9 @@ def _stream(
     trigger_seconds: float,
     progress: Progress,
 ) -> None:
-    """Runs the job as a streaming query, which is the clock only: whenever it ticks, all there is is read, from the
-    stored positions. What its checkpoint takes for read and the database does not have is read before or after it."""
+    """Run the job as a streaming query, which is only the clock. At each tick all messages are read, from the stored
+    positions. Messages that the checkpoint counts as read, but the database does not have, are read before or after it.
+    """
     clock = {name: value for name, value in given.items() if name in _CLOCK_OPTIONS or name.startswith(_CLIENT)}
     clock |= {"startingOffsets": "earliest", "failOnDataLoss": "false"}
 
@@ -348,11 +348,11 @@ def _stream(
         except UnavailableError:
             pass
         except PositionError as e:
-            # Is it one of the job's own positions that does not fit, this says so and ends it.
+            # If one of the job's own positions does not fit, this reports it and ends the job.
             read()
             _log.warning("%s: the checkpoint does not fit, the query begins a new one elsewhere: %s", checkpoint, e)
             writer = query()
-        # If the sidecar or the database is away this waits for longer than a query does.
+        # If the sidecar or the database is away, this waits for longer than a query does.
         read()
 
 
@@ -365,7 +365,7 @@ def _run_query(writer: DataStreamWriter, reader: ReaderJob) -> None:
 
 
 def _imported(name: str) -> Transform:
-    """The function `module:function`. Raises INVALID_OPTION."""
+    """Return the function `module:function`. Raises INVALID_OPTION."""
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:
@@ -437,7 +437,7 @@ def reset(job: str, store_url: str, topic: str, place: str, as_json: bool, **sou
 
 
 def run_main(arguments: Sequence[str] | None = None, name: str = "seqdedupe_spark.reader_job") -> int:
-    """Runs the command, with this process's arguments if none are given; returns the exit status."""
+    """Run the command, by default with this process's arguments. Return the exit status."""
     return run_command(cli, name, arguments=arguments)
 
 

@@ -1,4 +1,4 @@
-"""Where messages are read, and what a server is shown there: from a sidecar, or straight from a cluster's brokers.
+"""The server from which messages are read, with the credentials for it: a sidecar, or a cluster's brokers.
 
 A `Service` travels to every task.
 """
@@ -12,8 +12,8 @@ from seqdedupe.client.credentials import Credentials
 
 @dataclass(frozen=True)
 class SidecarService:
-    """Files by their names in `Credentials`; the driver and every executor read their own. Empty: what the environment
-    of each says."""
+    """A sidecar, with files by their names in `Credentials`. The driver and each executor read their own files. If a
+    name is empty, the environment of each decides."""
 
     address: str
     """One address, or several with commas between."""
@@ -23,7 +23,7 @@ class SidecarService:
     tls_key_file: str = ""
 
     def connect(self) -> blocking.Client:
-        """A client of it. Raises INVALID_ADDRESS, INVALID_CREDENTIALS."""
+        """Return a client of the sidecar. Raises INVALID_ADDRESS, INVALID_CREDENTIALS."""
         credentials = Credentials.from_environment(
             token_file=self.token_file,
             tls_ca_file=self.tls_ca_file,
@@ -34,38 +34,39 @@ class SidecarService:
 
 
 def sidecar_at(service: str | SidecarService) -> SidecarService:
-    """An address alone is that of a sidecar of which the environment says the rest."""
+    """Return the sidecar. If only its address is given, the environment has the rest."""
     return SidecarService(service) if isinstance(service, str) else service
 
 
 def path_of(url: str) -> str | None:
-    """The path of a URL like file:///path; None if this is none."""
+    """Return the path of a URL like file:///path; None for any other URL."""
     parts = urlsplit(url)
     return unquote(parts.path) if parts.scheme == "file" and not parts.netloc and parts.path else None
 
 
 AUTHENTICATIONS = ("AuthenticationToken", "AuthenticationOAuth2")
-"""The simple names of those classes of Pulsar's Java client whose credentials are understood."""
+"""The simple names of the classes of Pulsar's Java client whose credentials are supported."""
 
 
 @dataclass(frozen=True)
 class PulsarCluster:
-    """`credentials` are never shown: neither by `repr`, nor in an error, a plan or a log."""
+    """A Pulsar cluster. `credentials` are never shown: neither by `repr`, nor in an error, a plan or a log."""
 
     service_url: str
     admin_url: str
     authentication: str = ""
     """One of AUTHENTICATIONS; empty for none."""
     credentials: str = field(default="", repr=False)
-    """What that class takes: `token:…` or `file:///…`; JSON with `issuerUrl`, `privateKey` and `audience`."""
+    """The credentials for that class: `token:…` or `file:///…`; JSON with `issuerUrl`, `privateKey` and `audience`."""
     trust_certs_path: str = ""
     allows_insecure: bool = False
     verifies_hostname: bool = True
     subscription: str = ""
-    """The durable one of the job that reads: for it Pulsar keeps what stands in topics that no sidecar writes."""
+    """The durable subscription of the job that reads. For it, Pulsar keeps the messages in topics that no sidecar
+    writes."""
     tells_keys: bool = False
     """Whether keys of topics that no sidecar writes are read exactly, which can take an admin call for each entry."""
 
 
 Service = str | SidecarService | PulsarCluster
-"""Where messages are read: from a sidecar, of which an address may be all that is said, or from a cluster's brokers."""
+"""The server from which messages are read: a sidecar, or its address alone, or a cluster's brokers."""

@@ -1,4 +1,4 @@
-"""The Spark session of a command: how it starts, and its errors in one line, also a worker's."""
+"""The Spark session of a command: its start, and its errors in one line, also a worker's."""
 
 import os
 import re
@@ -21,14 +21,14 @@ from seqdedupe_spark.source import SeqdedupeDataSource
 if TYPE_CHECKING:
     import click
 
-# -- Errors that cross Spark: what a worker raised, raised again on the driver.
+# -- Errors that cross Spark: the error of a worker, raised again on the driver.
 
 _TYPED_ERROR = re.compile(r"seqdedupe\.errors\.\w+: (.*) \[([A-Z_]+)\]")
 
 
 @contextmanager
 def typed_failures() -> Iterator[None]:
-    """Raises the `SeqdedupeError` that failed a task, which Spark gives as the text of a traceback only."""
+    """Raise the `SeqdedupeError` that failed a task. Spark returns it only as the text of a traceback."""
     try:
         yield
     except PySparkException as e:
@@ -39,19 +39,19 @@ def typed_failures() -> Iterator[None]:
 
 
 def first_line(text: str) -> str:
-    """What Spark says, in a line: a plan or a traceback may follow it, and a line break stand before it."""
+    """Return Spark's message in a line: a plan or a traceback may come after it, and a line break before it."""
     return text.strip().partition("\n")[0]
 
 
 LEAST_JAVA = 17
-"""The oldest Java that Spark runs on."""
+"""The oldest Java on which Spark runs."""
 
 DEFAULT_MASTER = "local[*,4]"
-"""All cores of this machine, and as many tries of a task as on a cluster."""
+"""All cores of this machine, and the same number of tries of a task as on a cluster."""
 
 _SOURCE_FOLDER = str(Path(__file__).absolute().parents[1])
-"""Where `pyspark_seqdedupe` lies: Spark's search for data sources looks into the folders of the path only, and an
-editable install is none."""
+"""The folder of `pyspark_seqdedupe`. Spark looks for data sources only in the folders of the path, and an editable
+install is none."""
 
 _LOGGING = Path(__file__).with_name("log4j2.properties").absolute()
 
@@ -65,10 +65,10 @@ _JAVA_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
 
 
 def start_session(name: str, master: str | None = None) -> SparkSession:
-    """The session of spark-submit or of Spark Connect where there is one, else a new one on `master`.
+    """Return the session of spark-submit or of Spark Connect if there is one, else a new one on `master`.
 
     Raises INVALID_CONFIGURATION, before anything is started, if there is no Java. Workers on this machine can import
-    what is in the current directory, and find the data source.
+    modules of the current directory, and find the data source.
     """
     if not (_GATEWAY in os.environ or _REMOTE in os.environ):
         check_java()
@@ -86,11 +86,11 @@ def start_session(name: str, master: str | None = None) -> SparkSession:
 
 
 def register(spark: SparkSession) -> None:
-    """Registers the data source `seqdedupe` with a session, so that Spark need not search for it.
+    """Register the data source `seqdedupe` with a session, so that Spark need not search for it.
 
-    Spark reads with Python processes of its own. On a local master they are this Python, unless `PYSPARK_PYTHON` or
-    `spark.pyspark.python` names another one; otherwise they are the `python3` of the `PATH`. Over Spark Connect the
-    server's side decides. Raises INVALID_CONFIGURATION if that Python, on the driver, does not have this package.
+    Spark reads with separate Python processes. On a local master they run this Python, unless `PYSPARK_PYTHON` or
+    `spark.pyspark.python` names another one; otherwise they run the `python3` of the `PATH`. Over Spark Connect the
+    server decides. Raises INVALID_CONFIGURATION if that Python, on the driver, does not have this package.
     """
     if isinstance(spark, SparkSession):
         context = spark.sparkContext
@@ -129,22 +129,23 @@ def _check_has_this_package(context: SparkContext) -> None:
 
 
 def activate(spark: SparkSession) -> None:
-    """Makes the session the active one of this thread, in which Spark looks data sources up that are written to.
+    """Make the session the active one of this thread. Spark looks there for data sources to write to.
 
-    A thread of Python's has a thread of the JVM, and the active session is of that thread: without one, `save()` and
-    `start()` with the format `seqdedupe` end with DATA_SOURCE_NOT_FOUND. Over Spark Connect there is nothing to do.
+    A Python thread has a JVM thread, and the active session belongs to that thread. Without one, `save()` and `start()`
+    with the format `seqdedupe` end with DATA_SOURCE_NOT_FOUND. Over Spark Connect there is nothing to do.
     """
     if isinstance(spark, SparkSession):
         spark._jvm.SparkSession.setActiveSession(spark._jsparkSession)  # type: ignore[union-attr]
 
 
 def workers_path(*folders: str | Path) -> str:
-    """The PYTHONPATH for Spark's own Python processes: these folders, that of the data source, and what it was."""
+    """Return the PYTHONPATH for Spark's own Python processes: these folders, the data source's, and the present
+    value."""
     return os.pathsep.join([*map(str, folders), _SOURCE_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def check_java() -> None:
-    """Raises INVALID_CONFIGURATION, with the package to install, unless there is a Java that Spark runs on."""
+    """Raise INVALID_CONFIGURATION, with the package to install, unless there is a Java on which Spark runs."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home, "bin", "java")) if home else shutil.which("java")
     try:
@@ -161,13 +162,14 @@ def check_java() -> None:
         )
 
 
-# -- Running a Spark command: what Spark raises is an error of one line too.
+# -- Running a Spark command: an exception of Spark is an error of one line, too.
 
 
 def run_command(
     command: "click.Command", name: str, *, arguments: Sequence[str] | None = None, failed: int | None = None
 ) -> int:
-    """As `seqdedupe.command.run_command`; what Spark raises is status `failed` too, FAILED without it."""
+    """Do the same as `seqdedupe.command.run_command`. An exception of Spark has the status `failed`, by default
+    FAILED."""
     # Only commands need click, and tasks have errors that cross Spark too.
     from seqdedupe import command as commands
 

@@ -1,7 +1,7 @@
 """The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream; and the sink.
 
-Begin with `SeqdedupeDataSource`, which Spark makes. The offsets that a streaming query keeps in its checkpoint are
-above it, its readers and when a trigger waits below.
+Begin with `SeqdedupeDataSource`, which Spark makes. Before it come the offsets that a streaming query keeps in its
+checkpoint. After it come its readers, and the delay of triggers.
 """
 
 import logging
@@ -44,21 +44,21 @@ from seqdedupe_spark.ranges import TopicRange, packed, split
 from seqdedupe_spark.sink.row_layout import layout_of
 from seqdedupe_spark.sink.task import BatchWriter, Began, SinkTask, StreamWriter, began, now
 
-# -- The offsets of a streaming query: what Spark keeps in a checkpoint, and gives back to plan a batch, or plan it
+# -- The offsets of a streaming query. Spark keeps them in a checkpoint, and returns them to plan a batch, or to plan it
 # again.
 #
-# An offset is a position for each topic, after the last message of the batch: `{"TOPIC": "POSITION"}`. Where that
-# batch is the first to read a topic, `"starts"` has the position before its first message, in the same form. Spark
-# logs the ends of batches alone: to repeat its first one it asks for the start once more, and by then `latest`, a
-# time or what retention has left is another place.
+# An offset is a position for each topic, after the last message of the batch: `{"TOPIC": "POSITION"}`. If the batch is
+# the first to read a topic, `"starts"` has the position before its first message, in the same form. Spark logs only the
+# ends of batches. To repeat its first batch it asks for the start once more. By then `latest`, a time, or the first
+# message that retention has left is another place.
 
 Offsets = dict[str, Any]
 
 _STARTS = "starts"
-"""No topic has this name: they are full names."""
+"""The key for the starts. No topic has this name, because topics have full names."""
 
 NOTHING_YET: Offsets = {_STARTS: None}
-"""The offset before the first batch: where that starts its own offset says."""
+"""The offset before the first batch. The start of that batch is in the batch's own offset."""
 
 
 def as_texts(positions: Mapping[str, Position]) -> dict[str, str]:
@@ -66,20 +66,21 @@ def as_texts(positions: Mapping[str, Position]) -> dict[str, str]:
 
 
 def offset_after(before: Offsets, ends: Mapping[str, Position], starts: Mapping[str, Position]) -> Offsets:
-    """The offset of the batch after another one that reads up to these ends, and some topics for the first time, from
-    these starts. It is the other one if nothing is new: Spark then runs no batch."""
+    """Return the offset of a batch after `before`. The batch reads up to these ends, and some topics for the first
+    time, from these starts. If nothing is new, return `before`: Spark then runs no batch."""
     if before != NOTHING_YET and not starts and ends == positions_in(before):
         return before
     return as_texts(ends) | ({_STARTS: as_texts(starts)} if starts else {})
 
 
 def positions_in(offset: Offsets) -> dict[str, Position]:
-    """Up to where a query is in each topic that it has read. Raises INVALID_POSITION."""
+    """Return the positions of a query in the topics that it has read. Raises INVALID_POSITION."""
     return _parsed({topic: text for topic, text in offset.items() if topic != _STARTS})
 
 
 def starts_in(before: Offsets, offset: Offsets) -> dict[str, Position]:
-    """Where the batch between two offsets starts in its topics, as far as they say so. Raises INVALID_POSITION."""
+    """Return where the batch between two offsets starts in its topics, as far as they have it. Raises
+    INVALID_POSITION."""
     return _parsed(offset.get(_STARTS) or {}) | positions_in(before)
 
 
@@ -94,7 +95,7 @@ def _parsed(texts: Mapping[str, str]) -> dict[str, Position]:
 NAME = "seqdedupe"
 
 _OPTIONS = "seqdedupe.options"
-"""The metadata of a table's first column: Spark keeps no other part of what CREATE TABLE said for who reads it."""
+"""A key in the metadata of a table's first column. Spark keeps no other part of CREATE TABLE for the reader."""
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ _log = logging.getLogger(__name__)
 class SeqdedupeDataSource(DataSource):
     """`format("seqdedupe")` of `spark.read`, `spark.readStream`, `DataFrame.write` and `DataFrame.writeStream`.
 
-    Raises ConfigurationError (INVALID_OPTION) for what cannot be, before anything is read or written.
+    Raises ConfigurationError (INVALID_OPTION) for invalid options, before anything is read or written.
     """
 
     @classmethod
@@ -117,7 +118,7 @@ class SeqdedupeDataSource(DataSource):
         return schema
 
     def _parsed(self, schema: StructType) -> Options:
-        """The options; of a table, those that it was created with and those of the query."""
+        """Return the options. For a table: the options with which it was created, and those of the query."""
         given: dict[str, str] = next(
             (field.metadata[_OPTIONS] for field in schema if _OPTIONS in (field.metadata or {})), {}
         )
@@ -142,7 +143,7 @@ class SeqdedupeDataSource(DataSource):
             since = now() if options.checkpoint is None else began(options.checkpoint)
             return BatchWriter(_sink_task(options, schema, overwrite, since))
         except SeqdedupeError as e:
-            # Spark shows the traceback: the line that matters should not stand behind many that do not.
+            # Spark shows the traceback: the important line should not come after many unimportant ones.
             raise e.with_traceback(None) from None
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
@@ -167,9 +168,9 @@ def _all_columns(options: Options) -> pa.Schema:
 
 
 def wanted_columns(schema: StructType, options: Options) -> pa.Schema:
-    """What Spark expects to be given for a schema: some of the columns, by name, with their own types.
+    """Return the columns that Spark expects for a schema: some of the columns, by name, with their own types.
 
-    Raises ConfigurationError (INVALID_OPTION) that names the column that is none or has another type.
+    Raises ConfigurationError (INVALID_OPTION) that names a column that is unknown or has another type.
     """
     known = from_arrow_schema(_all_columns(options))
     if not schema.fields:
@@ -185,7 +186,7 @@ def wanted_columns(schema: StructType, options: Options) -> pa.Schema:
 
 
 class _Reading:
-    """What both readers do. It is pickled for every task, so it holds no connection."""
+    """The common part of both readers. It is pickled for every task, so it holds no connection."""
 
     def __init__(self, options: Options, schema: pa.Schema) -> None:
         self.options = options
@@ -199,7 +200,7 @@ class _Reading:
     def ranges(
         self, listing: TopicListing, starts: Mapping[str, Position], ends: Mapping[str, Position]
     ) -> list[TopicRange]:
-        """What is to be read between positions, as far as it is there."""
+        """Return the ranges between positions, as far as the messages are there."""
         ranges = []
         for topic, end in ends.items():
             start = starts[topic]
@@ -218,7 +219,8 @@ class _Reading:
         return split(ranges, self.options.min_partitions, self.options.max_records_per_partition)
 
     def _left(self, listing: TopicListing, topic: str, position: Position) -> Position | None:
-        """The position, or that of what is left after it if the loss may be accepted; None if nothing is."""
+        """Return the position; after a loss that may be accepted, the position from which messages are left. None if
+        none are."""
         loss = listing.find_loss(topic, position)
         if loss is None:
             return position
@@ -226,13 +228,13 @@ class _Reading:
         return loss.next
 
     def tasks(self, ranges: list[TopicRange]) -> list[InputPartition]:
-        """A task for each range; small ones share tasks."""
+        """Return a task for each range. Small ranges share tasks."""
         options = self.options
         parts = packed([len(one) for one in ranges], options.min_partitions, options.max_records_per_partition)
         return [InputPartition([ranges[number] for number in part]) for part in parts]
 
     def accept(self, loss: Loss) -> None:
-        """Says once what is skipped, if that is allowed; raises it otherwise."""
+        """Report once what is skipped, if that is allowed; raise the loss otherwise."""
         if self.options.fail_on_data_loss or not loss.may_be_accepted:
             raise loss.error()
         if loss.message not in self._told:
@@ -240,7 +242,7 @@ class _Reading:
             _log.warning("failOnDataLoss is false, reading goes on: %s", loss.message)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The messages of a task's ranges. Spark gives None where there is none at all."""
+        """Yield the messages of a task's ranges. Spark gives None if there is no task."""
         ranges: list[TopicRange] = partition.value or []
         for one in ranges:
             if self.options.fail_on_data_loss:
@@ -249,7 +251,7 @@ class _Reading:
                 yield from self._read_what_is_left(one)
 
     def _read_what_is_left(self, range: TopicRange) -> Iterator[pa.RecordBatch]:
-        """The same; what is lost while it reads is skipped."""
+        """Do the same, and skip messages that are lost during the read."""
         start: Position | None = range.start
         options = self.options
         while start is not None and start.incarnation == range.incarnation and start.index < range.end.index:
@@ -268,7 +270,7 @@ class _Reading:
 
 
 class BatchReader(_Reading, DataSourceReader):
-    """Reads all there is between two places, planned once."""
+    """Reads all messages between two places, planned once."""
 
     def partitions(self) -> list[InputPartition]:
         options = self.options
@@ -284,15 +286,15 @@ class BatchReader(_Reading, DataSourceReader):
 
 @dataclass
 class Delaying:
-    """Which triggers wait. That is not in the checkpoint: the first trigger of a query that is started again takes what
-    there is."""
+    """The delay of triggers. It is not in the checkpoint: after a restart, the first trigger of a query takes all that
+    is there."""
 
     least: Least
     taken_at_seconds: float = -math.inf
-    """When a trigger took messages last."""
+    """The time when a trigger took messages last."""
 
     def waits(self, messages: int, now_seconds: float) -> bool:
-        """Whether a trigger for which there are so many messages leaves them; otherwise it is said to take them."""
+        """Return whether a trigger leaves this number of messages for later. Otherwise note that it takes them."""
         if messages < self.least.messages and now_seconds - self.taken_at_seconds < self.least.delay_seconds:
             return True
         if messages:
@@ -301,7 +303,7 @@ class Delaying:
 
 
 class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads from where it is to the end, again and again. Its offsets are those of `seqdedupe_spark.offsets`."""
+    """Reads from its position to the end, again and again. Its offsets are described above."""
 
     def __init__(self, options: Options, schema: pa.Schema) -> None:
         super().__init__(options, schema)
@@ -340,7 +342,7 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
                 self._ends[topic] = found
                 if (stop := self._stop(topic, found)).index > ends[topic].index:
                     ranges.append(listing.range(topic, ends[topic], stop))
-            # With the trigger `once` all is read, whatever the options say.
+            # With the trigger `once` everything is read, for any options.
             is_limited = not isinstance(limit, ReadAllAvailable)
             if is_limited and self._waits(sum(map(len, ranges))):
                 ranges = []
@@ -348,19 +350,21 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         return offset_after(start, ends | {range.topic: range.end for range in ranges}, new)
 
     def _starts_of_new(self, listing: TopicListing, names: list[str], start: Offsets) -> dict[str, Position]:
-        """Where to start in topics that the query has not read yet; a topic that is found later begins at its
-        earliest."""
+        """Return where to start in topics that the query has not read yet. A topic found later begins at its earliest
+        message."""
         place = (self.options.starting or "latest") if start == NOTHING_YET else "earliest"
         return listing.resolve(names, place, "startingOffsets")
 
     def _waits(self, messages: int) -> bool:
-        """Whether so many are to be left for a later trigger; with `availableNow` there may be none that has more."""
+        """Whether to leave this number for a later trigger. Not with `availableNow`: there may be no trigger with
+        more."""
         if self._delaying is None or self._stops is not None:
             return False
         return self._delaying.waits(messages, time.monotonic())
 
     def _stop(self, topic: str, end: Position) -> Position:
-        """With the trigger `availableNow`, the end of the topic when it was first seen."""
+        """Return the end at which to stop: with the trigger `availableNow`, the end of the topic when it was first
+        seen."""
         if self._stops is None:
             return end
         stop = self._stops.get(topic)
@@ -379,8 +383,8 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
             return self.tasks(self.ranges(TopicListing(client), starts, ends))
 
     def _unsaid_start(self, topic: str, incarnation: int, start: Offsets) -> Position:
-        """The start of a topic in a batch that an older version planned, which did not say so: it was the earliest, or
-        what the options made of it at that moment."""
+        """Return the start of a topic in a batch that an older version planned without recording the start. It was the
+        earliest message, or what the options meant at that moment."""
         if start == NOTHING_YET and self.options.starting != "earliest":
             raise error(
                 "INVALID_POSITION",

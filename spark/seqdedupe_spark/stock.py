@@ -1,8 +1,8 @@
-"""Positions in topics that no sidecar writes: without indexes a position is a place in Pulsar's log.
+"""Positions in topics that no sidecar writes: without indexes, a position is a place in Pulsar's log.
 
-Its incarnation is STOCK. Its index counts no messages, it orders places: `ledger << 31 | entry` is after all of an
-entry. Where messages of an entry that holds several are still to be read, the index is that of the entry before, and
-the message ID says up to which they were read. `docs/guides/spark-pulsar.md` has it.
+Its incarnation is STOCK. Its index does not count messages, it orders places. `ledger << 31 | entry` is the place after
+all of an entry. An entry may hold several messages. If some of them are still to be read, the index is the index of the
+entry before, and the message ID is the last message read. `docs/guides/spark-pulsar.md` describes it.
 """
 
 from dataclasses import dataclass, field
@@ -18,11 +18,12 @@ STOCK = 0
 
 _ENTRY_BITS = 31
 _NO_ENTRY = (1 << _ENTRY_BITS) - 1
-"""The entry that the place before a ledger's first one has: no ledger has so many."""
+"""The entry in the place before a ledger's first entry: no ledger has this number of entries."""
 
 
 def index_of(entry: MessageId) -> int:
-    """The index of the position after this entry. Raises INVALID_POSITION for one that Pulsar does not have either."""
+    """Return the index of the position after this entry. Raises INVALID_POSITION for an entry that Pulsar cannot
+    have."""
     if entry.ledger_id >= 1 << 32 or entry.entry_id >= _NO_ENTRY:
         hint = "Give the message ID of a message that the topic has."
         raise error("INVALID_POSITION", f"{entry} is beyond what a position holds", hint=hint)
@@ -30,25 +31,27 @@ def index_of(entry: MessageId) -> int:
 
 
 def after(message_id: MessageId) -> Position:
-    """After this message; after all messages of its entry if it does not say which."""
+    """Return the position after this message; after all messages of its entry if it names none of them."""
     is_whole = message_id.batch_index < 0
     return Position(STOCK, message_id, index_of(message_id) if is_whole else index_of(message_id) - 1)
 
 
 def before(entry: MessageId) -> Position:
-    """Before this entry, which need not be there."""
+    """Return the position before this entry, which need not be there."""
     return Position(STOCK, None, index_of(entry) - 1)
 
 
 def parse(text: str) -> Position:
-    """As `Position.parse`, which does not know the ID of one of an entry's messages. Raises INVALID_POSITION."""
+    """Return the position. Unlike `Position.parse`, this accepts the ID of one message of an entry. Raises
+    INVALID_POSITION."""
     if text.count(":") == 2 and "@" not in text:
         return after(MessageId.parse(text))
     return Position.parse(text)
 
 
 def given(position: Position) -> Position:
-    """The position in such a topic that a user means, who may have given a message ID. Raises INVALID_POSITION."""
+    """Return the position in such a topic that a user means. The user may have given a message ID. Raises
+    INVALID_POSITION."""
     message_id = position.message_id
     if message_id is None:
         return position
@@ -62,13 +65,13 @@ def given(position: Position) -> Position:
 
 
 def entry_before(position: Position) -> MessageId:
-    """The last entry that was read to its end; entry -1 before the first one of a ledger."""
+    """Return the last entry that was read to its end; entry -1 before the first entry of a ledger."""
     ledger_id, entry_id = position.index >> _ENTRY_BITS, position.index & _NO_ENTRY
     return MessageId(ledger_id + 1, -1) if entry_id == _NO_ENTRY else MessageId(ledger_id, entry_id)
 
 
 def rows_read(position: Position) -> int:
-    """How many messages of the entry after that one were read."""
+    """Return the number of messages read of the entry after that one."""
     message_id = position.message_id
     return 0 if message_id is None else message_id.batch_index + 1
 
@@ -78,12 +81,12 @@ class StockBatch(StoredBatch):
     """Messages of one publish time, in which the sequence IDs of each producer rise. They have no indexes."""
 
     end: Position = field(default_factory=lambda: Position.start(STOCK))
-    """The position after the last one."""
+    """The position after the last message."""
     key_bytes: Binary = field(default_factory=Binary)
-    """The keys as they were set: in `batch` those of bytes are in base64, and empty ones are none."""
+    """The keys as they were set. In `batch`, keys of bytes are in base64, and empty keys are none."""
     ordering_keys: Binary = field(default_factory=Binary)
     schema_versions: Int64s = field(default_factory=lambda: NO_INT64S)
-    """-1 where there is none."""
+    """-1 if there is none."""
 
     def position(self, row: int) -> Position:
         return self.end if row == len(self) - 1 else after(self.message_id(row))
@@ -91,32 +94,34 @@ class StockBatch(StoredBatch):
 
 @dataclass(frozen=True)
 class StockEnds:
-    """What a topic that no sidecar writes has stored, at one moment."""
+    """The stored entries of a topic that no sidecar writes, at one moment."""
 
     ledgers: Ledgers
     first_ledger: int
-    """The oldest one that is left; it may have no entry."""
+    """The oldest ledger that is left; it may have no entry."""
     let_go: MessageId | None
-    """The last entry that the job's subscription does not need, -1 before a ledger's first one; None: there is none."""
+    """The last entry that the job's subscription does not need, -1 before a ledger's first entry. None: there is no
+    subscription."""
     readable: int
-    """So many entries are there for readers: what stands after them is of a transaction that is not over."""
+    """The number of entries for readers. Entries after them belong to a transaction that is not over."""
 
     @property
     def first_index(self) -> int:
-        """That of the first entry left."""
+        """The index of the first entry left."""
         return index_of(MessageId(self.first_ledger, 0))
 
     @property
     def last(self) -> Position:
-        """After the last entry that a reader is given."""
+        """The position after the last entry that a reader gets."""
         if not self.readable:
             return before(MessageId(self.first_ledger, 0))
         return after(self.ledgers.message_id(self.readable - 1))
 
     def entries_up_to(self, position: Position) -> int | None:
-        """How many of the entries that are left stand before a position; None if some after it may be gone.
+        """Return the number of entries left before a position; None if some entries after it may be gone.
 
-        Pulsar removes the oldest ledgers only. So where the entry is left after which it is, all is left that follows.
+        Pulsar removes only the oldest ledgers. So if the entry before the position is left, all entries after it are
+        left.
         """
         entry = entry_before(position)
         ordinal = self.ledgers.ordinal(entry)
@@ -127,27 +132,29 @@ class StockEnds:
         return None
 
     def _kept_from(self, ledger_id: int) -> bool:
-        """Whether everything is left from the beginning of this ledger on, which has no entry or is gone."""
+        """Return whether everything is left from the beginning of this ledger on. The ledger has no entry or is
+        gone."""
         if ledger_id >= self.first_ledger:
             return True
-        # A ledger without entries goes when its topic is loaded anew. A subscription that has let go of nothing tells.
+        # A ledger without entries goes when its topic is loaded again. A subscription that has released nothing shows
+        # this.
         let_go = self.let_go
         return let_go is not None and let_go.entry_id < 0 and let_go.ledger_id <= self.first_ledger
 
     def count(self, start: Position, end: Position) -> int:
-        """How many entries there are to be read between two positions."""
+        """Return the number of entries to read between two positions."""
         return max((self.entries_up_to(end) or 0) - (self.entries_up_to(start) or 0), 0)
 
     def advanced(self, start: Position, entries: int) -> Position:
-        """The position so many entries after another one, which are there."""
+        """Return the position this number of entries after another one. The entries are there."""
         return after(self.ledgers.message_id((self.entries_up_to(start) or 0) + entries - 1))
 
     def entries_in(self, start: Position, size_bytes: int) -> int:
-        """How many entries after a position have about so many bytes; one at least."""
+        """Return the number of entries after a position that have about this number of bytes; at least one."""
         first = self.entries_up_to(start) or 0
         return max(self.ledgers.after(first, size_bytes) - first, 1)
 
 
 def trimmed(topic: str, first_missing: str) -> SeqdedupeError:
-    """What was there after a position, or may have been, is not any more."""
+    """Return the error for messages after a position that are gone, or may be."""
     return error("POSITION_TRIMMED", f"{topic} has lost what stood {first_missing}")

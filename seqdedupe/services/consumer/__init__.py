@@ -1,8 +1,8 @@
 """The transactional consumer: each message of a topic takes effect in the user's database exactly once.
 
-Begin with `consumer`, one process's life, and `work`, what it does with messages. `consumer_row` says which process
-works, and on which partitions; `partition_shares` works on these. `message_arrivals` is what they wait for,
-`dead_letters` what was set aside, and `database` has the tables.
+Begin with `consumer`, the life of one process, and `work`, the handling of messages. `consumer_row` records which
+process works, and on which partitions. `partition_shares` works on these partitions. `message_arrivals` waits for
+messages, `dead_letters` has the messages set aside, and `database` has the tables.
 """
 
 from seqdedupe.services.consumer.consumer import Consumer

@@ -1,6 +1,6 @@
 """The consumer: a topic's messages into a database, each of them exactly once.
 
-Begin with `Consumer`, one process's life. Of a partitioned topic it works on a share (`partition_shares`).
+Begin with `Consumer`, the life of one process. For a partitioned topic it works on a share (`partition_shares`).
 """
 
 import asyncio
@@ -59,31 +59,31 @@ _log = logging.getLogger("seqdedupe.consumer")
 class Consumer:
     """Applies a topic's messages to a database: `handle(connection, message)` for each, in the topic's order.
 
-    **Exactly once**: what the handler writes with its connection is committed in the transaction that moves the
-    consumer's position past the message, or not at all; whatever is killed and however often, and if several processes
-    run the consumer (one works, the others stand by and take over within seconds). It covers what is written over that
-    connection and nothing else: of a mail that the handler sends a second one may go out.
+    **Exactly once**: the handler's writes over its connection are committed in the transaction that moves the
+    consumer's position past the message, or not at all. That holds after any number of kills of any process. It holds
+    also if several processes run the consumer: one works, the others stand by and take over within seconds. It covers
+    only the writes over that connection. If the handler sends a mail, it may send the mail twice.
 
-    **A partitioned topic** is shared: each of the processes works on as many partitions, in one thread, and the others
-    take over those of one that ends. Each partition has an order and a position of its own.
+    **A partitioned topic** is shared. Each process works on about the same number of partitions, in one thread. If a
+    process ends, the others take over its partitions. Each partition has a separate order and position.
 
-    A transaction has the messages that are there, at most `config.max_batch_messages` and as many as it takes
-    `config.longest_transaction_ms` for: many while it is behind, one when it has caught up. Where it fails it is cut in
-    half, until the message that is to blame is alone, and is tried again `config.max_attempts` times. `config.poison`
-    says what then becomes of it. A database that cannot be reached, is read-only, full or busy, or ends a deadlock, is
-    waited for, and counts as no attempt.
+    A transaction has the messages that are there: at most `config.max_batch_messages`, for at most
+    `config.longest_transaction_ms`. There are many while the consumer is behind, and one when it has caught up. A
+    transaction that fails is cut in half until the message to blame is alone. That message is tried again
+    `config.max_attempts` times. Then `config.poison` decides. A database that cannot be reached, is read-only, full or
+    busy, or ends a deadlock, is waited for, and counts as no attempt.
 
-    `name` is one row of `seqdedupe_consumers`, which is made with the consumer's other tables when they are not there.
-    It belongs to one topic and one `purpose`: the handler's qualified name unless another is given. `start` counts when
+    `name` is one row of `seqdedupe_consumers`. The consumer makes this table and its other tables if they are not
+    there. The row belongs to one topic and one `purpose`: by default the handler's qualified name. `start` counts when
     the name is new. With `in_batches` the handler is called with a list of messages, once in a transaction. It must not
-    end the transaction, nor keep the connection. `on_waiting` gets an UnavailableError that says what is waited for, in
-    the consumer's thread or the client's: it must not block, and what it raises is logged. By default that is a warning
-    of the logger `seqdedupe.consumer`.
+    end the transaction, nor keep the connection. `on_waiting` gets an UnavailableError that names the cause of the
+    wait, in the consumer's thread or the client's. It must not block, and its exceptions are logged. The default is a
+    warning of the logger `seqdedupe.consumer`.
 
-    Raises INVALID_OPTION; `run` raises CONSUMER_CHANGED, HANDLER_FAILED with the handler's exception as its cause,
+    Raises INVALID_OPTION. `run` raises CONSUMER_CHANGED, HANDLER_FAILED with the handler's exception as its cause,
     TRANSACTION_ENDED, NOT_TRANSACTIONAL, INVALID_OUTPUT if the tables cannot be made or used or, at the start, there is
-    no such database or it does not let the user in; and what a `Reader` raises: `PositionError` if the topic was made
-    anew or has lost what comes next.
+    no such database or it does not let the user in. It also raises the errors of a `Reader`: `PositionError` if the
+    topic was deleted and created again, or has lost the next messages.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Consumer:
         self._start = start
         self._config = config
         self.activity = Activity("consumer", self.name)
-        """What it has done, for `seqdedupe.services.metrics`."""
+        """The counts and state, for `seqdedupe.services.metrics`."""
         self._tell_waiting = logged(on_waiting or _log_waiting)
         self._stop = Stop()
         self._ownership = RowLease(engine, self.name)
@@ -134,8 +134,8 @@ class Consumer:
         self._tell_waiting(failure)
 
     def look_at_lag(self) -> Lag | None:
-        """How far behind this process is, on what it works on; None if another process works. Asks the sidecar, and
-        blocks: from a thread of its own. Raises SeqdedupeError, TimeoutError."""
+        """Return how far behind this process is, on its own partitions; None if another process works. This asks the
+        sidecar and blocks: call it from a separate thread. Raises SeqdedupeError, TimeoutError."""
         positions = {} if self._shares is None else self._shares.positions
         if self._has_all and self._work is not None:
             positions = {self.topic: Position.parse(self._work.position)}
@@ -148,24 +148,26 @@ class Consumer:
 
     @property
     def is_working(self) -> bool:
-        """Whether this process works, on a partition at least, and does not stand by."""
+        """Whether this process works, on at least one partition, and does not stand by."""
         return self._has_all or (self._shares is not None and self._shares.is_working)
 
     @property
     def position(self) -> Position | None:
-        """Up to where this process knows all to be committed; None before it has worked, and of a partitioned topic:
-        the rows of its partitions have theirs."""
+        """The position up to which this process knows all to be committed. None before it has worked, and for a
+        partitioned topic: the rows of its partitions have their positions."""
         return Position.parse(self._work.position) if self._work is not None else None
 
     def stop(self) -> None:
-        """Ends `run` after the transaction under way; for good. From any thread, and from a signal's handler."""
+        """End `run` for good, after the transaction under way. May be called from any thread, and from a signal's
+        handler."""
         self._stop.tell()
 
     def run(self, *, follow: bool = True) -> None:
-        """Works until it is stopped; without `follow` up to the last message that was there when it began to read, or
-        until another process that works has come so far. It then tries what is parked and due, and leaves the rest.
+        """Work until it is stopped. Without `follow`, work up to the last message that was there at the start of
+        reading, or until another process that works has reached it. Then try the parked messages that are due, and
+        leave the rest.
 
-        With a client of `seqdedupe.client.blocking`. The handler is called in this thread.
+        This needs a client of `seqdedupe.client.blocking`. The handler is called in this thread.
         """
         if not isinstance(self._client, Client):
             raise _option("run() takes a client of seqdedupe.client.blocking", "With another one await run_async().")
@@ -175,9 +177,9 @@ class Consumer:
             self._run(client, run_on_loop(lambda: self._find(client)), follow)
 
     async def run_async(self, *, follow: bool = True) -> None:
-        """The same with a client of `seqdedupe.client`. The handler is called in a thread of its own.
+        """Do the same as `run` with a client of `seqdedupe.client`. The handler is called in a separate thread.
 
-        When it is cancelled the transaction under way ends first, and is committed; then it raises CancelledError.
+        After a cancellation the transaction under way ends first, and is committed. Then this raises CancelledError.
         """
         if not isinstance(self._client, AsyncClient):
             raise _option("run_async() takes a client of seqdedupe.client", "With a blocking one call run().")
@@ -205,7 +207,7 @@ class Consumer:
             try:
                 with suppress(Stopped):
                     self._run(client, found, follow)
-            except BaseException as e:  # noqa: BLE001 (whatever it is, whoever awaits gets it)
+            except BaseException as e:  # noqa: BLE001 (any exception goes to the task that awaits)
                 failure = e
             loop.call_soon_threadsafe(tell, failure)
 
@@ -218,14 +220,15 @@ class Consumer:
             except asyncio.CancelledError:
                 cancelled = True
                 self.stop()
-        thread.join()  # it has said its last word
+        thread.join()  # it has nothing more to do
         if cancelled:
-            ended.exception()  # looked at: it is the cancellation that is told
+            ended.exception()  # looked at, so that it counts as seen: the caller gets the cancellation
             raise asyncio.CancelledError
         ended.result()
 
     async def _find(self, client: AsyncClient) -> Found:
-        """Waits for a sidecar that is not there, as a reader does. Raises Stopped, NotFoundError, NOT_A_SIDECAR."""
+        """Look up the topic's ends. Wait, as a reader does, for a sidecar that is not there. Raises Stopped,
+        NotFoundError, NOT_A_SIDECAR."""
         backoff = Backoff(FIRST_AWAY_SECONDS, LOOK_SECONDS)
         while True:
             if self._stop.is_told:
@@ -280,7 +283,7 @@ class Consumer:
         self._live(work_on, letters, shares.leave)
 
     def _live(self, work: Callable[[], None], letters: DeadLetterPublisher, leave: Callable[[], None]) -> None:
-        """Until the work has ended; raises Stopped."""
+        """Run until the work has ended. Raises Stopped."""
 
         def live() -> None:
             work()
@@ -293,8 +296,8 @@ class Consumer:
             leave()
 
     def _insist(self, work: Callable[[], None]) -> None:
-        """Until it has ended; again, from the stored position, when another process was faster, or the database was
-        away, or something else than the sidecar answered. Raises Stopped."""
+        """Run the work until it has ended. Run it again, from the stored position, if another process was faster, the
+        database was away, or something else than the sidecar answered. Raises Stopped."""
         failures = 0
         while True:
             self._stop.check()
@@ -311,7 +314,7 @@ class Consumer:
                     self._insist(e.before_next)
 
     def _starts(self, found: Found) -> list[Position]:
-        """Of each topic or partition."""
+        """Return the start of each topic or partition."""
         start = self._start
         if isinstance(start, Position | PartitionedPosition):
             given = list(start.partitions) if isinstance(start, PartitionedPosition) else [start]
@@ -324,7 +327,8 @@ class Consumer:
         return [Position.before(one.last.incarnation, one.first_index) for one in found.values()]
 
     def _prepare(self, register: Callable[[], None]) -> None:
-        """Waits for the database, as later on. Raises Stopped, INVALID_OUTPUT, NOT_TRANSACTIONAL."""
+        """Prepare the tables, and wait for the database as later on. Raises Stopped, INVALID_OUTPUT,
+        NOT_TRANSACTIONAL."""
 
         def prepare() -> None:
             with database.reaching(at_start=True):
@@ -339,7 +343,8 @@ class Consumer:
         self._insist(prepare)
 
     def _acquire(self, until: Position | None) -> str | None:
-        """Stands by until nobody else works; returns the position. None if whoever works has come so far."""
+        """Stand by until no other process works, and return the position. Return None if the working process has
+        reached `until`."""
         stillness = Stillness(consumer_row.TAKE_OVER_SECONDS)
         held = Held(self._on_waiting)
         first: SeenRow | None = None
@@ -351,7 +356,7 @@ class Consumer:
                 is_over = stillness.has_lasted(now)
                 if now is not None:
                     first = first or now
-                    # One that has shown no sign of life may have ended, and left behind what is parked.
+                    # A process that has shown no sign of life may have ended, and left parked messages behind.
                     works = now != first and now.owner != NOBODY
                     if works and until is not None and is_there(now.position, until):
                         return None
@@ -406,7 +411,7 @@ class Consumer:
             arrivals.close()
 
     def _let_go(self) -> None:
-        # If it cannot be said, whoever stands by finds out by itself.
+        # If the database cannot record it, the process that stands by finds out itself.
         with suppress(SQLAlchemyError):
             self._ownership.release()
 
@@ -416,7 +421,7 @@ def _log_waiting(failure: UnavailableError) -> None:
 
 
 def purpose_of(handle: Callable[..., object]) -> str:
-    """The qualified name of a function, or of the class of what is called as one."""
+    """Return the qualified name of a function, or of the class of a callable object."""
     named: Any = handle if hasattr(handle, "__qualname__") else type(handle)
     return f"{named.__module__}.{named.__qualname__}"
 

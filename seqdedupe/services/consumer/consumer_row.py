@@ -1,7 +1,7 @@
 """A consumer's row in the database: its position, and which of its processes works.
 
-`RowLease` is one process's hold on it. Where the topic is partitioned each partition has such a row, and the processes
-that share them have rows of their own (`Processes`); `fair_share` says how many partitions each is to have.
+`RowLease` is one process's hold on the row. Each partition of a partitioned topic has such a row. The processes that
+share the partitions have separate rows (`Processes`). `fair_share` is the number of partitions for each process.
 """
 
 import re
@@ -26,24 +26,24 @@ from seqdedupe.services.consumer.database import CONSUMERS, FORMAT_VERSION, PROC
 NOBODY = ""
 
 TAKE_OVER_SECONDS = 3.0
-"""A process of which the row has said nothing for so long, by the clock of who stands by, has ended."""
+"""A process has ended if its row has not changed for this time. The process that stands by measures with its clock."""
 
 KEEP_UP_SECONDS = 1.0
-"""So often, at most, the row says that this process lives, and the parked messages are looked at."""
+"""The shortest time between two signs of life in the row, and between two looks at the parked messages."""
 
 HELD_SECONDS = 15.0
-"""A row that has been locked for so long, at each look, is spoken of: a transaction is over within that, unless its
-owner is frozen or its handler waits."""
+"""A row that was locked at each look for this time is reported. A transaction ends sooner, unless its owner is frozen
+or its handler waits."""
 
 
 def row_name(consumer: str, partition: int) -> str:
-    """The name of a partition's row, and of what was set aside there."""
+    """Return the name of a partition's row. What was set aside from the partition has the same name."""
     return f"{consumer}-partition-{partition}"
 
 
 def positions_of(engine: Engine, consumer: str) -> dict[str, Position]:
-    """Up to where a consumer has come, by the topic or each partition of it. Raises INVALID_OPTION if the database does
-    not know it."""
+    """Return the positions of a consumer, by its topic or by partition. Raises INVALID_OPTION if the database does not
+    know the consumer."""
     number = re.compile(re.escape(row_name(consumer, 0)[:-1]) + "[0-9]+")
     with engine.connect() as connection:
         rows = connection.execute(select(CONSUMERS.c.name, CONSUMERS.c.topic, CONSUMERS.c.position)).all()
@@ -55,11 +55,11 @@ def positions_of(engine: Engine, consumer: str) -> dict[str, Position]:
 
 
 class Lost(Exception):
-    """Another process has moved the position, or taken the consumer over: nothing was committed."""
+    """Another process has moved the position, or has taken the consumer over. Nothing was committed."""
 
 
 class SeenRow(NamedTuple):
-    """What the row says: `beat` grows with everything that the owner does."""
+    """The contents of the row. `beat` grows with every action of the owner."""
 
     owner: str
     beat: int
@@ -69,7 +69,7 @@ class SeenRow(NamedTuple):
 class RowLease:
     """One process's hold on the row. Every transaction of the owner begins and ends with it.
 
-    `hold` locks the row and fails if the position or the owner is another; `move` is the compare-and-set that decides.
+    `hold` locks the row, and fails if the position or the owner is another. `move` is the compare-and-set that decides.
     """
 
     def __init__(self, engine: Engine, name: str, token: str | None = None) -> None:
@@ -79,11 +79,11 @@ class RowLease:
         self._mine = (CONSUMERS.c.name == name) & (CONSUMERS.c.owner == self.token)
 
     def register(self, topic: str, purpose: str, start: Position) -> None:
-        """Makes the row if it is not there. Raises CONSUMER_CHANGED if it is another consumer's, NEWER_FORMAT."""
+        """Make the row if there is none. Raises CONSUMER_CHANGED if it belongs to another consumer, NEWER_FORMAT."""
         mine = select(CONSUMERS).where(CONSUMERS.c.name == self._name)
         with self._engine.connect() as connection:
             found = connection.execute(mine).one_or_none()
-        if found is None:  # an INSERT that finds it there waits for its owner's transaction, whatever that waits for
+        if found is None:  # an INSERT of a row that exists waits for its owner's transaction, however long
             row = {"name": self._name, "format_version": FORMAT_VERSION, "topic": topic, "purpose": purpose}
             with suppress(IntegrityError), self._engine.begin() as connection:
                 connection.execute(insert(CONSUMERS).values(row | _new(start)))
@@ -100,7 +100,7 @@ class RowLease:
                 )
 
     def look(self) -> SeenRow | None:
-        """What the row says now; None while its owner is in a transaction, where the database can tell."""
+        """Return the contents of the row; None while its owner is in a transaction, if the database can tell."""
         wanted = select(CONSUMERS.c.owner, CONSUMERS.c.beat, CONSUMERS.c.position)
         with self._engine.begin() as connection:
             found = connection.execute(
@@ -109,7 +109,8 @@ class RowLease:
         return SeenRow(*found) if found else None
 
     def take(self, seen: SeenRow) -> bool:
-        """Makes this process the owner, if nothing has happened since that was seen."""
+        """Make this process the owner, if the row has not changed since `seen`. Return whether it has become the
+        owner."""
         with self._engine.begin() as connection:
             unchanged = (CONSUMERS.c.owner == seen.owner) & (CONSUMERS.c.beat == seen.beat)
             taken = connection.execute(
@@ -120,20 +121,23 @@ class RowLease:
             return taken.rowcount == 1
 
     def hold(self, connection: Connection, position: str) -> None:
-        """Locks the row to the end of the transaction. A write, and the first statement: so SQLite begins a transaction
-        that may write, and no snapshot is older than the lock. Raises Lost."""
+        """Lock the row to the end of the transaction. Raises Lost.
+
+        It is a write, and the first statement. So SQLite begins a transaction that may write, and no snapshot is older
+        than the lock.
+        """
         self._set(connection, position, position)
 
     def move(self, connection: Connection, position: str, to: str) -> None:
-        """The compare-and-set. Raises Lost."""
+        """Compare the position and set it. Raises Lost."""
         self._set(connection, position, to)
 
     def beat(self) -> None:
-        """Tells those who stand by that this process lives. Raises Lost."""
+        """Show the processes that stand by that this process lives. Raises Lost."""
         self.write()
 
     def write(self) -> None:
-        """A small transaction of its own, which shows that the database takes work. Raises Lost."""
+        """Write in a separate small transaction, to find out whether the database takes work. Raises Lost."""
         with self._engine.begin() as connection:
             found = connection.execute(update(CONSUMERS).where(self._mine).values(beat=CONSUMERS.c.beat + 1))
             if found.rowcount != 1:
@@ -146,24 +150,24 @@ class RowLease:
             raise Lost
 
     def holder(self) -> UnavailableError:
-        """Which session holds the row, and how to end it."""
+        """Return an error that names the session that holds the row, and how to end it."""
         return database.holder(self._engine, CONSUMERS, "t.name = :name", {"name": self._name})
 
     def release(self) -> None:
-        """So that another process need not wait."""
+        """Release the row, so that another process need not wait."""
         with self._engine.begin() as connection:
             connection.execute(update(CONSUMERS).where(self._mine).values(owner=NOBODY, beat=CONSUMERS.c.beat + 1))
 
 
 class Held:
-    """Says of a row that stays locked who holds it: from time to time, while that lasts."""
+    """Reports which session holds a row that stays locked: from time to time, while that lasts."""
 
     def __init__(self, on_waiting: OnWaiting | None) -> None:
         self._on_waiting = on_waiting
         self._since: float | None = None
 
     def look(self, is_locked: bool, holder: Callable[[], UnavailableError]) -> None:
-        """It is locked now, or is not."""
+        """Note whether the row is locked now, and report its holder if it has been for HELD_SECONDS."""
         now = time.monotonic()
         if not is_locked:
             self._since = None
@@ -175,7 +179,7 @@ class Held:
 
 
 def check_transactions(engine: Engine) -> None:
-    """Raises NOT_TRANSACTIONAL if a row that was rolled back is there: an engine with AUTOCOMMIT, for instance."""
+    """Raise NOT_TRANSACTIONAL if a row stays after its rollback, for instance with an engine in AUTOCOMMIT."""
     probe = f"probe {uuid.uuid4().hex}"
     row = {"name": probe, "format_version": FORMAT_VERSION, "topic": "", "purpose": ""}
     with engine.connect() as connection:
@@ -192,16 +196,16 @@ def _new(start: Position) -> dict[str, object]:
     return {"position": str(start), "owner": NOBODY, "beat": 0}
 
 
-# -- The processes that share a consumer of a partitioned topic: which of them live, and what is whose.
+# -- The processes that share a consumer of a partitioned topic: which of them live, and which partitions each has.
 
 
 class Processes:
-    """The rows of all processes of a consumer; this one has the row `token`."""
+    """The rows of all processes of a consumer. This process has the row `token`."""
 
     def __init__(self, engine: Engine, consumer: str, on_waiting: OnWaiting | None = None) -> None:
         self.token = uuid.uuid4().hex
         self.shown: set[str] = set()
-        """The others that have shown since this process began that they live."""
+        """The other processes that have shown, since this process began, that they live."""
         self._engine = engine
         self._consumer = consumer
         self._all = PROCESSES.c.consumer == consumer
@@ -212,7 +216,7 @@ class Processes:
         self._beat_at = float("-inf")
 
     def beat(self) -> None:
-        """Tells the others that this process lives, if it is time for that."""
+        """Show the other processes that this process lives, if it is time for that."""
         if time.monotonic() - self._beat_at < KEEP_UP_SECONDS:
             return
         with self._engine.begin() as connection:
@@ -222,8 +226,8 @@ class Processes:
         self._beat_at = time.monotonic()
 
     def hold(self, connection: Connection) -> None:
-        """To the end of the transaction nobody takes this process for dead, however long that takes. Raises Lost if
-        somebody has."""
+        """Keep the other processes from taking this one for dead until the transaction ends, however long that takes.
+        Raises Lost if one already has."""
         if not self._touch(connection):
             self._beat_at = float("-inf")
             raise Lost
@@ -234,11 +238,14 @@ class Processes:
         return connection.execute(moved).rowcount == 1
 
     def living(self) -> set[str]:
-        """All that live, by their tokens. One whose row has said nothing for `TAKE_OVER_SECONDS`, by this process's
-        clock, loses it: should it live after all, its next transaction fails."""
+        """Return the tokens of all processes that live.
+
+        A process whose row has not changed for `TAKE_OVER_SECONDS`, by this process's clock, loses its row. If it is
+        alive after all, its next transaction fails.
+        """
         with self._engine.begin() as connection:
             tokens = set(connection.execute(select(PROCESSES.c.token).where(self._all)).scalars())
-            # A row that is locked is that of a process within a transaction, where the database can tell.
+            # A locked row belongs to a process within a transaction, if the database can tell.
             idle = select(PROCESSES.c.token, PROCESSES.c.beat).where(self._all).with_for_update(skip_locked=True)
             beats: dict[str, int] = {row.token: row.beat for row in connection.execute(idle)}
         now, before = time.monotonic(), self._seen
@@ -247,7 +254,7 @@ class Processes:
             held.look(token not in beats, partial(self._holder, token))
         self.shown |= tokens.difference(beats)
         self.shown |= {token for token, beat in beats.items() if token in before and before[token][0] != beat}
-        # Since when each of these has said nothing.
+        # The time since which each of these has not changed.
         self._seen = {
             token: before[token] if token in before and before[token][0] == beat else (beat, now)
             for token, beat in beats.items()
@@ -269,7 +276,7 @@ class Processes:
             return connection.execute(delete(PROCESSES).where(unchanged)).rowcount == 1
 
     def leave(self) -> None:
-        """Gives back all that this process has, so that the others need not wait."""
+        """Release all partitions of this process, so that the other processes need not wait."""
         with self._engine.begin() as connection:
             theirs = {"owner": NOBODY, "beat": CONSUMERS.c.beat + 1}
             connection.execute(update(CONSUMERS).where(CONSUMERS.c.owner == self.token).values(theirs))
@@ -277,8 +284,8 @@ class Processes:
 
 
 def fair_share(token: str, living: Collection[str], owners: Iterable[str], partitions: int) -> int:
-    """How many partitions a process is to have. All of them together have all; who has more already keeps the odd one,
-    so that nothing moves without need."""
+    """Return the number of partitions for a process. All processes together have all partitions. The odd partitions
+    stay with the processes that have more already, so that nothing moves without need."""
     has = Counter(owners)
     order = sorted({token, *living}, key=lambda one: (-has[one], one))
     each, odd = divmod(partitions, len(order))
@@ -286,7 +293,7 @@ def fair_share(token: str, living: Collection[str], owners: Iterable[str], parti
 
 
 class PartOwnership(RowLease):
-    """The hold on a partition's row by a process that lives as long as its own row says so."""
+    """The hold on a partition's row. Its process lives as long as the process's own row shows that."""
 
     def __init__(self, engine: Engine, name: str, processes: Processes) -> None:
         super().__init__(engine, name, processes.token)

@@ -1,5 +1,4 @@
-"""The consumer's database: what is said when it cannot be used, who holds what, and which tables have no
-transactions."""
+"""The consumer's database: errors when it cannot be used, sessions that hold a row, and tables without transactions."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from seqdedupe.databases.failures import Fault, codes_of, fault_of, refuses_entr
 from seqdedupe.databases.tables import MARIADB, bytes_type, cure_of, name_type, table, text_type
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
-# -- The tables of consumers, in the user's database, beside what the handlers write.
+# -- The tables of consumers, in the user's database, next to the data that the handlers write.
 
 FORMAT_VERSION = 1
 
@@ -30,7 +29,7 @@ CONSUMERS = table(
     Column("owner", String(32), nullable=False),
     Column("beat", BigInteger, nullable=False),
 )
-"""A row for each consumer: up to where it has come, which process works (empty: none), and that it lives."""
+"""A row for each consumer: its position, the process that works (empty: none), and a beat that shows that it lives."""
 
 PROCESSES = table(
     "seqdedupe_consumer_processes",
@@ -39,12 +38,13 @@ PROCESSES = table(
     Column("token", String(32), primary_key=True),
     Column("beat", BigInteger, nullable=False),
 )
-"""A row for each process that runs a consumer of a partitioned topic, and that it lives. Its token stands as the owner
-of partitions."""
+"""A row for each process that runs a consumer of a partitioned topic, with a beat that shows that it lives. The token
+is the owner in the rows of partitions."""
 
 
 def content_columns() -> list[Column[Any]]:
-    """A message, whole: `dead_letters.content` fills them, `dead_letters.message_of` reads them."""
+    """Return the columns of a whole message. `dead_letters.content` fills them, `dead_letters.message_of` reads
+    them."""
     return [
         Column("position", String(255), nullable=False),
         Column("message_key", bytes_type()),
@@ -61,7 +61,7 @@ def content_columns() -> list[Column[Any]]:
 
 
 def _message_columns() -> list[Column[Any]]:
-    """A message, and which consumer has set it aside."""
+    """Return the columns of a message, and of the consumer that has set it aside."""
     return [
         Column("consumer", name_type(), primary_key=True),
         Column("incarnation", BigInteger, primary_key=True, autoincrement=False),
@@ -78,7 +78,8 @@ DEAD_LETTERS = table(
     Column("given_up_ms", BigInteger, nullable=False),
     Column("dead_letter_topic", name_type()),
 )
-"""What was given up. With a topic it waits to be published there, and then goes; without one it stays for people."""
+"""Messages that were given up. With a topic, a message waits to be published there, and is then deleted. Without one it
+stays for people."""
 
 PARKED = table(
     "seqdedupe_parked",
@@ -87,13 +88,14 @@ PARKED = table(
     Column("key_hash", String(64), index=True),
     Column("next_attempt_ms", BigInteger, index=True),
 )
-"""What is tried again later. Of one key (its SHA-256 is here: long keys cannot be indexed) only the first one has a
-time for it, the others wait behind it."""
+"""Messages to try again later. Only the first message of a key has a time for it; the others wait behind it. The column
+has the key's SHA-256, because long keys cannot be indexed."""
 
 
 _NO_SAVEPOINT = 1178
 _NOT_ROLLED_BACK = 1196
-"""What MariaDB says after a write to a table without transactions: of an engine that has no savepoints, and of others.
+"""What MariaDB reports after a write to a table without transactions. One number is for engines that have no
+savepoints, the other is for other engines.
 """
 
 _TABLES_MADE = "SHOW SESSION STATUS WHERE variable_name RLIKE '^Com_(create|drop)_(temporary_)?table$'"
@@ -115,25 +117,25 @@ WHERE t.trx_rows_modified > 0 ORDER BY t.trx_started LIMIT 1
 
 
 class Away(Exception):
-    """The database cannot be used now, or has undone the transaction: what was committed is to be looked up."""
+    """The database cannot be used now, or has undone the transaction. Look up what was committed."""
 
     def __init__(self, cause: BaseException, more: str = "", before_next: Callable[[], None] | None = None) -> None:
         super().__init__(cause)
         self.cause = cause
         self.before_next = before_next
-        """What is to be done, outside of any transaction, before it is tried again; it may raise Away, too."""
+        """The action to take before the next attempt, outside of any transaction. It may raise Away, too."""
         self.failure = unavailable(f"the consumer's database cannot be used now: {told(cause)}{more}")
 
 
 def unavailable(what: str, hint: str = "It is tried again.") -> UnavailableError:
-    """What is told to `on_waiting`."""
+    """Return the error for `on_waiting`."""
     return cast(UnavailableError, error("OUTPUT_UNAVAILABLE", what, hint=hint))
 
 
 @contextmanager
 def reaching(*, at_start: bool = False) -> Iterator[None]:
-    """Raises Away for what passes by itself, INVALID_OUTPUT for what else the database refuses; at the start also if
-    there is no such database, or it does not let the user in."""
+    """Raise Away for failures that pass without action, INVALID_OUTPUT for all else that the database refuses. At the
+    start, also raise INVALID_OUTPUT if there is no such database, or it does not let the user in."""
     try:
         yield
     except SQLAlchemyError as e:
@@ -144,20 +146,20 @@ def reaching(*, at_start: bool = False) -> Iterator[None]:
 
 
 def age_seconds(connection: Connection) -> float:
-    """How long the server has been running; SQLite has none that could be restarted."""
+    """Return how long the server has been running. SQLite has no server that could be restarted."""
     dialect = connection.dialect.name
     if dialect == "postgresql":
         wanted = "SELECT EXTRACT(EPOCH FROM clock_timestamp() - pg_postmaster_start_time())"
         return float(connection.exec_driver_sql(wanted).scalar_one())
     if dialect in MARIADB:
-        # Of its last second only a part has passed.
+        # The uptime is in whole seconds, so round up.
         return float(connection.exec_driver_sql("SHOW GLOBAL STATUS LIKE 'Uptime'").one()[1]) + 1
     return float("inf")
 
 
 def holder(engine: Engine, table: Table, where: str, values: Mapping[str, str]) -> UnavailableError:
-    """Which session of the server is in a transaction that holds the row, for how long, and how to end it: as far as
-    the server says that to this user. MariaDB names the oldest transaction that has written."""
+    """Return an error that names the session of the server whose transaction holds the row. It says for how long, and
+    how to end it, as far as the server tells this user. MariaDB names the oldest transaction that has written."""
     found = None
     try:
         with engine.connect() as connection:
@@ -182,7 +184,7 @@ def holder(engine: Engine, table: Table, where: str, values: Mapping[str, str]) 
 
 
 def without_transactions(engine: Engine) -> frozenset[str]:
-    """The tables of the database whose engine has no transactions, as MyISAM and Aria in MariaDB."""
+    """Return the tables of the database whose engine has no transactions, such as MyISAM and Aria in MariaDB."""
     if engine.dialect.name not in MARIADB:
         return frozenset()
     with engine.connect() as connection:
@@ -201,9 +203,12 @@ def _without_transactions(connection: Connection) -> frozenset[str]:
 
 
 def check_mariadb_writes(connection: Connection) -> None:
-    """At the end of a transaction: raises NOT_TRANSACTIONAL if it has written to a table without transactions, by
-    whatever statement, view or trigger, and whenever the table became one. The server says so where something is rolled
-    back. Of temporary tables it says the same, so this tells nothing of a session that has made or dropped any."""
+    """Raise NOT_TRANSACTIONAL if the transaction has written to a table without transactions. Call it at the end.
+
+    This covers any statement, view or trigger, and any time at which the table became one. The server reports it when
+    something is rolled back. It reports the same for temporary tables. So the check is skipped for a session that has
+    made or dropped a table of that kind.
+    """
     try:
         connection.exec_driver_sql("SAVEPOINT seqdedupe_written")
     except DBAPIError as e:
@@ -211,7 +216,7 @@ def check_mariadb_writes(connection: Connection) -> None:
             raise
     else:
         done = connection.exec_driver_sql("ROLLBACK TO SAVEPOINT seqdedupe_written")
-        # Most drivers are told how many warnings there are.
+        # Most drivers have the number of warnings.
         if not getattr(done.context.cursor, "warning_count", 1):
             return
         if all(row[1] != _NOT_ROLLED_BACK for row in connection.exec_driver_sql("SHOW WARNINGS")):
@@ -225,7 +230,7 @@ def check_mariadb_writes(connection: Connection) -> None:
 
 @contextmanager
 def refusing_writes(connection: Connection, tables: frozenset[str]) -> Iterator[None]:
-    """Within the block a statement that writes and names one of these tables is refused before it is carried out."""
+    """Refuse, within the block, each statement that writes and names one of these tables, before it is carried out."""
     if not tables:
         yield
         return
@@ -244,11 +249,11 @@ def refusing_writes(connection: Connection, tables: frozenset[str]) -> Iterator[
 
 
 def not_transactional(table: str, kind: str = "") -> SeqdedupeError:
-    """The error for a table whose changes cannot be taken back, or are not kept together with the others."""
+    """Return the error for a table whose changes cannot be undone, or are not kept together with the others."""
     if kind:
         what = f"the table {table} is {kind}: what is written there is not kept together with the position"
         return error("NOT_TRANSACTIONAL", what, hint=cure_of(table, kind))
     what = f"the table {table} has no transactions: what is written there stays, committed or not"
-    # Where several may be meant, the general hint says it.
+    # Where several tables may be meant, the general hint says it.
     hint = f"ALTER TABLE {table} ENGINE = InnoDB" if table.isidentifier() else None
     return error("NOT_TRANSACTIONAL", what, hint=hint)

@@ -1,5 +1,5 @@
-"""Messages that were set aside: the dead letters, and those that are parked to be tried again later. `SetAside` has
-both tables; after it stand what people do with them, and how dead letters get to a topic."""
+"""Messages that were set aside: the dead letters, and the messages that are parked to be tried again later. `SetAside`
+has both tables. After it come the actions of people, and the publishing of dead letters to a topic."""
 
 import asyncio
 import concurrent.futures
@@ -31,7 +31,7 @@ from seqdedupe.services.consumer.message_arrivals import Stop
 from seqdedupe.v1 import admin_pb2
 
 BEHIND = "waits behind an earlier message of its key"
-"""What stands as the error of such a message."""
+"""The error text of a message that waits behind another one."""
 
 _MAX_ERROR_CHARACTERS = 2000
 
@@ -39,17 +39,17 @@ _NO_CONTENT = {"message_key": None, "deduplication_id": None, "payload": None, "
 
 
 def has_content(row: Row[Any]) -> bool:
-    """Whether a dead letter has the message, and not its place alone."""
+    """Whether a dead letter has the whole message, and not only its place."""
     return bool(row.properties != _NO_CONTENT["properties"])
 
 
 def key_hash(key: bytes | None) -> str | None:
-    """By which a key's messages find each other; None: there is no key, and no order."""
+    """Return the hash by which a key's messages find each other. None: there is no key, and no order."""
     return None if key is None else hashlib.sha256(key).hexdigest()
 
 
 def content(message: Message, attempts: int, why: str) -> dict[str, Any]:
-    """The values of `content_columns`."""
+    """Return the values of `content_columns`."""
     return {
         "position": str(message.position),
         "message_key": message.key,
@@ -66,7 +66,7 @@ def content(message: Message, attempts: int, why: str) -> dict[str, Any]:
 
 
 def message_of(row: Row[Any]) -> Message:
-    """The message of a row with `content_columns`, as it was read from the topic."""
+    """Return the message of a row with `content_columns`, as it was read from the topic."""
     position = Position.parse(row.position)
     names = properties([json.loads(row.properties)])
     batch: Batch = single_producer(
@@ -90,14 +90,14 @@ def message_of(row: Row[Any]) -> Message:
 
 
 def why(failure: BaseException) -> str:
-    """One line, without what databases take in no text: NUL, and what is not valid Unicode."""
+    """Return the failure in one line, without text that databases refuse: NUL, and invalid Unicode."""
     said = failure if fault_of(failure) is Fault.MESSAGE else told(failure)
     text = f"{type(failure).__name__}: {said}".replace("\x00", "").encode(errors="backslashreplace").decode()
     return " ".join(text.split())[:_MAX_ERROR_CHARACTERS]
 
 
 class SetAside:
-    """Both tables, of one consumer. All that writes is called within a transaction that holds the consumer's row."""
+    """Both tables of one consumer. Every write is called within a transaction that holds the consumer's row."""
 
     def __init__(self, consumer: str, topic: str, dead_letter_topic: str | None = None) -> None:
         self._of = {"consumer": consumer, "topic": topic}
@@ -105,15 +105,15 @@ class SetAside:
         self._parked = PARKED.c.consumer == consumer
 
     def bury(self, connection: Connection, message: Message, attempts: int, error: str, now_ms: int) -> None:
-        """To the dead letters, and from there to the topic of them if there is one."""
+        """Move the message to the dead letters. From there it goes to the topic of dead letters, if there is one."""
         row = self._row(message, attempts, error)
         connection.execute(insert(DEAD_LETTERS).values(**row, **self._to, given_up_ms=now_ms))
 
     def bury_without_content(
         self, connection: Connection, message: Message, attempts: int, error: str, refused: str, now_ms: int
     ) -> None:
-        """To the dead letters, for people, where the database does not take the message itself: one that is larger than
-        a statement may be, for instance. The topic has it."""
+        """Write a dead letter without content, for people. This is for a message that the database refuses, for
+        instance because it is larger than a statement may be. The topic still has the message."""
         said = f"{error}; the dead letter has no content, as the database refuses that: {refused}"
         row = self._row(message, attempts, said[:_MAX_ERROR_CHARACTERS]) | _NO_CONTENT
         connection.execute(insert(DEAD_LETTERS).values(**row, dead_letter_topic=None, given_up_ms=now_ms))
@@ -130,7 +130,8 @@ class SetAside:
         error: str,
         next_attempt_ms: int | None,
     ) -> None:
-        """To be tried again: at a time, or (None) when what stands before it with its key is done with."""
+        """Park messages to be tried again: at this time, or (None) after the earlier messages of their key are
+        finished."""
         rows = [
             self._row(message, attempts, error)
             | {"key_hash": key_hash(message.key), "next_attempt_ms": next_attempt_ms}
@@ -140,7 +141,7 @@ class SetAside:
             connection.execute(insert(PARKED), rows)
 
     def keys_parked(self, connection: Connection, messages: Iterable[Message]) -> set[str]:
-        """Which of the messages' keys have something parked, by their hashes."""
+        """Return the hashes of the messages' keys for which a message is parked."""
         hashes = {hashed for message in messages if (hashed := key_hash(message.key)) is not None}
         if not hashes:
             return set()
@@ -148,12 +149,12 @@ class SetAside:
         return set(connection.execute(wanted).scalars())
 
     def has_parked(self, engine: Engine) -> bool:
-        """Whether there is any."""
+        """Whether any message is parked."""
         with engine.begin() as connection:
             return connection.execute(select(PARKED.c.consumer).where(self._parked).limit(1)).first() is not None
 
     def next_due(self, engine: Engine, now_ms: int) -> Row[Any] | None:
-        """The one whose time came first, if it has come."""
+        """Return the row with the earliest time, if that time has come."""
         wanted = select(PARKED).where(self._parked & (PARKED.c.next_attempt_ms <= now_ms))
         with engine.begin() as connection:
             return connection.execute(
@@ -161,17 +162,18 @@ class SetAside:
             ).first()
 
     def is_there(self, connection: Connection, row: Row[Any]) -> bool:
-        """Whether a row that was seen before the transaction is still to be tried: a person may have dropped it."""
+        """Whether a row that was seen before the transaction is still there to be tried. A person may have
+        dropped it."""
         wanted = select(PARKED.c.next_attempt_ms).where(self._is(row))
         return connection.execute(wanted).scalar_one_or_none() is not None
 
     def again(self, connection: Connection, row: Row[Any], error: str, next_attempt_ms: int) -> None:
-        """It failed once more."""
+        """Note that the message failed once more."""
         values = {"attempts": row.attempts + 1, "error": error, "next_attempt_ms": next_attempt_ms}
         connection.execute(update(PARKED).where(self._is(row)).values(**values))
 
     def let_go(self, connection: Connection, row: Row[Any]) -> None:
-        """It is done with: out of the table, and the turn of the next one with its key."""
+        """Delete the finished message from the table. Then it is the turn of the next message with its key."""
         connection.execute(delete(PARKED).where(self._is(row)))
         if row.key_hash is None:
             return
@@ -193,9 +195,11 @@ class SetAside:
 
 
 def set_aside(engine: Engine, name: str, limit: int) -> list[tuple[str, Row[Any]]]:
-    """What a consumer has parked ("parked") and given up ("dead"), each by its place in the topic, at most so many of
-    each; `row.consumer` is the consumer's name, or with its partition. Raises INVALID_OPTION if there is no such
-    consumer."""
+    """Return the messages that a consumer has parked ("parked") and given up ("dead"), each by its place in the topic.
+
+    There are at most `limit` of each, per partition. `row.consumer` is the consumer's name, or the name with the
+    partition. Raises INVALID_OPTION if there is no such consumer.
+    """
     with engine.begin() as connection:
         names = _names(connection, name)
         both = (("parked", PARKED), ("dead", DEAD_LETTERS))
@@ -205,22 +209,24 @@ def set_aside(engine: Engine, name: str, limit: int) -> list[tuple[str, Row[Any]
 
 
 class Retried(NamedTuple):
-    """What `retry` has come to."""
+    """The result of `retry`."""
 
     now: int
-    """So many messages are tried as soon as the consumer runs."""
+    """The number of messages that are tried as soon as the consumer runs."""
 
     behind: list[int]
-    """Those of the indexes that wait behind an earlier message of their key, and follow it."""
+    """The indexes of messages that wait behind an earlier message of their key, and are tried after it."""
 
     leaving: list[int]
-    """Those that are on their way to a topic of dead letters, and stay as they are."""
+    """The indexes of messages that are on their way to a topic of dead letters, and stay as they are."""
 
 
 def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
-    """Lets the messages with these indexes (none: all that are parked) be tried now; dead letters too: they are parked
-    again, before what is parked with their key, unless they are on their way to a topic. Raises INVALID_OPTION, and
-    changes nothing, if one of them was not set aside, or without its content."""
+    """Let the messages with these indexes be tried now. No indexes: all that are parked.
+
+    Dead letters are parked again, in front of the later parked messages with their key, unless they are on their way
+    to a topic. Raises INVALID_OPTION, and changes nothing, if one of the messages was not set aside, or has no content.
+    """
     now, leaving = 0, []
     with engine.begin() as connection:
         names = _names(connection, name, indexes)
@@ -234,7 +240,7 @@ def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
                     _park_again(connection, row)
                 else:
                     leaving.append(row.message_index)
-            # Those that wait behind another one keep waiting: it is the order of their key.
+            # A message that waits behind another one keeps waiting: that is the order of their key.
             due = _having(PARKED, one, indexes) & PARKED.c.next_attempt_ms.is_not(None)
             now += connection.execute(update(PARKED).where(due).values(next_attempt_ms=0)).rowcount
         parked = _rows(connection, PARKED, names[0], indexes) if indexes else []
@@ -242,8 +248,10 @@ def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
 
 
 def drop(engine: Engine, name: str, indexes: Sequence[int]) -> int:
-    """Takes the messages with these indexes out of both tables, for good: what waits behind them has its turn. Returns
-    how many. Raises INVALID_OPTION, and changes nothing, if one of them was not set aside."""
+    """Delete the messages with these indexes from both tables, for good. The messages behind them have their turn.
+
+    Return the number of deleted messages. Raises INVALID_OPTION, and changes nothing, if one was not set aside.
+    """
     with engine.begin() as connection:
         [one] = _names(connection, name, indexes)
         aside = SetAside(one, _lock(connection, one))
@@ -272,7 +280,7 @@ def _check_content(name: str, dead: Sequence[Row[Any]]) -> None:
 
 
 def _names(connection: Connection, name: str, indexes: Sequence[int] = ()) -> list[str]:
-    """The rows of a consumer: one, or one for each partition. An index means one partition's."""
+    """Return the rows of a consumer: one, or one for each partition. With an index, it must be a single row."""
     found = set(connection.execute(select(CONSUMERS.c.name)).scalars())
     if name in found:
         return [name]
@@ -286,7 +294,7 @@ def _names(connection: Connection, name: str, indexes: Sequence[int] = ()) -> li
 
 
 def _lock(connection: Connection, name: str) -> str:
-    """No transaction of the consumer has anything to do with this one. Returns its topic."""
+    """Lock the consumer's row, so that no transaction of the consumer runs at the same time. Return its topic."""
     connection.execute(update(CONSUMERS).where(CONSUMERS.c.name == name).values(beat=CONSUMERS.c.beat + 1))
     return str(connection.execute(select(CONSUMERS.c.topic).where(CONSUMERS.c.name == name)).scalar_one())
 
@@ -318,7 +326,7 @@ def _park_again(connection: Connection, row: Row[Any]) -> None:
         values |= {"next_attempt_ms": None if before else 0}
     else:
         values |= {"next_attempt_ms": 0}
-    # Its attempts count anew.
+    # The count of attempts begins again.
     connection.execute(insert(PARKED).values(values | {"attempts": 0, "key_hash": hashed}))
     same = (DEAD_LETTERS.c.incarnation == row.incarnation) & (DEAD_LETTERS.c.message_index == row.message_index)
     connection.execute(delete(DEAD_LETTERS).where((DEAD_LETTERS.c.consumer == row.consumer) & same))
@@ -333,15 +341,17 @@ _POLL_SECONDS = 0.02
 
 
 def deduplication_id(consumer: str, topic: str, incarnation: int, index: int) -> str:
-    """Under which a dead letter is published, however often: it says which message was given up, and by whom. Where
-    that is too long, its SHA-256."""
+    """Return the ID under which a dead letter is published each time. It names the message and the consumer that gave
+    it up. If the text is too long, its SHA-256 takes its place."""
     text = f"{consumer}/{topic}/{incarnation}/{index}"
     return text if len(text.encode()) <= MAX_DEDUPLICATION_ID_BYTES else hashlib.sha256(text.encode()).hexdigest()
 
 
 async def check_topic(client: Client, topic: str) -> None:
-    """Raises INVALID_OPTION for a topic of sequence IDs: dead letters come in no order, and a watermark would lose
-    those that come late; and for one that wants a key of every message. Raises NotFoundError."""
+    """Raise INVALID_OPTION for a topic of sequence IDs, or one that needs a key in every message. Raises NotFoundError.
+
+    Dead letters come in no order, so a watermark would lose those that come late. A dead letter need not have a key.
+    """
     found = await client.admin.topic(topic)
     if found.deduplication_route == admin_pb2.DEDUPLICATION_ROUTE_KEY:
         why = f"{topic} finds partitions by keys, and a dead letter need not have one"
@@ -355,9 +365,9 @@ async def check_topic(client: Client, topic: str) -> None:
 
 
 class DeadLetterPublisher:
-    """Publishes what was given up for a topic, beside the consumer's work, and deletes what is there.
+    """Publishes dead letters to their topic while the consumer works, and deletes the letters that are in the topic.
 
-    Any process may, and several at once: the topic takes each dead letter once.
+    Any process may do this, also several at once: the topic takes each dead letter once.
     """
 
     def __init__(
@@ -373,23 +383,24 @@ class DeadLetterPublisher:
         self._rows: Sequence[Row[Any]] = ()
 
     def keep_up(self) -> None:
-        """From time to time: looks what there is, without waiting for anything. Raises what ends a publisher; Away."""
+        """Look for dead letters, from time to time and without waiting. Raises the errors that end a publisher;
+        Away."""
         if time.monotonic() - self._looked_at >= consumer_row.KEEP_UP_SECONDS:
             self._looked_at = time.monotonic()
             self._step()
 
     def finish(self) -> None:
-        """Until there are none left. Raises Stopped, and what `keep_up` does."""
+        """Publish until there are no dead letters. Raises Stopped, and the errors of `keep_up`."""
         while self._step():
             self._stop.pause(_POLL_SECONDS)
 
     def close(self) -> None:
-        """What is under way may be in the topic or not; whoever comes next finds out."""
+        """Stop. A letter in flight may be in the topic or not; the next process finds out."""
         if self._publishing is not None:
             self._publishing.cancel()
 
     def _step(self) -> bool:
-        """Whether there are any."""
+        """Publish the next letters. Return whether there are any."""
         if self._publishing is not None:
             if not self._publishing.done():
                 return True
@@ -418,7 +429,7 @@ class DeadLetterPublisher:
                     connection.execute(update(DEAD_LETTERS).where(this).values(dead_letter_topic=None))
 
     async def _publish(self, topic: str, rows: Sequence[Row[Any]]) -> list[bool]:
-        """Of each, whether it is in the topic, durable, or (False) is not taken there."""
+        """Return for each row whether it is in the topic, durable. False: the topic does not take it."""
         async with self._client.publisher(
             topic, on_waiting=self._on_waiting, delivery_timeout_seconds=None
         ) as publisher:
@@ -441,7 +452,7 @@ async def _send(publisher: Publisher, row: Row[Any]) -> bool:
             properties=json.loads(row.properties) | of_message,
         )
     except InvalidRequestError as e:
-        # Too large, or its topic is not what it was: it would end the consumer at each start.
+        # Too large, or the topic has changed. An exception here would end the consumer at each start.
         said = "the dead letter of index %d of %s stays in its table: its topic %s does not take it: %s"
         logger.error(said, row.message_index, row.topic, row.dead_letter_topic, e)
         return False

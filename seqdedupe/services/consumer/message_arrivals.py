@@ -1,4 +1,5 @@
-"""What a consumer waits for: messages, time, and to be stopped. The waiting is done on the client's event loop."""
+"""The waiting of a consumer: for messages, for time, and for the request to stop. It is done on the client's event
+loop."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,15 +10,17 @@ from seqdedupe.client.reader import Reader
 from seqdedupe.message_id import Position
 
 LOOK_SECONDS = 0.5
-"""Who stands by looks so often, and who shares: at who lives, and what is whose."""
+"""The time between two looks. A process that stands by looks whether the owner lives. A process that shares a topic
+looks which processes live, and which partitions they have."""
 
 
 class Stopped(Exception):
-    """The consumer was told to stop."""
+    """The exception raised when the consumer has been asked to stop."""
 
 
 class Stop:
-    """Told once, from any thread, or from a signal's handler: no lock is in it that the same thread may hold."""
+    """The request to stop, made once from any thread or signal handler. It uses no lock that the same thread may
+    hold."""
 
     def __init__(self) -> None:
         self._loop = event_loop()
@@ -29,17 +32,17 @@ class Stop:
         self._loop.call_soon_threadsafe(self._event.set)
 
     def check(self) -> None:
-        """Raises Stopped."""
+        """Raise Stopped if the stop has been requested."""
         if self.is_told:
             raise Stopped
 
     def pause(self, seconds: float) -> None:
-        """Raises Stopped, also when that is told meanwhile."""
+        """Wait this long. Raises Stopped, also if the stop is requested meanwhile."""
         run(lambda: self.wait((), seconds))
         self.check()
 
     async def wait(self, tasks: Sequence[asyncio.Task[bool]], seconds: float) -> None:
-        """Until one of the tasks is done, the time is over, or it is stopped. The tasks go on."""
+        """Wait until one of the tasks is done, the time is over, or the stop is requested. The tasks go on."""
         told = asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait({told, *tasks}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -48,11 +51,12 @@ class Stop:
 
 
 class Arrivals:
-    """A topic's messages as they come, over a reader whose work is on the client's loop: one thread uses it."""
+    """The messages of a topic as they arrive, read by a reader that works on the client's loop. Only one thread uses
+    it."""
 
     def __init__(self, reader: Reader) -> None:
         self.is_over = False
-        """The reader has come to its end."""
+        """Whether the reader has come to its end."""
         self._reader = reader
         self._fetching: asyncio.Task[bool] | None = None
 
@@ -67,19 +71,19 @@ class Arrivals:
         return taken
 
     def take_more(self, most: int, stop: Stop, seconds: float) -> list[Message]:
-        """Those that come now, or within the time. Raises Stopped."""
+        """Return the messages that are there now, or arrive within the time. Raises Stopped."""
         if not self.is_over:
             wait_for_any([self], stop, seconds)
         return self.take(most)
 
     def fetching(self) -> asyncio.Task[bool] | None:
-        """What gets the next messages; None if there are none to come. On the event loop."""
+        """Return the task that gets the next messages; None if there are none to come. Call it on the event loop."""
         if self._fetching is None and not self.is_over:
             self._fetching = asyncio.ensure_future(self._reader.fetch())
         return self._fetching
 
     def look(self) -> None:
-        """Whether it has got some. Raises what the reader does. On the event loop."""
+        """Look whether the task has got messages. Raises the errors of the reader. Call it on the event loop."""
         fetching = self._fetching
         if fetching is not None and fetching.done():
             self._fetching = None
@@ -96,7 +100,7 @@ class Arrivals:
 
 
 def wait_for_any(arrivals: Sequence[Arrivals], stop: Stop, seconds: float) -> None:
-    """Until one of them has messages or is over, the time is over, or it is stopped, which raises Stopped."""
+    """Wait until one of them has messages or is over, or the time is over. Raises Stopped if the stop is requested."""
 
     async def wait() -> None:
         tasks = [task for one in arrivals if (task := one.fetching()) is not None]
@@ -109,6 +113,6 @@ def wait_for_any(arrivals: Sequence[Arrivals], stop: Stop, seconds: float) -> No
 
 
 def is_there(position: str, until: Position) -> bool:
-    """Whether a position in this row is at that one, or after it."""
+    """Return whether a position in the consumer's row is at the position `until`, or after it."""
     now = Position.parse(position)
     return now.incarnation == until.incarnation and now.index >= until.index

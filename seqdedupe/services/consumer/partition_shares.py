@@ -1,4 +1,4 @@
-"""A partitioned topic, of which this process has a share. Begin with `PartitionShares`."""
+"""This process's share of a partitioned topic. Begin with `PartitionShares`."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -29,18 +29,18 @@ from seqdedupe.services.consumer.work import Work
 
 
 class PartitionWork(NamedTuple):
-    """What it takes to work on a partition."""
+    """The objects that work on one partition."""
 
     work: Work
     arrivals: Arrivals
 
 
 Begin = Callable[[str, str, RowLease, str], PartitionWork]
-"""Begins to work: the row's name, the topic, the hold on the row, the position."""
+"""The function that begins the work. It takes the row's name, the topic, the hold on the row, and the position."""
 
 
 class PartitionShares:
-    """One process's share: `work` is its whole life, in one thread."""
+    """The share of one process. `work` is its whole life, in one thread."""
 
     def __init__(
         self,
@@ -68,18 +68,21 @@ class PartitionShares:
 
     @property
     def positions(self) -> dict[str, Position]:
-        """Of the partitions that this process has, by topic. From any thread."""
+        """The positions of the partitions that this process has, by topic. May be read from any thread."""
         return {self._topics[k]: Position.parse(part.work.position) for k, part in list(self._parts.items())}
 
     def register(self, purpose: str, starts: Sequence[Position]) -> None:
-        """Makes the partitions' rows, see `RowLease.register`."""
+        """Make the partitions' rows, see `RowLease.register`."""
         for hold, topic, start in zip(self._holds, self._topics, starts, strict=True):
             hold.register(topic, purpose, start)
 
     def work(self, most: int, ends: Sequence[Position] | None, beside: Callable[[], None]) -> None:
-        """Until every partition has come to these ends, whoever works on it, and nothing parked is due; without them
-        until it is stopped, which raises Stopped. Of each partition in turn there are at most so many messages in a
-        transaction. `beside` is called between them. Raises Away, and what work and readers do."""
+        """Work until every partition has reached these ends, in this or another process, and nothing parked is due.
+
+        Without ends, work until the stop is requested, which raises Stopped. The partitions take turns. A transaction
+        has at most `most` messages. `beside` is called between the turns. Raises Away, and the errors of the work and
+        of readers.
+        """
         while True:
             if time.monotonic() - self._looked_at >= LOOK_SECONDS:
                 self._look()
@@ -109,10 +112,10 @@ class PartitionShares:
         return worked
 
     def _look(self) -> None:
-        """Gives back what is above this process's share, and takes what is below it and nobody's."""
+        """Release the partitions above this process's share, or take free ones if it has fewer than its share."""
         with database.reaching():
             self._processes.beat()
-            # In this order: who has a partition by now is among those that live.
+            # In this order: a process that has a partition by now is among those that live.
             rows = self._rows()
             living = self._processes.living()
             token = self._processes.token
@@ -140,7 +143,8 @@ class PartitionShares:
         return [found[name] for name in self._names]
 
     def _have_come_to(self, ends: Sequence[Position]) -> bool:
-        """Nor has a process that ended left a partition behind, where something may be parked."""
+        """Return whether all partitions have reached these ends, each with an owner that lives. A process that ended
+        may have left a partition in which messages are parked."""
         with database.reaching():
             rows = self._rows()
         working = self._processes.shown | {self._processes.token}
@@ -161,12 +165,13 @@ class PartitionShares:
             part.arrivals.close()
 
     def drop_all(self) -> None:
-        """What it has is begun anew, at the stored positions."""
+        """Close all partitions. They begin again later, at the stored positions."""
         self._looked_at = float("-inf")
         for k in list(self._parts):
             self._drop(k)
 
     def leave(self) -> None:
-        """Gives back all, after `drop_all`. If it cannot be said, the others find out by themselves."""
+        """Release everything, after `drop_all`. If the database cannot record that, the other processes find out
+        themselves."""
         with suppress(SQLAlchemyError):
             self._processes.leave()

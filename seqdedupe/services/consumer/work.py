@@ -1,5 +1,5 @@
-"""What the process that works does: messages to the handler, and those set aside that it cannot be brought to take.
-What a consumer may be told stands first, then one transaction, then `Work`."""
+"""The work of a process: it gives messages to the handler, and sets aside the messages that the handler cannot take.
+The options come first, then one transaction, then `Work`."""
 
 import inspect
 import time
@@ -33,17 +33,17 @@ _HINT = "docs/guides/consumer.md lists what a consumer takes."
 
 @dataclass(frozen=True, slots=True)
 class ConsumerConfig:
-    """How much a transaction holds, and what becomes of a message that the handler cannot be brought to take."""
+    """The size of a transaction, and the handling of a message that the handler cannot take."""
 
     max_batch_messages: int = 1000
-    """A transaction has at most so many messages, and never waits for more than are there."""
+    """The largest number of messages in a transaction. It never waits for more than are there."""
 
     longest_transaction_ms: int = 5_000
-    """A transaction that has taken so long takes no further message. A call of the handler is not cut short: with
-    `in_batches` the next one gets fewer messages."""
+    """A transaction that has taken this long takes no further message. A call of the handler is not cut short; with
+    `in_batches` the next call gets fewer messages."""
 
     max_attempts: int = 5
-    """So often a message is given to the handler before it is poison: in place, all others wait."""
+    """The number of attempts in place before a message is poison. All other messages wait meanwhile."""
 
     first_backoff_ms: int = 100
     """The pause before the second attempt; each one after that is twice as long, up to `longest_backoff_ms`."""
@@ -51,17 +51,17 @@ class ConsumerConfig:
     longest_backoff_ms: int = 5_000
 
     poison: Poison = "stop"
-    """What becomes of it then: the consumer stops; or the message goes to the dead letters; or it waits in a table, and
-    what comes later with its key behind it, to be tried again."""
+    """The handling of poison. The consumer stops; or the message goes to the dead letters; or it waits in a table to be
+    tried again, and later messages with its key wait behind it."""
 
     dead_letter_topic: str = ""
-    """Dead letters go on to this topic of deduplication IDs; without one they stay in the table, for people."""
+    """The topic of deduplication IDs to which dead letters go. Without one they stay in the table, for people."""
 
     max_retries: int = 10
-    """With "retry later": so often it is tried again, before it goes to the dead letters."""
+    """With "retry later": the number of retries before the message goes to the dead letters."""
 
     first_retry_delay_ms: int = 1_000
-    """The time until the first of these; each one after that is twice as long, up to `longest_retry_delay_ms`."""
+    """The time until the first retry; each one after that is twice as long, up to `longest_retry_delay_ms`."""
 
     longest_retry_delay_ms: int = 600_000
 
@@ -79,11 +79,11 @@ class ConsumerConfig:
                 raise error("INVALID_OPTION", f"{name} is {getattr(self, name)}: it cannot be negative", hint=_HINT)
 
     def backoff_ms(self, failures: int) -> int:
-        """The pause after so many failures in place."""
+        """Return the pause after this number of failures in place."""
         return _doubled(self.first_backoff_ms, failures, self.longest_backoff_ms)
 
     def retry_delay_ms(self, retries: int) -> int:
-        """The time until the next retry after so many."""
+        """Return the time until the next retry, after this number of retries."""
         return _doubled(self.first_retry_delay_ms, retries + 1, self.longest_retry_delay_ms)
 
 
@@ -92,7 +92,7 @@ def _doubled(first: int, times: int, most: int) -> int:
     return int(min(first << min(times - 1, 32), most))
 
 
-# -- One transaction: what the handler does, and the position that says so.
+# -- One transaction: the effects of the handler, and the position that records them.
 
 _MARK = text("SAVEPOINT seqdedupe_begun")
 _CHECK = text("RELEASE SAVEPOINT seqdedupe_begun")
@@ -100,17 +100,17 @@ _CHECK = text("RELEASE SAVEPOINT seqdedupe_begun")
 _NO_MARK_STATES = frozenset(("3B001", "25P01"))
 _NO_MARK_NUMBER = 1305
 _NO_MARK_TEXT = "no such savepoint"
-"""How PostgreSQL, MariaDB and SQLite say that the savepoint is gone, and with it the transaction."""
+"""The ways in which PostgreSQL, MariaDB and SQLite report that the savepoint, and so the transaction, is gone."""
 
 
 def carry_out(
     engine: Engine, ownership: RowLease, position: str, refused: frozenset[str], do: Callable[[Connection], str]
 ) -> str:
-    """A transaction that does it, moves the position to where `do` says, and commits: all of it, or nothing of it.
-    Returns the new position.
+    """Run a transaction that calls `do`, moves the position to the one that `do` returns, and commits: all, or nothing.
+    Return the new position.
 
-    Raises Lost if another process was faster, Away if the database fails before `do` has its turn, TRANSACTION_ENDED if
-    it has ended the transaction itself (by COMMIT, ROLLBACK, or a statement that commits as DDL does in MariaDB),
+    Raises Lost if another process was faster; Away if the database fails before `do` has its turn; TRANSACTION_ENDED if
+    `do` has ended the transaction itself (by COMMIT, ROLLBACK, or a statement that commits, as DDL does in MariaDB);
     NOT_TRANSACTIONAL.
     """
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def carry_out(
             connection.execute(_MARK)
         with refusing_writes(connection, refused):
             to = do(connection)
-        # A savepoint goes with its transaction: in one that has begun since, it is not there.
+        # A savepoint goes with its transaction: a transaction that has begun since does not have it.
         if not connection.invalidated and (not transaction.is_active or connection.closed):
             raise _ended()
         try:
@@ -141,8 +141,8 @@ def carry_out(
 
 
 def check_deferred(connection: Connection) -> None:
-    """Raises now what a deferred constraint of PostgreSQL would raise at the COMMIT. It stays deferred: the savepoint
-    takes back that it was looked at, and what its triggers have done."""
+    """Raise now what a deferred constraint of PostgreSQL would raise at the COMMIT. The constraint stays deferred: the
+    savepoint undoes the check, and the effects of its triggers."""
     if connection.dialect.name == "postgresql":
         with connection.begin_nested() as look:
             connection.exec_driver_sql("SET CONSTRAINTS ALL IMMEDIATE")
@@ -159,34 +159,35 @@ def _says_no_mark(failure: DBAPIError) -> bool:
 
 
 MAX_RETRIES_IN_A_ROW = 32
-"""Of parked messages, before the main flow has its turn."""
+"""The largest number of parked messages tried before the main flow has its turn."""
 
 REPEATS = 5
-"""So often a transaction that another one was in the way of is repeated whole, before it is cut."""
+"""The number of times that a transaction blocked by another one is repeated whole, before it is cut."""
 
 LOST_ATTEMPTS = 3
-"""A message with which the connection ends is to blame after so many attempts, alone, at least."""
+"""The lowest number of attempts, alone, after which a message with which the connection ends is to blame."""
 
 FIRST_AWAY_SECONDS = 0.1
 LONGEST_AWAY_SECONDS = 5.0
-"""How long to wait for a database that cannot be used."""
+"""The first and longest pauses for a database that cannot be used."""
 
 _FATAL = frozenset(("TRANSACTION_ENDED", "NOT_TRANSACTIONAL", "INVALID_OPTION"))
-"""What a handler does wrong whatever the message is: no other one could be trusted to it."""
+"""Mistakes of a handler that do not depend on the message. No other message could be given to it safely."""
 
 
 class _Failure(NamedTuple):
-    """Of a transaction, on a database that takes other work now."""
+    """The failure of a transaction, on a database that takes other work now."""
 
     cause: Exception
     fault: Fault
 
 
 class Work:
-    """From one position on, until the row is lost: after that, or Away, another one begins at the stored position.
+    """The work from one position until the row is lost. After that, or after Away, another `Work` begins at the stored
+    position.
 
-    Messages stand in groups, each for one transaction. A group that fails is cut in half, whatever it fails with, until
-    one message is alone. Only that one can be to blame, and only for what is no fault of the database's own.
+    Messages stand in groups, each for one transaction. A group that fails, for any reason, is cut in half until one
+    message is alone. Only that message can be to blame, and only for failures that are not the database's own.
     """
 
     def __init__(
@@ -219,26 +220,29 @@ class Work:
         self._activity = activity
         self._parked = 0  # by the transaction under way, behind earlier ones of their keys
         self._groups: deque[Sequence[Message]] = deque()
-        self._batch = config.max_batch_messages  # with in_batches: what fits into the time of a transaction
+        self._batch = config.max_batch_messages  # with in_batches: the number that fits into the time of a transaction
         self._aside = SetAside(name, topic, topic_name(config.dead_letter_topic) if config.dead_letter_topic else None)
         self._kept_up = time.monotonic()
-        # Also when that is no longer asked for: what was parked under it is to be tried, in its order.
+        # Also when the option is no longer set: messages parked under it must be tried, in their order.
         with database.reaching():
             self._parks = config.poison == "retry later" or self._aside.has_parked(engine)
 
     @property
     def has_messages(self) -> bool:
-        """Whether some that it took are not applied yet."""
+        """Whether some of the messages that it took are not applied yet."""
         return bool(self._groups)
 
     def take(self, messages: Sequence[Message]) -> None:
-        """The next ones, to be applied after those that it has."""
+        """Take the next messages, to be applied after those that are here."""
         if messages:
             self._groups.append(messages)
 
     def apply(self, more: Callable[[], Sequence[Message]]) -> None:
-        """One transaction with the first group, or its first messages; if it fails, what comes of that. `more` takes
-        those that have come since. Raises HANDLER_FAILED and what else `Consumer.run` does; Lost, Away, Stopped."""
+        """Run one transaction with the first group, or its first messages. If it fails, handle the failure.
+
+        `more` returns the messages that have come since. Raises HANDLER_FAILED and the other errors of `Consumer.run`;
+        Lost, Away, Stopped.
+        """
         group = self._groups[0]
         attempts = repeats = 0
         while True:
@@ -271,11 +275,13 @@ class Work:
             self._pause(self._config.backoff_ms(attempts) / 1000)
 
     def _apply_together(self, more: Callable[[], Sequence[Message]]) -> bool:
-        """Whether the first message works together with those behind it, and so is applied: the handler takes it, and
-        its COMMIT alone is refused. Rows may refer to each other in a circle, by constraints that are deferred."""
+        """Apply the first message together with those behind it, and return whether that worked. The handler takes the
+        first message, but its COMMIT alone is refused: rows may refer to each other in a circle, by deferred
+        constraints."""
         self.take(more())
         messages = [message for group in self._groups for message in group]
-        # So many the handler takes, and the COMMIT is refused; so many there are not, or the handler refuses one.
+        # `low`: the handler takes this number, and the COMMIT is refused. `high`: there are fewer, or the handler
+        # refuses one.
         low, high = 1, len(messages) + 1
         while low + 1 < high:
             some = messages[: min(2 * low, (low + high) // 2)]
@@ -294,7 +300,7 @@ class Work:
         return False
 
     def _attempt(self, messages: Sequence[Message]) -> tuple[int, _Failure | None]:
-        """One transaction; returns how many messages it had, and why it failed."""
+        """Run one transaction. Return the number of its messages, and the reason if it failed."""
         done = 0
 
         def hand_over(connection: Connection) -> str:
@@ -329,8 +335,8 @@ class Work:
         return None
 
     def _fault(self, failure: Exception, began: float, shown: str) -> Fault:
-        """Whose it is, as soon as the database takes other work. Raises Away if the database's own, and it takes none;
-        Lost, Stopped."""
+        """Return whose fault it is, as soon as the database takes other work. Raises Away if the fault is the
+        database's own and it takes no work; Lost, Stopped."""
         fault = fault_of(failure)
         if fault in (Fault.MESSAGE, Fault.REPEAT):
             return fault
@@ -346,7 +352,7 @@ class Work:
             except database.Away:
                 if not is_lost:
                     raise database.Away(failure, f"; in hand: {shown}") from failure
-                # It may be this message that has ended the server: its attempts are counted here.
+                # This message may have ended the server: its attempts are counted here.
                 self._tell(failure, f"; in hand: {shown}")
                 self._stop.pause(backoff.next_seconds())
         if is_lost and age_seconds < time.monotonic() - began:
@@ -354,7 +360,7 @@ class Work:
         return Fault.UNKNOWN if is_lost else fault
 
     def _hand_over(self, connection: Connection, messages: Sequence[Message]) -> int:
-        """The messages to the handler until the time is over; returns how many."""
+        """Give messages to the handler until the time is over. Return their number."""
         self._activity.runs()
         began = time.monotonic()
         most_seconds = self._config.longest_transaction_ms / 1000
@@ -420,7 +426,7 @@ class Work:
         self._activity.done(0, set_aside=1)
 
     def _insist(self, set_aside: Callable[[Connection], str], message: Message) -> _Failure | None:
-        """Until it is done, or the database has refused it for good. Raises Away."""
+        """Repeat until it is done, or the database has refused it for good. Raises Away."""
         for attempts in range(1, LOST_ATTEMPTS + 1):
             failure = self._transaction(set_aside, self._shown([message]))
             if failure is None or failure.fault is Fault.MESSAGE:
@@ -440,7 +446,7 @@ class Work:
             self._on_waiting(database.Away(failure, more).failure)
 
     def keep_up(self) -> None:
-        """From time to time: says that this process lives, and tries again what is parked and due."""
+        """Show, from time to time, that this process lives, and try the parked messages that are due."""
         if time.monotonic() - self._kept_up < consumer_row.KEEP_UP_SECONDS:
             return
         self._kept_up = time.monotonic()
@@ -454,12 +460,12 @@ class Work:
             self._kept_up = 0.0  # there may be more
 
     def finish(self) -> None:
-        """At the end of a run: tries what is parked and due until nothing more is."""
+        """Try the parked messages that are due until there are none. Call it at the end of a run."""
         while self._retry_due():
             pass
 
     def _retry_due(self) -> bool:
-        """Some of them, in the order of their times; whether there may be more."""
+        """Try some of them, in the order of their times. Return whether there may be more."""
         for _ in range(MAX_RETRIES_IN_A_ROW):
             self._stop.check()
             with database.reaching():
@@ -503,7 +509,7 @@ class Work:
                 raise failure.cause
 
     def _pause(self, seconds: float) -> None:
-        """Others must not take over while it waits to try again."""
+        """Wait, and show meanwhile that this process lives, so that the others do not take over."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._stop.pause(min(left, consumer_row.KEEP_UP_SECONDS))

@@ -1,7 +1,7 @@
-"""The outbox: what a service writes to it in its own transaction is published exactly if that commits.
+"""The outbox: the rows that a service writes in its own transaction are published if, and only if, it commits.
 
-A service uses `table`. The relay begins with `steps`, which decide what it does, and `relay`, which does it; a
-`row_page` has its rows. `store` is the contract of databases, which `postgres_outbox` and `sqlite_outbox` keep.
+A service uses `table`. The relay begins with `steps`, which decide what to do, and `relay`, which does it. A `row_page`
+has its rows. `store` is the contract for databases; `postgres_outbox` and `sqlite_outbox` implement it.
 """
 
 from seqdedupe.services.outbox.relay import Counters, Relay, run_relay

@@ -1,5 +1,5 @@
-"""An outbox in PostgreSQL. A page comes as one row of few long values, which the server makes: no row is ever an object
-here, and what is read goes on as columns."""
+"""An outbox in PostgreSQL. A page comes as one row of few long values, which the server makes. No row becomes an object
+here: the data stays in columns."""
 
 import secrets
 import threading
@@ -42,27 +42,27 @@ from seqdedupe.services.outbox.store import (
 )
 from seqdedupe.services.outbox.table import CHANNEL, DELETED, ID_TYPES, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
 
-# -- Up to which number all rows of an outbox in PostgreSQL are there that ever will be.
+# -- The number up to which all rows of an outbox in PostgreSQL are there that ever will be.
 #
 # A row takes its number from a sequence when it is inserted, and its transaction commits later: 7 may be committed
-# while 6 is not. Who has read 7 never sees 6, unless it knows that nobody has 6 any more.
+# while 6 is not. A relay that has read 7 never sees 6, unless it knows that no transaction has 6 any more.
 #
-# A transaction has an ID before it takes a number. So if first the last number is read that was taken, and then the
-# next ID that will be given, all transactions which have taken a number up to that one have IDs below that one. Once
-# all transactions with such IDs have ended, what is committed of these numbers can be read, and nothing comes later.
+# A transaction has an ID before it takes a number. So read first the last number taken, and then the next ID that will
+# be given. Then all transactions that have taken a number up to that number have IDs below that ID. Once all
+# transactions with such IDs have ended, the committed rows among these numbers can be read, and nothing comes later.
 #
-# The next ID is not what a snapshot calls its `xmax`: that is the one after the highest ID that has ended, and
-# transactions above it may run.
+# The next ID is not the `xmax` of a snapshot. That is the ID after the highest ID that has ended, and transactions
+# above it may run.
 
 NOTHING = -(2**63)
 """Below all numbers."""
 
 MOST_NOTES = 1000
-"""While a transaction stays open for hours, the last note stands for all that would come after these."""
+"""The largest number of notes. If a transaction stays open for hours, the last note stands for all later ones."""
 
 
 class Horizon:
-    """What a relay has noted so far. It begins anew with every connection: another server has another history."""
+    """The notes of a relay so far. It begins again with every connection: another server has another history."""
 
     def __init__(self) -> None:
         self.bound = NOTHING
@@ -70,13 +70,13 @@ class Horizon:
         self._notes: deque[tuple[int, int]] = deque()
 
     def is_at(self, last_number: int) -> bool:
-        """Whether nothing can become readable that is not yet."""
+        """Whether no more rows up to `last_number` can become readable."""
         return last_number <= self.bound
 
     def note(self, last_number: int, next_transaction: int, oldest_running: int) -> bool:
-        """Notes numbers that were read in this order, the first one before the statement that read the others.
+        """Note numbers that were read in this order, the first one before the statement that read the others.
 
-        `oldest_running` is the lowest ID of a transaction that runs, or the next one. Answers whether the bound rose.
+        `oldest_running` is the lowest ID of a transaction that runs, or the next one. Return whether the bound rose.
         """
         before = self.bound
         if last_number > (self._notes[-1][0] if self._notes else before):
@@ -89,12 +89,12 @@ class Horizon:
 
 
 LOCK_TIMEOUT_SECONDS = 30
-"""How long to wait for another transaction."""
+"""The longest wait for another transaction."""
 
 _APPLICATION = {"application_name": "seqdedupe outbox relay"}
 
-# The order of the index is the order of the rows; a plan that sorts the whole table would be made for tables whose
-# statistics are old.
+# The order of the index is the order of the rows. Without these settings, a table with old statistics would get a plan
+# that sorts the whole table.
 _SESSION = (
     f"SET {RELAY_SETTING} = 'on'; SET default_transaction_isolation = 'read committed'; "
     "SET standard_conforming_strings = on; SET enable_seqscan = off; SET enable_bitmapscan = off; SET jit = off; "
@@ -103,7 +103,7 @@ _SESSION = (
 
 _OLDEST_RUNNING = "pg_snapshot_xmin(pg_current_snapshot())"
 _XMAX = "pg_snapshot_xmax(pg_current_snapshot())"
-# The age of an ID is how far it is from the next one that will be given: read now, not when the snapshot was taken.
+# The age of an ID is its distance from the next ID to be given, as of now, not as of the snapshot.
 _TRANSACTIONS = f"SELECT {_XMAX}::text::bigint + age({_XMAX}::xid), {_OLDEST_RUNNING}::text::bigint"
 
 _SEQUENCE = f"pg_get_serial_sequence('{TABLE}', '{SEQUENCE_ID}')"
@@ -113,16 +113,16 @@ _XMIN = f"(SELECT {_OLDEST_RUNNING}::text::bigint << {ORDINAL_BITS} WHERE {_SEQU
 _XMAX_NUMBER = f"(SELECT {_XMAX}::text::bigint << {ORDINAL_BITS})"
 
 _ROOM = 1 << 32
-"""How many numbers are left for others below rows of a dump, while these are renumbered."""
+"""The numbers left free for others below the rows of a dump, while these are renumbered."""
 
 _NULL = b"\xff"
 
 _ROW_BYTES = 64
-"""What a row without payload counts of a page."""
+"""The bytes that a row without payload counts in a page."""
 
-# One statement has one snapshot: the bound is that of the rows it reads. How many fit is found out before a payload is
-# looked at, mostly by one sum; one that is too large is never sent. Texts in UTF-8 have neither the byte between two
-# values nor that in place of NULL.
+# One statement has one snapshot: the bound is that of the rows it reads. The number of rows that fit is found before
+# any payload is read, mostly by one sum. A payload that is too large is never sent. Texts in UTF-8 have neither the
+# byte between two values nor the byte in place of NULL.
 _PAGE = (
     "SELECT string_agg(int8send(s), ''), {texts}, string_agg(int4send(coalesce(n, -1)), ''), "
     "string_agg(CASE WHEN n <= {most} THEN p END, '') "
@@ -149,7 +149,7 @@ _TRIGGERS = (
     "SELECT tgname, proname FROM pg_trigger JOIN pg_proc ON pg_proc.oid = tgfoid "
     "WHERE tgrelid = to_regclass(%s) AND tgenabled IN ('O', 'A')"
 )
-# What is text takes any type, as PostgreSQL assigns.
+# A column of text takes any type, as PostgreSQL assigns.
 _UNLIKE = (
     "SELECT attname, format_type(ours.atttypid, ours.atttypmod), format_type(wanted.atttypid, wanted.atttypmod) "
     "FROM pg_attribute AS ours JOIN pg_attribute AS wanted USING (attname) JOIN pg_type ON pg_type.oid = ours.atttypid "
@@ -161,7 +161,7 @@ _UNSAFE = POSTGRESQL_UNSAFE_TABLES.format(names="%s")
 _TABLES = (TABLE, TOKEN_TABLE, ASIDE_TABLE)
 _SAME_ROWS = "FROM unnest(%s::bigint[], %s::text[]) AS given(s, i)"
 
-# Whoever has the lowest ID of all databases of the server: it has written, and is not over.
+# The transaction with the lowest ID in all databases of the server: it has written, and is not over.
 _HOLDER = (
     "SELECT concat_ws(', ', 'process ' || pid, 'database ' || datname, nullif(application_name, ''), "
     "'user ' || usename, state), "
@@ -171,7 +171,7 @@ _HOLDER = (
     "extract(epoch FROM clock_timestamp() - prepared)::float8, age(transaction) "
     "FROM pg_prepared_xacts ORDER BY 3 DESC LIMIT 1"
 )
-# Of these it is certain: a relay has noted them when their transactions had ended, and that one had not.
+# These certainly wait: a relay has noted them when their transactions had ended, and the open one had not.
 _WAITING = f"age(xmin) <= age({_OLDEST_RUNNING}::xid)"
 
 
@@ -180,7 +180,7 @@ def store(url: URL) -> "PostgresOutbox":
 
 
 class PostgresOutbox(OutboxStore):
-    """By a libpq URL, with a connection for reading and one for deleting beside it."""
+    """The outbox at a libpq URL, with separate connections for reading and for deleting."""
 
     poll_seconds = 0.01
     idle_poll_seconds = 0.5
@@ -190,12 +190,12 @@ class PostgresOutbox(OutboxStore):
         self._reading: Connection | None = None
         self._removing: Connection | None = None
         self._read_lock = threading.Lock()
-        self._lock = threading.Lock()  # of `_removing`, which two threads use
+        self._lock = threading.Lock()  # for `_removing`, which two threads use
         self._id = self._page = self._page_elsewhere = ""
         self._is_elsewhere = self._is_readable = ""
         self._next_sequence_id = self._has_had = self._noting = ""
         self._sequence: str | None = None
-        """Of a table that has one, as the statements name it."""
+        """The sequence as the statements name it, if the table has one."""
         self._horizon = Horizon()
         self._is_told = False  # since the last read
 
@@ -213,7 +213,7 @@ class PostgresOutbox(OutboxStore):
             self._reading.execute(f"LISTEN {CHANNEL}".encode())
 
     def close(self) -> None:
-        with self._read_lock, self._lock:  # a call that nobody waits for any more is ended first
+        with self._read_lock, self._lock:  # a call whose caller does not wait any more ends first
             for connection in (self._reading, self._removing):
                 if connection is not None:
                     with suppress(psycopg.Error):
@@ -227,7 +227,7 @@ class PostgresOutbox(OutboxStore):
         kinds = _columns(connection, TABLE, (*COLUMNS, SEQUENCE_ID))
         _columns(connection, TOKEN_TABLE, ("token", "producer", "topic"))
         check_names(kinds)
-        # A row that is set aside goes there as a whole, whatever else its table has.
+        # A row is set aside whole, with all additional columns of its table.
         _columns(connection, ASIDE_TABLE, (*kinds, "reason", "set_aside_at"))
         for table, kind in connection.execute(_UNSAFE, (list(_TABLES),)).fetchall():
             what = f"the table {table} is {kind}: after a crash it would not hold what the other tables hold"
@@ -259,7 +259,7 @@ class PostgresOutbox(OutboxStore):
         self._page_elsewhere = _page_query(self._id, payload, self._is_elsewhere)
 
     def _use_numbers(self, connection: Connection, function: str) -> None:
-        """From a sequence, or as an older version gave them."""
+        """Use the numbers of a sequence, or numbers as an older version gave them."""
         [(found,)] = connection.execute(f"SELECT {_SEQUENCE}::regclass::oid".encode()).fetchall()
         self._horizon = Horizon()
         self._sequence = None if found is None else f"{found}::oid::regclass"
@@ -275,21 +275,22 @@ class PostgresOutbox(OutboxStore):
                 f"the trigger outbox_number of {TABLE} calls {function}, which numbers rows as an older version did"
             )
         self._next_sequence_id = f"{self._last_number()} + 1"
-        # After a crash a sequence goes on above what it had logged ahead: so its number does not tell what is lost.
+        # After a crash a sequence continues above the numbers that it had logged ahead. So its number does not show a
+        # loss.
         self._has_had = f"%(number)s <= {DELETED} OR EXISTS (SELECT FROM {TABLE} WHERE {SEQUENCE_ID} = %(number)s)"
         _columns(connection, TOKEN_TABLE, (DELETED,))
         self._noting = f"WITH noted AS (UPDATE {TOKEN_TABLE} SET {DELETED} = greatest({DELETED}, %(last)s)), "
         self._is_readable = f"{SEQUENCE_ID} <= %(bound)s"
-        # The statement has its snapshot before: no row in that has a number which was taken later.
+        # The statement has its snapshot before: no row in it has a number that was taken later.
         self._is_elsewhere = f"{SEQUENCE_ID} > (SELECT {self._last_number()})"
 
     def _last_number(self) -> str:
-        # The sequence's own row, if it is selected, shows at times a number that nobody has taken yet: it is changed in
-        # place, and first to what is logged ahead. This function locks it.
+        # The sequence's own row, if selected, may show a number that is not taken yet: it is changed in place, and
+        # first to the number that is logged ahead. This function locks it.
         return f"pg_sequence_last_value({self._sequence})"
 
     def _advance(self) -> bool:
-        """Looks how far rows can be read now. Answers whether that is further than before."""
+        """Find out how far rows can be read now. Return whether that is further than before."""
         if self._sequence is None:
             [(is_older,)] = self._read(f"SELECT {_SEQUENCE} IS NULL").fetchall()
             if not is_older:
@@ -348,7 +349,7 @@ class PostgresOutbox(OutboxStore):
         with self._reader():
             found = self._read(f"SELECT 1 FROM {TABLE} WHERE {SEQUENCE_ID} > %s LIMIT 1", (after,)).fetchone()
             if self._reading is not None:
-                # What came with the answer is not heard of by waiting until there is more to read.
+                # A notification that came with the answer does not make the connection readable again.
                 self._reading.pgconn.consume_input()
                 self._is_told |= self._reading.pgconn.notifies() is not None
         return found is not None or self._is_told
@@ -365,8 +366,8 @@ class PostgresOutbox(OutboxStore):
             self._delete_each(rest)
 
     def _delete_range(self, page: RowPage) -> bool:
-        """Deletes what stands between a page's first and last row, if these are exactly its rows: a third of the work.
-        Answers whether they are; if not, nothing is changed."""
+        """Delete the rows between a page's first and last row, if these are exactly its rows: a third of the work.
+        Return whether they are. If not, nothing is changed."""
         query = (
             f"{self._noting}gone AS (DELETE FROM {TABLE} WHERE {SEQUENCE_ID} BETWEEN %(first)s AND %(last)s "
             f"RETURNING {SEQUENCE_ID} AS s, {self._id} AS i) SELECT 1 / (string_agg(int8send(s), '') = %(numbers)b "
@@ -429,7 +430,7 @@ class PostgresOutbox(OutboxStore):
             )
 
     def _make_room(self, connection: Connection) -> int:
-        """Moves all rows above the sequence further up, if they stand where it comes to. Answers how far."""
+        """Move all rows above the sequence further up, if they are in its way. Return the distance."""
         [(first, last)] = connection.execute(
             f"SELECT min({SEQUENCE_ID}) - n, max({SEQUENCE_ID}) - n FROM {TABLE}, "
             f"(SELECT {self._last_number()} AS n OFFSET 0) AS taken WHERE {SEQUENCE_ID} > n GROUP BY n".encode()
@@ -479,7 +480,7 @@ def _id_text(kind: str) -> str:
 
 
 def _columns(connection: Connection, table: str, wanted: Sequence[str]) -> dict[str, tuple[str, bool]]:
-    """Each column's type, and whether it is NOT NULL."""
+    """Return each column's type, and whether it is NOT NULL."""
     found = {row[0]: (row[1], row[2]) for row in connection.execute(_COLUMNS, (table,))}
     if not found:
         raise bad_outbox(f"there is no table {table}")
@@ -490,7 +491,7 @@ def _columns(connection: Connection, table: str, wanted: Sequence[str]) -> dict[
 
 
 def _page_query(id_text: str, payload: str, where: str) -> str:
-    # Of jsonb too: a number of a few bytes may have a hundred thousand digits as text.
+    # For jsonb too: a number of a few bytes may have a hundred thousand digits as text.
     size = "octet_length(payload)" if payload == "bytea" else "octet_length(payload::text)"
     rows = f"FROM {TABLE} WHERE {where} ORDER BY {SEQUENCE_ID}"
     return _PAGE.format(
@@ -529,7 +530,7 @@ def _page(row: Any) -> RowPage:
 
 
 def _lengths(column: bytes) -> Int64s:
-    """Of the texts of a column; -1 for NULL."""
+    """Return the lengths of the texts of a column; -1 for NULL."""
     data = np.frombuffer(column, np.uint8)
     ends = np.append(np.flatnonzero(data == 0), len(data))
     lengths = np.diff(ends, prepend=-1) - 1
@@ -543,7 +544,7 @@ def _values(column: bytes) -> list[bytes]:
 
 
 def _arrays(numbers: Int64s, ids: list[bytes]) -> tuple[str, list[str] | str]:
-    """Both as text that the server reads, which takes a fraction of what a list of parameters does."""
+    """Return both as text that the server reads. That takes a fraction of the time of a list of parameters."""
     joined = b'","'.join(ids)
     plain = b"\\" not in joined and joined.count(b'"') == 2 * (len(ids) - 1)
     texts: list[str] | str = '{"' + joined.decode() + '"}' if plain else [one.decode() for one in ids]
@@ -552,7 +553,7 @@ def _arrays(numbers: Int64s, ids: list[bytes]) -> tuple[str, list[str] | str]:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """The driver's errors as ours. None quotes the URL."""
+    """Raise the driver's errors as errors of seqdedupe. None quotes the URL."""
     try:
         yield
     except psycopg.Error as e:

@@ -1,5 +1,5 @@
-"""The relay: what is in the outbox goes to a topic, each row once, those of an aggregate in the order of commits. It
-carries out `steps`; what finds rows in a topic by their `id` stands last."""
+"""The relay: it publishes the outbox's rows to a topic, each once, and the rows of an aggregate in the order of
+commits. It carries out `steps`. The search for rows in a topic by their `id` comes last."""
 
 import asyncio
 import logging
@@ -30,17 +30,17 @@ from seqdedupe.services.outbox.row_page import Route, RowPage
 from seqdedupe.services.outbox.steps import FoundRows
 from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
 
-# -- The work of a relay: it does the steps, and beside them waits for receipts and deletes what they prove.
+# -- The work of a relay: it does the steps. Meanwhile it waits for receipts and deletes the rows that they prove.
 
 SWEEP_SECONDS = 10.0
-"""So often the table is looked at from its beginning: for rows that were restored, or have no NotDup receipt."""
+"""The time between two looks at the whole table: for rows that were restored, or have no NotDup receipt."""
 
 ONCE_SECONDS = 10.0
-"""A relay that does not follow waits for so long, since it last read rows, for transactions that run beside those that
-are left."""
+"""A relay that does not follow waits for this time, since it last read rows, for open transactions that keep the
+remaining rows from being read."""
 
 _BATCH_BYTES = 4 * 1024 * 1024
-"""A page is sent in batches of about so many bytes."""
+"""The approximate size of the batches in which a page is sent."""
 
 _PAGES_IN_FLIGHT = 16
 _DELETED_TOGETHER = 4
@@ -48,12 +48,12 @@ _DELETED_TOGETHER = 4
 
 _CONFIG = ProducerConfig(
     max_batch_rows=MAX_BATCH_ROWS, max_batch_bytes=MAX_BATCH_BYTES, delivery_timeout_seconds=None
-)  # nobody is there to hand an error to: what cannot be sent now stays in the table
+)  # no program is there to get an error: rows that cannot be sent now stay in the table
 
 
 @dataclass(slots=True)
 class Counters:
-    """What a relay has done since it was made."""
+    """The counts of a relay since it was made."""
 
     published: int = 0
     """Rows with a NotDup receipt."""
@@ -71,7 +71,7 @@ class _SentPage(NamedTuple):
 
 
 class RelayWork:
-    """That of one relay, from when it opens its topics until it is fenced, fails or is done."""
+    """The work of one relay, from opening its topics until it is fenced, fails or is done."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RelayWork:
         self._activity = activity
         self._producers: dict[str, Producer] = {}
         self.has_begun = False
-        """Whether a sidecar has answered, or there were no rows: it has waited for some."""
+        """Whether a sidecar has answered, or the relay has waited because there were no rows."""
         self._only_topic: str | None = None
         self._sent: deque[_SentPage] = deque()
         self._changed = asyncio.Condition()
@@ -101,7 +101,7 @@ class RelayWork:
         self._read_at = time.monotonic()
 
     async def drive(self, work: steps.Steps, only_topic: str | None) -> None:
-        """Ends with the steps. Raises what one of them does, or a receipt."""
+        """Run the steps to their end. Raises the errors of the steps and of receipts."""
         self._only_topic = only_topic
         collecting = asyncio.create_task(self._collect())
         stepping = asyncio.create_task(self._step(work))
@@ -176,7 +176,7 @@ class RelayWork:
         return None
 
     async def _read(self, after: int) -> RowPage:
-        """The page after this row, and while that is worked on the database makes the next one."""
+        """Return the page after this row. While the caller works on it, the database makes the next one."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and after == self._after:
             page = await ahead
@@ -195,7 +195,7 @@ class RelayWork:
         own = token_name(self._name, token)
         try:
             if topic in self._producers:
-                await self._producers.pop(topic).abort()  # of the token before
+                await self._producers.pop(topic).abort()  # of the earlier token
             highest = await self._fence(topic, own)
             producer = self._producers[topic] = self._client.producer(
                 topic, own, _CONFIG, on_waiting=self._activity.waits
@@ -210,7 +210,7 @@ class RelayWork:
         return steps.OpenedProducer(own, tuple(one.sequence_id for one in producer.persisted), highest)
 
     async def _fence(self, topic: str, own: str) -> int:
-        """Opens the other names of this relay, so that whoever has one publishes nothing more; the highest sequence ID
+        """Open the other names of this relay, so that their owners publish nothing more. Return the highest sequence ID
         that they have persisted."""
         is_ours = is_one_of(self._name)
         highest = -1
@@ -226,7 +226,7 @@ class RelayWork:
         try:
             partitions = (await self._client.admin.topic(topic)).partitions
         except NotFoundError:
-            return set()  # it is made when it is opened, or is not there
+            return set()  # the topic is made when it is opened, or does not exist
         return await _names_of(self._client, topic, partitions)
 
     async def _publish(self, producer: Producer, page: RowPage) -> None:
@@ -240,7 +240,8 @@ class RelayWork:
             self._changed.notify_all()
 
     async def _collect(self) -> None:
-        """Waits for receipts, in order, and deletes what they prove; what is Dup proves nothing about the row."""
+        """Wait for receipts, in order, and delete the rows that they prove. A Dup receipt proves nothing about
+        the row."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: bool(self._sent))
@@ -265,7 +266,7 @@ class RelayWork:
                 self._changed.notify_all()
 
     async def _wait(self) -> bool:
-        """Until there may be more rows; whether the table is to be looked at from its beginning."""
+        """Wait until there may be more rows. Return whether to look at the table from its beginning."""
         if self._must_sweep or time.monotonic() - self._swept_at >= SWEEP_SECONDS:
             self._must_sweep = False
             self._swept_at = time.monotonic()
@@ -279,13 +280,13 @@ class RelayWork:
 
 
 async def _names_of(client: Client, topic: str, partitions: int) -> set[str]:
-    """The producers that a topic, or one of its partitions, knows."""
+    """Return the names of the producers that a topic, or one of its partitions, knows."""
     parts = [partition_name(topic, k) for k in range(partitions)] if partitions else [topic]
     return {one.name for part in parts for one in await client.admin.producers(part)}
 
 
 async def _until_readable(file_number: int | None, seconds: float) -> None:
-    """Or until so long has passed."""
+    """Wait until the file is readable, or this time has passed."""
     if file_number is None:
         await asyncio.sleep(seconds)
         return
@@ -302,7 +303,7 @@ async def _until_readable(file_number: int | None, seconds: float) -> None:
 
 
 STANDBY_SECONDS = 5.0
-"""A relay that was fenced takes over when the oldest row has not gone for so long."""
+"""A relay that was fenced takes over if the oldest row has not been deleted for this time."""
 
 _LOOK_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
@@ -315,14 +316,14 @@ T = TypeVar("T")
 
 
 class Relay:
-    """Publishes what is in an outbox, in the order of its numbers, and deletes it: each row once, exactly if its
-    transaction committed, whatever is killed. It belongs to one event loop.
+    """Publishes the rows of an outbox, in the order of their numbers, and deletes them. Each row is published once, if
+    and only if its transaction committed, after any kill. It belongs to one event loop.
 
-    `database` is a URL of SQLAlchemy's. The topic may say `{aggregatetype}`, in whose place a row's own is put. The
-    producer names are `name`/token. Any number of relays may run for one outbox, under the same name: one works, the
-    others stand by until the oldest row has not gone for `standby_seconds`.
+    `database` is a URL of SQLAlchemy. The topic may contain `{aggregatetype}`, which is replaced by the row's own. The
+    producer names are `name`/token. Any number of relays may run for one outbox, under the same name. One works, the
+    others stand by until the oldest row has not been deleted for `standby_seconds`.
 
-    `report` is told, in a line, what a person should know: by default it is a warning of the logger `seqdedupe.outbox`.
+    `report` gets lines with news for a person. By default each is a warning of the logger `seqdedupe.outbox`.
     """
 
     def __init__(
@@ -335,12 +336,12 @@ class Relay:
         standby_seconds: float = STANDBY_SECONDS,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """Raises InvalidRequestError for a topic or name that is none, ConfigurationError for a URL that is none."""
+        """Raise InvalidRequestError for an invalid topic or name, ConfigurationError for an invalid URL."""
         self.counters = Counters()
         self.activity = Activity("outbox", name)
-        """What it has done, for `seqdedupe.services.metrics`."""
+        """The counts and state, for `seqdedupe.services.metrics`."""
         self._oldest: tuple[int | None, float] = None, 0.0
-        """The row that a relay would look at first, and since when it has been that one."""
+        """The row that a relay would look at first, and the time since which it has been that row."""
         self._client = client
         self._topic = topic if _KIND in topic else topic_name(topic)
         self._route: Route | None = None
@@ -352,17 +353,18 @@ class Relay:
         self._store: OutboxStore = open_store(database)
         self._standby_seconds = standby_seconds
         self._has_begun = False
-        """Whether a sidecar has answered, or there were no rows: then what is no sidecar is waited out."""
+        """Whether a sidecar has answered, or there were no rows. After that, a server that is no sidecar is
+        waited out."""
         self._report = report or _log.warning
 
     async def run(self, *, follow: bool = True) -> None:
-        """Relays for ever; without `follow` until all that could be read is published and deleted.
+        """Relay for ever; without `follow` until all readable rows are published and deleted.
 
-        Raises ConfigurationError (INVALID_OUTBOX, OUTBOX_CHANGED) for an outbox that it cannot work with, DataLossError
-        if the topic has lost what it acknowledged, NotFoundError if there is no topic, UnavailableError if, when it
-        begins, what answers is not a sidecar, there is no such database, or it does not let the user in. Without
-        `follow` also FencedError if another relay took over, and any UnavailableError; else it stands by or tries again
-        (for a database, also when it begins).
+        Raises ConfigurationError (INVALID_OUTBOX, OUTBOX_CHANGED) for an outbox that it cannot work with; DataLossError
+        if the topic has lost messages that it acknowledged; NotFoundError if there is no topic; UnavailableError if, at
+        the start, something other than a sidecar answers, there is no such database, or it does not let the user in.
+        Without `follow` also FencedError if another relay took over, and any UnavailableError. With `follow` it stands
+        by or tries again (for a database, also at the start).
         """
         with self.activity.life():
             await self._run(follow=follow)
@@ -397,8 +399,8 @@ class Relay:
             await self._blocking(self._store.close)
 
     async def _check_address(self) -> None:
-        """Without rows nobody else would ask the sidecar, and a wrong address be found out only with the first ones.
-        Raises NOT_A_SIDECAR; UNKNOWN_CALL for a sidecar without topics. All else is found out with the rows."""
+        """Ask the sidecar. Without rows nothing else would ask it, and a wrong address would show only with the first
+        rows. Raises NOT_A_SIDECAR; UNKNOWN_CALL for a sidecar without topics. All other problems show with the rows."""
         try:
             await self._client.ends(self._route("any") if self._route else self._topic)
         except UnavailableError as e:
@@ -411,12 +413,13 @@ class Relay:
         self._has_begun = True
 
     async def lag(self) -> Lag:
-        """How far behind the relay is, while it runs."""
+        """Return how far behind the relay is, while it runs."""
         return await self._blocking(self._store.lag)
 
     def look_at_lag(self) -> ServiceLag | None:
-        """How many rows wait; None if another relay works. The age of the oldest is at least the time for which it has
-        been the first one: no row says when it was inserted. Asks the database, and blocks. Raises UnavailableError."""
+        """Return the number of rows that wait; None if another relay works. No row has its time of insertion: so the
+        age of the oldest is the time for which it has been the first one, or more. This asks the database and blocks.
+        Raises UnavailableError."""
         if self.activity.state is State.STANDBY:
             return None
         rows, oldest = self._store.lag().rows, self._store.oldest()
@@ -429,7 +432,7 @@ class Relay:
         self._store.bind(self._name, self._topic)
 
     async def _open_at_last(self, is_final: Callable[[UnavailableError], bool] = lambda _: False) -> None:
-        """Waits for the database. Opened again, what was read by connections that are gone is deleted by nobody."""
+        """Wait for the database, and open it again. Rows read by connections that are gone are not deleted."""
         while True:
             try:
                 await self._blocking(self._open)
@@ -443,7 +446,7 @@ class Relay:
                 return
 
     async def _stand_by(self) -> None:
-        """Until the oldest row has not gone for long."""
+        """Wait until the oldest row has not been deleted for the standby time."""
         stillness = Stillness(self._standby_seconds)
         while True:
             try:
@@ -480,8 +483,8 @@ def run_relay(
     report: Callable[[str], None] | None = None,
     serving: Callable[[Service], AbstractContextManager[object]] = nullcontext,
 ) -> Counters:
-    """`Relay.run` for threads, with a client of its own: blocks until it ends. Answers what it has done. It runs within
-    what `serving` makes of it."""
+    """Run `Relay.run` with a separate client, for threads. This blocks until it ends, and returns the counts. The relay
+    runs within the context that `serving` makes of it."""
 
     async def work() -> Counters:
         async with Client(address, credentials) as client:
@@ -493,31 +496,31 @@ def run_relay(
     return run(work)
 
 
-# -- Comparing by `id` what a topic holds at a sequence ID with the row that has it.
+# -- The comparison, by `id`, of a topic's message at a sequence ID with the row that has this ID.
 
 _NEAR_END = 65_536
-"""So many messages from the end are looked at first: what a relay that was killed has left is there."""
+"""The number of messages at the end that are read first: the messages of a relay that was killed are there."""
 
 _ID = "id"
 
 ANYWHERE = -1
-"""In place of a sequence ID."""
+"""A stand-in for a sequence ID."""
 
 
 def token_name(name: str, token: str) -> str:
-    """The producer name of the relay NAME under a token."""
+    """Return the producer name of the relay NAME under a token."""
     return f"{name}/{token}"
 
 
 def is_one_of(name: str) -> Callable[[str], bool]:
-    """Whether a producer name is the relay's, under whatever token."""
+    """Return a test whether a producer name is the relay's, under any token."""
     pattern = re.compile(re.escape(name) + "/[0-9a-f]{16}")
     return lambda producer: pattern.fullmatch(producer) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The rows that are looked for, in whatever page they stand."""
+    """The rows to look for, anywhere in a page."""
 
     page: RowPage
     at_any_number: bool
@@ -525,7 +528,7 @@ class Wanted:
     ids: frozenset[bytes]
 
     def there(self, seen: Sequence["SeenTopic"]) -> Int64s:
-        """The places of those that were found."""
+        """Return the places of the rows that were found."""
         rows = [
             row
             for row, (number, one) in enumerate(zip(self.page.sequence_ids.tolist(), self.page.ids(), strict=True))
@@ -536,19 +539,19 @@ class Wanted:
 
 @dataclass(slots=True)
 class SeenTopic:
-    """What was read of one topic, or of one partition."""
+    """The messages read from one topic, or from one partition."""
 
     is_whole: bool = False
-    """Its log still begins with its first message."""
+    """Whether its log still begins with its first message."""
     ids: dict[int, set[bytes]] = field(default_factory=dict)
-    """The `id`s at the sequence IDs that are wanted; where any will do, those that are wanted, at ANYWHERE."""
+    """The `id`s at the wanted sequence IDs. If any sequence ID will do: the wanted `id`s, at ANYWHERE."""
     lowest: dict[str, int] = field(default_factory=dict)
     """The lowest sequence ID that each of the names has in it."""
     persisted: dict[str, int] = field(default_factory=dict)
-    """The highest one that each of the names ever had."""
+    """The highest sequence ID that each of the names ever had."""
 
     def take(self, batch: Batch, wanted: Wanted) -> None:
-        """Notes what a batch has of it."""
+        """Note the wanted `id`s of a batch."""
         for place, name in enumerate(batch.names()):
             if not wanted.is_ours(name):
                 continue
@@ -566,8 +569,8 @@ class SeenTopic:
                     self.ids.setdefault(number, set()).add(one)
 
     def lacks(self, number: int) -> bool:
-        """Whether it is certain that none of the names ever published this sequence ID, or anything where it is
-        ANYWHERE, which was not found: the messages among which it would stand are all there."""
+        """Whether it is certain that a sequence ID that was not found was never published under any of the names. For
+        ANYWHERE: that nothing was. It is certain if the messages around the ID's place are all there."""
         if self.is_whole:
             return True
         return all(
@@ -578,8 +581,10 @@ class SeenTopic:
 
 
 async def find(client: Client, topic: str, name: str, page: RowPage, *, at_any_number: bool) -> FoundRows:
-    """Which rows of a page the topic holds, and of which it cannot be told. Reads the topic's end, and all of it if
-    that does not have all of them."""
+    """Find the rows of a page that the topic holds, and the rows for which that cannot be decided.
+
+    Read the topic's end. If some rows are not there, read all of the topic.
+    """
     while True:
         try:
             return await _find(client, topic, Wanted(page, at_any_number, is_one_of(name), frozenset(page.ids())))

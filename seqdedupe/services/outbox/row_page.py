@@ -1,4 +1,4 @@
-"""A page of the outbox in columns, which go into a batch of the client as they are: no object for a row.
+"""A page of the outbox in columns, which go unchanged into a batch of the client: no object per row.
 
 Table and columns have the names of Debezium's outbox router, so that its users can switch.
 """
@@ -18,44 +18,45 @@ TOKEN_TABLE = "outbox_token"
 ASIDE_TABLE = "outbox_aside"
 
 COLUMNS = ("id", "aggregatetype", "aggregateid", "type", "payload")
-"""Debezium's. `aggregateid` becomes the key, `payload` the payload."""
+"""The columns of Debezium. `aggregateid` becomes the key, `payload` the payload."""
 
 SEQUENCE_ID = "sequence_id"
-"""The column that is ours: in what order, and under which sequence ID, rows are published."""
+"""The column that is added: the order and the sequence IDs in which rows are published."""
 
 PROPERTIES = ("id", "aggregatetype", "type")
-"""What becomes a property of that name, unless it is NULL."""
+"""The columns that become properties with these names, unless they are NULL."""
 
 ORDINAL_BITS = 24
-"""Of a sequence ID in a table of PostgreSQL that an older version made: which of its transaction's rows it is. Above
-them stands the transaction."""
+"""The low bits of a sequence ID in a PostgreSQL table that an older version made: the row's number in its transaction.
+The transaction's ID is above them."""
 
 MAX_REST_BYTES = 1024 * 1024
-"""Key and properties of a row: with the largest payload they still fit into a batch."""
+"""The largest size of a row's key and properties. With the largest payload they still fit into a batch."""
 
 _NAMES = [name.encode() for name in PROPERTIES]
 _ALL_NAMES = b"".join(_NAMES)
 _NAME_ENDS = np.cumsum([len(name) for name in _NAMES]).astype(np.int32)
 
 Route = Callable[[str], str]
-"""The topic of an aggregate type. Raises InvalidRequestError where there is none."""
+"""The function that returns the topic of an aggregate type. Raises InvalidRequestError if there is none."""
 
 
 @dataclass(slots=True)
 class RowPage:
-    """Rows of the outbox, by rising sequence IDs."""
+    """Rows of the outbox, in ascending order of sequence IDs."""
 
     sequence_ids: Int64s
     keys: Binary
     payloads: Binary
     sizes: Int64s
-    """Bytes of each payload, also of one that is too large to have been read; 0 for NULL."""
+    """The bytes of each payload, also of a payload too large to be read; 0 for NULL."""
     values: Binary
-    """Of the properties, row by row, in the order of `PROPERTIES`; what is NULL is left out."""
+    """The values of the properties, row by row, in the order of `PROPERTIES`. NULLs are omitted."""
     there: npt.NDArray[np.bool_]
-    """Which of the properties each row has, a column for each."""
+    """Whether each row has each property, one column per property."""
     ids_as_read: bytes | None = None
-    """The `id`s with a NUL between them, if no other rows stood between the first and the last one when it was read."""
+    """The `id`s with a NUL between them, if no other rows were between the first and the last one when they were
+    read."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -65,9 +66,9 @@ class RowPage:
         return int(self.sequence_ids[-1])
 
     def column(self, name: str) -> list[bytes | None]:
-        """The values of a property."""
+        """Return the values of a property."""
         place = PROPERTIES.index(name)
-        starts = np.cumsum(self.there.ravel())  # of the value after each
+        starts = np.cumsum(self.there.ravel())  # the place of the value after each
         places = starts.reshape(self.there.shape)[:, place] - 1
         offsets, data = self.values.offsets, self.values.data
         firsts, lasts = offsets[places].tolist(), offsets[places + 1].tolist()
@@ -79,11 +80,11 @@ class RowPage:
         ]
 
     def ids(self) -> list[bytes]:
-        """The rows' `id`s as text. One that has none is never published, and is empty here."""
+        """Return the rows' `id`s as text. A row without one is never published, and its text is empty."""
         return [one or b"" for one in self.column("id")]
 
     def properties(self) -> PropertyColumns:
-        """The property columns of a batch."""
+        """Return the property columns of a batch."""
         rows = len(self)
         if self.there.all():
             offsets = np.arange(rows + 1, dtype=np.int32) * np.int32(len(PROPERTIES))
@@ -95,7 +96,7 @@ class RowPage:
         return PropertyColumns(offsets, Binary.of_all(names), self.values)
 
     def take(self, rows: Int64s) -> "RowPage":
-        """The page of these rows, which rise."""
+        """Return the page of these rows, which are in ascending order."""
         if len(rows) == len(self):
             return self
         ends = np.concatenate(([0], np.cumsum(self.there.sum(axis=1))))
@@ -111,7 +112,7 @@ class RowPage:
         )
 
     def cut(self, max_bytes: int) -> Iterator["RowPage"]:
-        """The page in parts of at most about so many bytes, at least a row each."""
+        """Yield the page in parts of at most about `max_bytes` bytes, with at least one row each."""
         total = int(self.sizes.sum()) + len(self.values.data) + len(self.keys.data)
         if total <= max_bytes:
             yield self
@@ -126,7 +127,7 @@ class RowPage:
         yield self.take(np.arange(first, len(self)))
 
     def unpublishable(self, route: Route | None) -> dict[int, str]:
-        """The rows that can never be published, each with why."""
+        """Return the rows that can never be published, each with the reason."""
         found: dict[int, str] = {}
         for row in np.flatnonzero(self.sizes > MAX_PAYLOAD_BYTES).tolist():
             found[row] = f"a payload of {self.sizes[row]} bytes: at most {MAX_PAYLOAD_BYTES} are taken"
@@ -147,7 +148,7 @@ class RowPage:
         return found
 
     def _without_id(self) -> list[int]:
-        """The rows whose `id` is there, and empty."""
+        """Return the rows whose `id` is there, and empty."""
         there = self.there.ravel()
         sizes = np.zeros(len(there), np.int64)
         sizes[there] = np.diff(self.values.offsets)
@@ -172,7 +173,7 @@ class RowPage:
         return bad
 
     def by_topic(self, route: Route | None, topic: str) -> list[tuple[str, "RowPage"]]:
-        """The page cut by topics; without a route there is one."""
+        """Return the page cut by topics. Without a route there is one topic."""
         if route is None:
             return [(topic, self)]
         rows: dict[bytes, list[int]] = {}
@@ -193,7 +194,7 @@ def page_of(
     payloads: Sequence[bytes | None],
     sizes: Sequence[int] | None = None,
 ) -> RowPage:
-    """The page of these values, `None` for NULL."""
+    """Return the page of these values, `None` for NULL."""
     flat = [value for row in zip(ids, kinds, types, strict=True) for value in row]
     there = np.array([value is not None for value in flat], np.bool_).reshape(len(sequence_ids), len(PROPERTIES))
     return RowPage(
@@ -207,7 +208,7 @@ def page_of(
 
 
 def payload_column(payloads: Sequence[bytes | None]) -> Binary:
-    """As of keys, but never left out: with no payload at all it says so of each row."""
+    """Return a column as for keys, but never omitted: if no row has a payload, it has a NULL for each row."""
     column = Binary.of(payloads)
     if column or not payloads:
         return column if column else Binary.of_all([])
@@ -215,7 +216,7 @@ def payload_column(payloads: Sequence[bytes | None]) -> Binary:
 
 
 def column_of(lengths: Int64s, data: bytes, *, may_be_left_out: bool) -> Binary:
-    """A column whose values stand one after the other in `data`; a length below 0 is a NULL."""
+    """Return a column whose values stand one after the other in `data`. A length below 0 is a NULL."""
     present = lengths >= 0
     if may_be_left_out and not present.any():
         return Binary()
@@ -226,7 +227,7 @@ def column_of(lengths: Int64s, data: bytes, *, may_be_left_out: bool) -> Binary:
 
 
 def _keys_of(keys: Binary) -> Binary:
-    """A column of keys of which none is left is left out."""
+    """Return the column of keys, omitted if it has no key."""
     return Binary() if keys.validity and not any(keys.validity) else keys
 
 

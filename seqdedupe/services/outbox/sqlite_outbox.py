@@ -27,10 +27,10 @@ from seqdedupe.services.outbox.table import SQLITE_TRIGGERS
 
 BUSY_TIMEOUT_SECONDS = 30.0
 
-# An id is compared as the same text by which it is published; a number may come again with another row.
+# An id is compared as the text that is published; a number may come again with another row.
 _ID = "CASE typeof(id) WHEN 'blob' THEN lower(hex(id)) WHEN 'text' THEN id END"
 _ID_BYTES = f"CAST({_ID} AS BLOB)"
-"""As it is compared: a text that is not UTF-8 has bytes, too."""
+"""The bytes to compare: a text that is not UTF-8 has bytes, too."""
 
 _PAGE = (
     f"SELECT {SEQUENCE_ID}, {_ID_BYTES}, CAST(aggregatetype AS BLOB), CAST(aggregateid AS BLOB), "
@@ -48,7 +48,7 @@ def store(url: URL) -> "SqliteOutbox":
 
 
 class SqliteOutbox(OutboxStore):
-    """By the path of its file."""
+    """The outbox in the file at this path."""
 
     poll_seconds = idle_poll_seconds = 0.01
 
@@ -112,7 +112,7 @@ class SqliteOutbox(OutboxStore):
         return page_of(numbers, ids, kinds, keys, types, payloads, [one or 0 for one in sizes])
 
     def read_elsewhere(self) -> RowPage:
-        return page_of([], [], [], [], [], [])  # AUTOINCREMENT goes on above whatever was restored
+        return page_of([], [], [], [], [], [])  # AUTOINCREMENT continues above all restored rows
 
     def oldest(self) -> int | None:
         with self._using() as connection:
@@ -164,7 +164,7 @@ class SqliteOutbox(OutboxStore):
 
     @contextmanager
     def _removing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction in which the trigger lets rows go."""
+        """Begin a transaction in which the trigger allows deletes."""
         with self._using() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -179,7 +179,7 @@ class SqliteOutbox(OutboxStore):
 
 
 def _named(page: RowPage) -> list[tuple[int, bytes | None]]:
-    """Number and `id` of each row."""
+    """Return number and `id` of each row."""
     there = page.there[:, 0].tolist()
     return [
         (number, one if is_there else None)
@@ -188,7 +188,7 @@ def _named(page: RowPage) -> list[tuple[int, bytes | None]]:
 
 
 def _quoted_columns(connection: sqlite3.Connection, table: str) -> list[str]:
-    """Those that are computed, too."""
+    """Return the names of the columns, also of computed ones."""
     return ['"' + row[1].replace('"', '""') + '"' for row in connection.execute(f"PRAGMA table_xinfo({table})")]
 
 

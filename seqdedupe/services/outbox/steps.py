@@ -1,14 +1,13 @@
-"""What a relay does, step by step, without any I/O: what to read, publish, compare and delete, and when to take a new
-token.
+"""The steps of a relay, without any I/O: what to read, publish, compare and delete, and when to take a new token.
 
-A number alone never proves that a row was published: after a fail-over or a restore old numbers come again with other
-rows. So a row goes only with a NotDup receipt in this run, or after the topic's message at its number was read and
-carries its `id`.
+A number alone never proves that a row was published. After a fail-over or a restore, old numbers come again with other
+rows. So a row is deleted only with a NotDup receipt in this run, or after the relay has read the topic's message at its
+number and found the row's `id` in it.
 
-The producer is NAME/token. Of two relays with one token the later one to open it fences the other. Of two with
-different tokens neither would: so before it publishes to a topic a relay opens all names NAME/… that the topic knows,
-which fences whoever has them, and then reads the token once more. Whoever opened an older name before that is fenced;
-whoever opens it later finds that its token is not the token any more.
+The producer is NAME/token. If two relays have one token, the later one to open it fences the other. With different
+tokens neither fences the other. So before a relay publishes to a topic, it opens all names NAME/… that the topic knows,
+and thereby fences their owners. Then it reads the token once more. A relay that opened an older name before that is
+fenced. A relay that opens it later finds that its token is no longer the current one.
 """
 
 from collections.abc import Generator
@@ -23,30 +22,30 @@ from seqdedupe.names import partition_of
 from seqdedupe.services.outbox.row_page import Route, RowPage
 
 BEGINNING = -(2**63)
-"""Before all rows, those among them whose number cannot be published."""
+"""The place before all rows, including rows whose number cannot be published."""
 
 
 class OutboxState(NamedTuple):
-    """What the database says of itself."""
+    """The state that the database reports."""
 
     token: str
     next_sequence_id: int
-    """No row that is inserted from now on is below it, and none that was inserted here is at or above it."""
+    """Every row inserted from now on is at or above it. Every row that was inserted here is below it."""
     has_had: bool
-    """Whether there has been a row with the number that was asked about, as far as the database knows."""
+    """Whether there has been a row with the number in question, as far as the database knows."""
 
 
 class ReadState(NamedTuple):
     """Answer: `OutboxState`, read now."""
 
     number: int = NO_SEQUENCE_ID
-    """To be asked about."""
+    """The number for `OutboxState.has_had`."""
 
 
 class OpenTopic(NamedTuple):
     """Open all names NAME/… that the topic knows, which fences their owners, and NAME/token for publishing.
 
-    Answer: `OpenedProducer`; or text, why this topic cannot be published to now.
+    Answer: `OpenedProducer`; or text, the reason why this topic cannot be published to now.
     """
 
     topic: str
@@ -57,16 +56,15 @@ class OpenedProducer(NamedTuple):
     producer: str
     """NAME/token."""
     persisted: tuple[int, ...]
-    """Of each partition, the highest sequence ID that it has under NAME/token: what is not above it cannot be published
-    there under this name. A topic without partitions is one."""
+    """The highest sequence ID under NAME/token, for each partition. A row that is not above it cannot be published
+    there under this name. A topic without partitions counts as one."""
     highest: int
     """The highest sequence ID that any of the names NAME/… has persisted; -1 if there is none."""
 
 
 class ReadRows(NamedTuple):
-    """Answer: a `RowPage` of the next rows after a sequence ID, committed ones, and only those before which no
-    transaction
-    that is still open may have one; empty if there are none."""
+    """Answer: a `RowPage` of the next committed rows after a sequence ID; empty if there are none. It ends before the
+    first row that an open transaction may still precede."""
 
     after: int
 
@@ -76,36 +74,37 @@ class ReadElsewhere(NamedTuple):
 
 
 class Find(NamedTuple):
-    """Look into the topic which of these rows it holds. Answer: `FoundRows`."""
+    """Look in the topic for these rows. Answer: `FoundRows`."""
 
     topic: str
     page: RowPage
     at_any_number: bool
-    """By `id` alone: these may have been given other numbers before."""
+    """Whether to compare the `id` alone: these rows may have had other numbers before."""
 
 
 class FoundRows(NamedTuple):
-    """Of a page, the places of rows."""
+    """The places of rows in a page."""
 
     there: Int64s
-    """The topic's message at the row's sequence ID (or any), under whichever name NAME/…, carries its `id`."""
+    """The rows that the topic holds. The message at the row's sequence ID (or any), under any name NAME/…, has its
+    `id`."""
     untold: Int64s
-    """They are not there, and where they might have been retention has removed messages."""
+    """The rows that were not found, but retention has removed messages where they might have been."""
 
 
 class Publish(NamedTuple):
-    """Queue these rows under NAME/token, to be deleted once each has a NotDup receipt and is durable. No answer."""
+    """Queue these rows under NAME/token. Each is deleted once it has a NotDup receipt and is durable. No answer."""
 
     topic: str
     page: RowPage
 
 
 class Settle(NamedTuple):
-    """Wait until all that is queued has its receipts, and what they prove is deleted. No answer."""
+    """Wait until all queued rows have receipts, and the rows that these prove are deleted. No answer."""
 
 
 class Delete(NamedTuple):
-    """These rows are in the topic. No answer. They are told apart by number and `id`."""
+    """Delete these rows, which are in the topic. They are identified by number and `id`. No answer."""
 
     page: RowPage
 
@@ -118,7 +117,7 @@ class SetRowsAside(NamedTuple):
 
 
 class Renumber(NamedTuple):
-    """Give these rows new numbers, above all that there are, in their order, in one transaction. No answer."""
+    """Give these rows new numbers, above all present ones, in their order, in one transaction. No answer."""
 
     page: RowPage
 
@@ -136,11 +135,11 @@ class Tell(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """There is nothing to do. Answer: whether to look at the table from its beginning."""
+    """Wait, as there is nothing to do. Answer: whether to look at the table from its beginning."""
 
 
 class AwaitLeft(NamedTuple):
-    """All that could be read is published. Answer: whether to look again, for rows that may soon be readable."""
+    """All readable rows are published. Answer: whether to look again, for rows that may soon be readable."""
 
 
 Step = (
@@ -157,13 +156,13 @@ class _Topic:
     opened: OpenedProducer
     doubtful_up_to: int
     published_up_to: int = NO_SEQUENCE_ID
-    """In this run."""
+    """The last row published in this run."""
 
     def __post_init__(self) -> None:
         self.doubtful_up_to = max(self.doubtful_up_to, *self.opened.persisted)
 
     def takes(self, rows: RowPage) -> bool:
-        """Whether all of these can be published under the name: each is above what its partition has."""
+        """Whether all of these can be published under the name: each is above the highest ID of its partition."""
         if not len(rows):
             return True
         producer, persisted = self.opened.producer.encode(), self.opened.persisted
@@ -176,16 +175,16 @@ class _Topic:
 
 
 def relay(topic: str, route: Route | None, *, follow: bool) -> Steps:
-    """The steps of a relay. Without `follow` they end when all that could be read is published and deleted.
+    """Yield the steps of a relay. Without `follow` they end when all readable rows are published and deleted.
 
-    Whatever a step raises ends them. Begun anew they are right, whichever step was the last one.
+    An exception of a step ends them. They may begin again after any step.
     """
     while not (yield from _RelayRun(topic, route, follow=follow).steps()):
         pass
 
 
 class _RelayRun:
-    """From reading the token to finding that it has changed, or has to."""
+    """The steps from reading the token until it has changed, or must change."""
 
     def __init__(self, topic: str, route: Route | None, *, follow: bool) -> None:
         self._topic = topic
@@ -195,13 +194,13 @@ class _RelayRun:
         self._token = ""
 
     def steps(self) -> Steps:
-        """Answers whether all is done."""
+        """Yield the steps. Return whether all is done."""
         state: OutboxState = yield ReadState()
         self._token = state.token
         after = BEGINNING
         is_at_end = True
         while True:
-            # Beside every page it would cost a tenth of what the page does.
+            # With every page, this would cost a tenth of the page's own work.
             if is_at_end and not (yield from self._rows_from_elsewhere()):
                 return False
             page: RowPage = yield ReadRows(after)
@@ -219,10 +218,10 @@ class _RelayRun:
                     return True
             else:
                 yield Settle()
-                after = BEGINNING  # what is left has no NotDup receipt, or turned up meanwhile
+                after = BEGINNING  # the rows left have no NotDup receipt, or appeared meanwhile
 
     def _rows(self, page: RowPage) -> Steps:
-        """Publishes what is not published. Answers whether the run goes on."""
+        """Publish the rows that are not published. Return whether the run goes on."""
         page = yield from self._without(page, page.unpublishable(self._route))
         for name, rows in page.by_topic(self._route, self._topic) if len(page) else ():
             topic = yield from self._opened(name)
@@ -233,7 +232,7 @@ class _RelayRun:
                 continue
             doubtful = rows.sequence_ids <= max(topic.doubtful_up_to, topic.published_up_to)
             if doubtful.any():
-                # What is in flight may be the very same rows.
+                # The rows in flight may be the very same rows.
                 yield Settle()
                 kept = yield from self._missing(name, rows.take(np.flatnonzero(doubtful)), at_any_number=False)
                 if not topic.takes(rows.take(np.flatnonzero(np.isin(rows.sequence_ids, kept)))):
@@ -246,7 +245,7 @@ class _RelayRun:
         return True
 
     def _rows_from_elsewhere(self) -> Steps:
-        """Restored rows that are not published get numbers of this database. Answers whether the run goes on."""
+        """Give numbers of this database to restored rows that are not published. Return whether the run goes on."""
         page: RowPage = yield ReadElsewhere()
         while len(page):
             yield Settle()
@@ -265,7 +264,7 @@ class _RelayRun:
         return True
 
     def _opened(self, name: str) -> Generator[Step, Any, _Topic | str | None]:
-        """The topic, or why there will be none; None if the token is another one by now."""
+        """Return the topic, or the reason why there is none; None if the token has changed."""
         if name not in self._topics:
             opened: OpenedProducer | str = yield OpenTopic(name, self._token)
             highest = NO_SEQUENCE_ID if isinstance(opened, str) else opened.highest
@@ -273,19 +272,19 @@ class _RelayRun:
             if state.token != self._token:
                 return None
             if isinstance(opened, str):
-                return opened  # asked again for the next rows: it may be made by then
+                return opened  # asked again for the next rows: the topic may exist by then
             if not state.has_had:
                 yield Tell(
                     f"{name} has messages with sequence IDs up to {highest}, and the database knows of no such row: it "
                     "was restored or failed over, and has lost rows that are published"
                 )
-            # Rows that were not there when everybody else was fenced have been published by nobody.
+            # Rows inserted after the other relays were fenced have not been published by any of them.
             doubtful_up_to = min(highest, state.next_sequence_id - 1)
             self._topics[name] = _Topic(opened, doubtful_up_to)
         return self._topics[name]
 
     def _missing(self, name: str, rows: RowPage, *, at_any_number: bool) -> Generator[Step, Any, Int64s]:
-        """Deletes the rows that the topic has; the sequence IDs of those that it has not."""
+        """Delete the rows that the topic has. Return the sequence IDs of the others."""
         found: FoundRows = yield Find(name, rows, at_any_number)
         if len(found.there):
             yield Delete(rows.take(found.there))
@@ -294,7 +293,7 @@ class _RelayRun:
         return np.delete(rows.sequence_ids, np.concatenate((found.there, found.untold)).astype(np.int64))
 
     def _without(self, page: RowPage, bad: dict[int, str]) -> Generator[Step, Any, RowPage]:
-        """Sets these rows aside; the page of the others."""
+        """Set these rows aside. Return the page of the others."""
         if not bad:
             return page
         for reason in dict.fromkeys(bad.values()):

@@ -1,4 +1,4 @@
-"""What a relay needs of a database: a contract, and which of them a URL is of."""
+"""The contract between a relay and a database, and the choice of the database by its URL."""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from seqdedupe.services.outbox.steps import OutboxState
 
 PAGE_ROWS = 5000
 PAGE_BYTES = 2 * 1024 * 1024
-"""A page ends after the row with which it has so many bytes, or so many rows."""
+"""A page ends after the row with which it reaches this number of bytes or rows."""
 
 _DRIVERS = {"postgresql": "psycopg", "sqlite": "sqlite3"}
 _MODULES = {"postgresql": "postgres_outbox", "sqlite": "sqlite_outbox"}
@@ -26,41 +26,42 @@ class Lag:
     """How far behind the relay is."""
 
     rows: int
-    """Committed, and not deleted yet."""
+    """The number of rows committed and not deleted yet."""
     unreadable_rows: int
-    """Of these, they were committed by transactions that began to write after one which is still open: so they wait
-    for it, as it might have rows before them. Of the others those wait, too, that no relay has seen since it began."""
+    """The number of these that wait for an open transaction, which might have rows before them. Their transactions
+    began to write after that one. Rows that no relay has seen since it began wait, too, but are not counted."""
     held_by: str
-    """Which one that is, of all databases of the server, as far as that tells; empty if there are no rows, or if no
-    transaction is open that has written."""
+    """The transaction that they wait for, of all databases of the server, as far as the server tells. Empty if there
+    are no rows, or if no transaction is open that has written."""
     held_seconds: float
     set_aside_rows: int
 
 
 class OutboxStore(ABC):
-    """The outbox in a database. Its methods block; threads may share it, and `delete` runs beside reading.
+    """The outbox in a database. Its methods block. Threads may share it, and `delete` may run while another thread
+    reads.
 
-    They raise UnavailableError (OUTBOX_UNAVAILABLE) when the database cannot be used now: `open` then begins anew, with
-    all connections, so that what one has read another one deletes in the same database.
+    They raise UnavailableError (OUTBOX_UNAVAILABLE) when the database cannot be used now. `open` then begins again with
+    all connections, so that rows are read and deleted in the same database.
     """
 
     poll_seconds: float
-    """So often to look for rows while there may be some of which nothing is heard."""
+    """The time between two looks while there may be rows that the database does not notify of."""
     idle_poll_seconds: float
-    """The same where the database would tell of new ones."""
+    """The time between two looks when the database notifies of new rows."""
 
     @abstractmethod
     def open(self) -> None:
-        """Connects and checks the tables. Raises ConfigurationError (INVALID_OUTBOX), which says what is amiss."""
+        """Connect and check the tables. Raises ConfigurationError (INVALID_OUTBOX), which names the problem."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the connections."""
+        """Close the connections."""
 
     @abstractmethod
     def bind(self, producer: str, topic: str) -> None:
-        """The outbox is published under this name to this topic from now on. Raises ConfigurationError (OUTBOX_CHANGED)
-        if it has been under another one, or to another: its rows would be published twice."""
+        """Record that the outbox is published under this name to this topic from now on. Raises ConfigurationError
+        (OUTBOX_CHANGED) if another name or topic is recorded: its rows would be published twice."""
 
     @abstractmethod
     def state(self, number: int = NO_SEQUENCE_ID) -> OutboxState:
@@ -76,7 +77,7 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def oldest(self) -> int | None:
-        """The sequence ID of the first row that a relay would look at now, from elsewhere or not."""
+        """Return the sequence ID of the first row that a relay would look at now, including rows from elsewhere."""
 
     @abstractmethod
     def has_more(self, after: int) -> bool:
@@ -84,7 +85,7 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def delete(self, pages: Sequence[RowPage]) -> None:
-        """Deletes these rows, told apart by sequence ID and `id`."""
+        """Delete these rows, identified by sequence ID and `id`."""
 
     @abstractmethod
     def set_aside(self, page: RowPage, reason: str) -> None:
@@ -100,16 +101,16 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def lag(self) -> Lag:
-        """Counted now; it reads the whole table."""
+        """Return the lag, counted now. This reads the whole table."""
 
     @property
     def file_number(self) -> int | None:
-        """What becomes readable when rows were inserted; None if nothing does."""
+        """The number of the file that becomes readable when rows were inserted; None if there is none."""
         return None
 
 
 def open_store(database: str) -> OutboxStore:
-    """The outbox at a URL of SQLAlchemy's, `postgresql://…` or `sqlite:///…`. Nothing is connected yet.
+    """Return the outbox at a URL of SQLAlchemy, `postgresql://…` or `sqlite:///…`. Nothing is connected yet.
 
     Raises ConfigurationError (INVALID_CONFIGURATION), which does not quote the password.
     """
@@ -130,7 +131,8 @@ def open_store(database: str) -> OutboxStore:
 
 
 def database_url(database: str) -> URL:
-    """As SQLAlchemy reads it. Raises ConfigurationError (INVALID_CONFIGURATION), which does not quote it."""
+    """Return the URL as SQLAlchemy reads it. Raises ConfigurationError (INVALID_CONFIGURATION), which does not quote
+    it."""
     try:
         url = make_url(database)
         kind = url.get_backend_name()
@@ -150,7 +152,7 @@ def bad_outbox(what: str, hint: str | None = None) -> SeqdedupeError:
 
 
 def check_names(columns: Iterable[str]) -> None:
-    """Raises INVALID_OUTBOX for a column of the outbox that would be in the table of rows set aside twice."""
+    """Raise INVALID_OUTBOX for a column of the outbox that would be twice in the table of rows set aside."""
     for name in sorted({"reason", "set_aside_at"}.intersection(columns)):
         raise bad_outbox(f"{TABLE} has a column {name}, which {ASIDE_TABLE} needs for itself: rename it")
 

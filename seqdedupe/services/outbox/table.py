@@ -1,5 +1,5 @@
 """The outbox in a service's database: the statements that make its tables and triggers, and `Outbox`, which adds rows.
-The statements may be run again, and on a table that Debezium's users have."""
+The statements may be run again, and on the table of a Debezium user."""
 
 import json
 import uuid
@@ -16,22 +16,22 @@ from seqdedupe.errors import error
 from seqdedupe.services.outbox.row_page import ASIDE_TABLE, COLUMNS, ORDINAL_BITS, SEQUENCE_ID, TABLE, TOKEN_TABLE
 
 CHANNEL = "seqdedupe_outbox"
-"""What PostgreSQL notifies of when rows were inserted."""
+"""The channel on which PostgreSQL notifies of inserted rows."""
 
 RELAY_SETTING = "seqdedupe.outbox_relay"
-"""A session that has it `on` is the relay's: it may delete."""
+"""The setting of a relay's session. With `on` the session may delete."""
 
 NUMBERS = "outbox_numbers"
 """The sequence in PostgreSQL from which rows take their numbers. It belongs to their column."""
 
 DELETED = "deleted_up_to"
-"""The column in PostgreSQL that says which number is the highest of a row that a relay has deleted."""
+"""The column in PostgreSQL that has the highest number of a row that a relay has deleted."""
 
 NUMBERING = "outbox_take_number"
-"""The function of the trigger that numbers rows. In a table of an older version it is another one."""
+"""The function of the trigger that numbers rows. A table of an older version has another one."""
 
 ID_TYPES = ("uuid", "text", "varchar", "bpchar", "bytea")
-"""What the column `id` may be in PostgreSQL: numbers would come again, with other rows, after a restore."""
+"""The types that the column `id` may have in PostgreSQL. Numbers would come again, with other rows, after a restore."""
 
 POSTGRES_TRIGGERS = ("outbox_number", "outbox_notify", "outbox_guard", "outbox_guard_truncate")
 SQLITE_TRIGGERS = ("outbox_guard_delete", "outbox_guard_update")
@@ -40,19 +40,19 @@ _ONLY_THE_RELAY = (
     "only the relay deletes from outbox: it would never see a row that the transaction which inserts it deletes, too"
 )
 
-# A row takes its number when it is inserted, and its transaction has an ID before that: the expression asks for it
-# first. Otherwise a number could be out while no snapshot shows its transaction (`horizon` says what rests on that).
-# Numbers that sessions cache would be taken in any order: hence CACHE 1. A number that is given stays, for that is a
-# row of a dump, which may have been published under it.
+# A row takes its number when it is inserted. Its transaction has an ID before that: the expression asks for the ID
+# first. Otherwise a number could be taken while no snapshot shows its transaction (`Horizon` relies on that). Numbers
+# that sessions cache would be taken in any order: hence CACHE 1. A number that is given stays. It is on a row of a
+# dump, which may have been published under it.
 #
-# Numbers of an older version were made of transactions' IDs. The lock waits until all rows that have one are committed,
-# and no other transaction gives one afterwards. The sequence goes on above them: those that have ended are below a
-# snapshot's `xmax`, if that is taken now, and this transaction may have inserted rows itself.
+# Numbers of an older version were made of transactions' IDs. The lock waits until all rows that have such a number are
+# committed. No other transaction gives one afterwards. The sequence continues above them. IDs of ended transactions are
+# below a snapshot's `xmax`, if that is taken now, and this transaction may have inserted rows itself.
 #
-# Whoever may insert a row may take a number: no service needs another right than INSERT.
+# Every role that may insert a row may take a number: a service needs no other right than INSERT.
 #
-# It is one statement. So it is done as a whole or not at all, however it is run: by `psql` without a transaction, which
-# goes on after a statement that fails, and within the transaction of a migration. The token's table comes first,
+# It is one statement, so it is done as a whole or not at all, in every way to run it: by `psql` without a transaction,
+# which goes on after a statement that fails, and within the transaction of a migration. The token's table comes first,
 # because a relay that deletes rows locks it first.
 POSTGRES = f"""\
 DO $outbox$
@@ -169,7 +169,7 @@ BEGIN
 {{lock}}END $outbox$;
 """
 
-# Its name comes before that of the trigger that numbers: so it is fired first.
+# Its name comes before that of the trigger that numbers rows: so it is fired first.
 _POSTGRES_LOCK = f"""
     CREATE OR REPLACE FUNCTION outbox_lock() RETURNS trigger LANGUAGE plpgsql AS $$
     BEGIN
@@ -182,7 +182,8 @@ _POSTGRES_LOCK = f"""
 """
 
 # There is one writer at a time, so numbers follow the order of commits. No session has settings that a trigger could
-# look at; what the relay's transaction writes into the token's row, and takes back, nobody else ever sees.
+# look at. Instead, the relay's transaction writes into the token's row and undoes it. No other connection ever sees
+# that.
 SQLITE = f"""\
 CREATE TABLE IF NOT EXISTS {TABLE} (
     {SEQUENCE_ID} INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -219,15 +220,15 @@ END;
 
 DATABASES = ("postgresql", "sqlite")
 PAYLOADS = ("bytea", "jsonb", "json", "text")
-"""What the payload's column may be in PostgreSQL."""
+"""The types that the payload's column may have in PostgreSQL."""
 
 
 def ddl(database: str, *, payload: str = "bytea", lock_aggregates: bool = False) -> str:
-    """The statements that make an outbox in a database of this kind, `postgresql` or `sqlite`, as a script.
+    """Return the statements that make an outbox in a database of this kind, `postgresql` or `sqlite`, as a script.
 
-    In PostgreSQL the column `payload` may be another one of `PAYLOADS`, if the table is not there yet. With
-    `lock_aggregates` who inserts a row locks its aggregate until the transaction ends: then rows of an aggregate are
-    in the order of the commits, too, if a transaction does not write or lock the aggregate itself before.
+    In PostgreSQL the column `payload` may have another type of `PAYLOADS`, if the table is not there yet. With
+    `lock_aggregates` each insert of a row locks the row's aggregate until the transaction ends. Then the rows of an
+    aggregate are in the order of the commits also if the transaction itself did not write or lock the aggregate before.
 
     Raises ConfigurationError (INVALID_CONFIGURATION) for another kind.
     """
@@ -248,7 +249,7 @@ def ddl(database: str, *, payload: str = "bytea", lock_aggregates: bool = False)
     return SQLITE
 
 
-# -- What a service does: a row into its outbox, in the transaction of whatever it tells of.
+# -- The work of a service: it adds a row to its outbox, in the transaction of the event that the row reports.
 
 _INSERT = f"INSERT INTO {TABLE} ({', '.join(COLUMNS)}) VALUES (:id, :aggregatetype, :aggregateid, :type, {{}})"
 
@@ -261,7 +262,7 @@ _WRONG_TYPE = "42804"
 """PostgreSQL's SQLSTATE for a value of another type than its column."""
 
 _kinds: WeakKeyDictionary[Engine, dict[str, str]] = WeakKeyDictionary()
-"""Of the columns of `id` and payload in databases of PostgreSQL, as far as they were looked at."""
+"""The types of the columns `id` and payload in PostgreSQL databases, as far as they were looked at."""
 
 Id = uuid.UUID | str | bytes
 
@@ -273,8 +274,8 @@ class Executing(Protocol):
 
 
 class Outbox:
-    """The outbox of a database, by a connection or session of SQLAlchemy: what `add` inserts is published if, and only
-    if, its transaction commits.
+    """The outbox of a database, by a connection or session of SQLAlchemy. A row that `add` inserts is published if, and
+    only if, its transaction commits.
 
     With an `AsyncConnection` or `AsyncSession`: `await session.run_sync(lambda session: Outbox(session).add(…))`.
     """
@@ -291,13 +292,13 @@ class Outbox:
         *,
         id: Id | None = None,
     ) -> Id:
-        """Inserts a row; its `id`, a new UUID unless it is given. An `id` must never come a second time.
+        """Insert a row and return its `id`, by default a new UUID. An `id` must never come a second time.
 
-        `aggregateid` becomes the message's key. Text and JSON are UTF-8 where the column is bytes, and bytes are taken
-        for UTF-8 where it is text or JSON. Raises INVALID_REQUEST, which inserts nothing, for an `id` or payload that
-        is none or does not fit its column, NaN and keys that are one in JSON among that, and for text that is not valid
-        Unicode; and NOT_TRANSACTIONAL on a connection that commits each statement. What else SQLAlchemy raises is the
-        caller's, as is the transaction.
+        `aggregateid` becomes the message's key. Text and JSON are UTF-8 if the column is bytes. Bytes are taken for
+        UTF-8 if the column is text or JSON. Raises INVALID_REQUEST, and inserts nothing, for an invalid `id` or
+        payload, for one that does not fit its column, and for text that is not valid Unicode. NaN, and keys that are
+        the same in JSON, are invalid. Raises NOT_TRANSACTIONAL on a connection that commits each statement. The caller
+        handles all other exceptions of SQLAlchemy, and the transaction.
         """
         given: Id = uuid.uuid4() if id is None else id
         values: dict[str, Any] = {
@@ -332,7 +333,7 @@ class Outbox:
 
 
 def _json(payload: dict[str, Any] | list[Any]) -> str:
-    """Raises INVALID_REQUEST."""
+    """Return the payload as JSON. Raises INVALID_REQUEST."""
     try:
         made = json.dumps(payload, ensure_ascii=False, allow_nan=False)
         json.loads(made, object_pairs_hook=_check_names)
@@ -342,7 +343,7 @@ def _json(payload: dict[str, Any] | list[Any]) -> str:
 
 
 def _check_names(pairs: list[tuple[str, Any]]) -> None:
-    """Raises ValueError for a name that an object has twice: JSON has no other keys than text, so `1` is `"1"`."""
+    """Raise ValueError for a name that an object has twice. JSON has only text as keys, so `1` is `"1"`."""
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
         [(name, _)] = Counter(names).most_common(1)
@@ -350,7 +351,7 @@ def _check_names(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _id_for(kind: str | None, value: str | bytes) -> str | bytes:
-    """As the column takes it. Raises INVALID_REQUEST."""
+    """Return the `id` as the column takes it. Raises INVALID_REQUEST."""
     if kind == "bytea":
         return value.encode() if isinstance(value, str) else value
     if kind == "uuid":
@@ -363,8 +364,8 @@ def _id_for(kind: str | None, value: str | bytes) -> str | bytes:
 
 
 def _payload_for(kind: str | None, values: dict[str, Any]) -> str:
-    """How the payload stands in the statement. PostgreSQL would read text for a column of bytes as escapes, and write
-    bytes into one of text as hexadecimal digits: so each has its cast. Raises INVALID_REQUEST."""
+    """Return the payload's expression in the statement. Without a cast, PostgreSQL would read text for a column of
+    bytes as escapes, and write bytes into a column of text as hexadecimal digits. Raises INVALID_REQUEST."""
     value = values["payload"]
     if value is None or kind is None:
         return ":payload"
@@ -381,11 +382,11 @@ def _payload_for(kind: str | None, values: dict[str, Any]) -> str:
 
 
 def _check_transaction(connection: Connection) -> None:
-    """Raises NOT_TRANSACTIONAL, before anything is inserted that would stay."""
+    """Raise NOT_TRANSACTIONAL, before a row is inserted that would stay."""
     proxied = connection.connection
     for raw in (proxied.dbapi_connection, proxied.driver_connection):
         if _commits_each_statement(raw):
-            connection.execute(text("SELECT 1"))  # what listens for the beginning of a transaction may begin one
+            connection.execute(text("SELECT 1"))  # a listener for the beginning of a transaction may begin one
             if _commits_each_statement(raw):
                 what = (
                     f"the connection that Outbox got, to the {connection.dialect.name} database "
@@ -396,10 +397,10 @@ def _check_transaction(connection: Connection) -> None:
 
 
 def _commits_each_statement(raw: Any) -> bool:
-    """Whether a driver's connection does, and has no transaction that somebody began by hand."""
-    if hasattr(raw, "get_autocommit"):  # MariaDB's and MySQL's
+    """Whether a driver's connection commits each statement, and has no transaction that was begun by hand."""
+    if hasattr(raw, "get_autocommit"):  # MariaDB and MySQL
         return bool(raw.get_autocommit())
-    if hasattr(raw, "in_transaction"):  # SQLite's
+    if hasattr(raw, "in_transaction"):  # SQLite
         commits = raw.isolation_level is None or getattr(raw, "autocommit", None) is True
         return commits and not raw.in_transaction
     if getattr(raw, "autocommit", None) is not True:
@@ -408,7 +409,7 @@ def _commits_each_statement(raw: Any) -> bool:
 
 
 def _check(values: dict[str, Any]) -> None:
-    """Raises INVALID_REQUEST."""
+    """Raise INVALID_REQUEST for invalid values."""
     if not isinstance(values["id"], str | bytes) or not values["id"]:
         what = f"the id of an outbox's row is {values['id']!r:.80}: it should be a UUID, text or bytes, and not empty"
         raise error("INVALID_REQUEST", what, hint="Leave it out to get a new one: an id must never come again.")

@@ -1,4 +1,4 @@
-"""What a pipe's function gives: outputs with their sequence IDs, in frames of whole inputs. No I/O."""
+"""The results of a pipe's function: outputs with their sequence IDs, in frames of whole inputs. No I/O."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
@@ -19,16 +19,16 @@ from seqdedupe.limits import (
 )
 
 NUMBER_BITS = 10
-"""Of a sequence ID: the output's number among those of its input. The input's index stands above them."""
+"""The bits of a sequence ID for the output's number among those of its input. The input's index is above them."""
 
 MAX_OUTPUTS = 1 << NUMBER_BITS
-"""Of one input."""
+"""The largest number of outputs of one input."""
 
 MAX_INPUT_INDEX = MAX_SEQUENCE_ID >> NUMBER_BITS
 
 FULL_FRAME_BYTES = 128 * 1024
 FULL_FRAME_ROWS = 4096
-"""A frame takes no further input once it has so much; more gains nothing."""
+"""A frame of this size takes no further input: a larger one gains nothing."""
 
 
 class Output(NamedTuple):
@@ -42,12 +42,12 @@ class Output(NamedTuple):
 
 Given = bytes | Output | Message
 Function = Callable[[Message], Given | Iterable[Given] | None]
-"""What a pipe calls for each message: it gives one output, several, or None for none. Bytes are a payload that keeps
-the input's key; a message is passed on with its payload, key, event time and properties."""
+"""The function that a pipe calls for each message. It returns one output, several, or None for none. Bytes are a
+payload that keeps the input's key. A message is passed on with its payload, key, event time and properties."""
 
 
 def index_of(sequence_id: int) -> int:
-    """That of the input whose output has this sequence ID."""
+    """Return the index of the input whose output has this sequence ID."""
     return sequence_id >> NUMBER_BITS
 
 
@@ -64,42 +64,42 @@ class OutputBatch(NamedTuple):
 class Calling:
     """Calls the function for the messages of stored batches, in order, and cuts its outputs into frames.
 
-    `failure` is set once a message could not be dealt with: frames hold what came before it, and nothing comes after.
+    `failure` is set after a message failed. Frames then hold the outputs before it, and nothing comes after.
     """
 
     def __init__(self, function: Function, topic: str) -> None:
         self.failure: SeqdedupeError | None = None
         self.is_done = True
-        """Whether all messages were gone through."""
+        """Whether the function has been called for all messages."""
         self.last: Message | None = None
-        """Else the last one of which all outputs are in a frame, as far as that is known."""
+        """If not done: the last message whose outputs are all in a frame, as far as that is known."""
         self._is_due = False
         self._function = function
         self._topic = topic
         self._is_stopped = False
-        self._held: tuple[list[Output], int] | None = None  # what did not fit into the frame that is being filled
+        self._held: tuple[list[Output], int] | None = None  # outputs that did not fit into the current frame
         self._messages: Iterator[tuple[Message, int, bytes | None]] = iter(())
         self._clear()
 
     def _clear(self) -> None:
         self._payloads: list[bytes | None] = []
-        self._taken = 0  # rows that are in a frame already
-        self._is_adding = False  # the outputs of one input, one after the other
+        self._taken = 0  # the number of rows that are in a frame already
+        self._is_adding = False  # while the outputs of one input are added
         self._has_none = False
         self._sequence_ids: list[int] = []
         self._size_bytes = BATCH_OVERHEAD_BYTES
-        # By row, where there are any.
+        # By row, for the rows that have any.
         self._keys: dict[int, bytes] = {}
         self._event_times_ms: dict[int, int] = {}
         self._properties: dict[int, Mapping[str, str]] = {}
 
     def take(self, batches: Iterable[StoredBatch]) -> None:
-        """The next batches; all of those before have been gone through."""
+        """Take the next batches. All earlier ones must be done."""
         self.is_done, self.last = False, None
         self._messages = chain.from_iterable(map(self._rows_of, batches))
 
     def _rows_of(self, stored: StoredBatch) -> Iterator[tuple[Message, int, bytes | None]]:
-        """Each message with the sequence ID of its first output and its key. Raises INVALID_SEQUENCE_ID."""
+        """Return each message with the sequence ID of its first output and its key. Raises INVALID_SEQUENCE_ID."""
         past = stored.base_index + len(stored)
         if past > MAX_INPUT_INDEX:
             what = (
@@ -113,17 +113,17 @@ class Calling:
         return zip(map(Message, repeat(stored), rows), ids, keys, strict=False)
 
     def stop(self) -> None:
-        """From another thread: no further message is begun."""
+        """Begin no further message. For another thread."""
         self._is_stopped = self._is_due = True
 
     def hurry(self) -> None:
-        """From another thread: `fill` ends after the message under way."""
+        """Let `fill` end after the message under way. For another thread."""
         self._is_due = True
 
     def fill(self) -> bool:
-        """Calls the function until the frame is full or it is hurried, true, or no message is left. It may be called in
-        any thread."""
-        # This loop is what a pipe costs for each message: common outputs are dealt with right here.
+        """Call the function until the frame is full or `hurry` was called (return true), or no message is left. It may
+        be called in any thread."""
+        # This loop is the cost of a pipe per message: it handles common outputs directly.
         if self._held is not None:
             held, self._held = self._held, None
             self._add_all(*held)
@@ -145,7 +145,7 @@ class Calling:
                     if not self._add_all(_outputs(given, key), sequence_id):
                         return True
                     size_bytes = self._size_bytes
-            except Exception as e:  # noqa: BLE001 (whatever the user's function raises)
+            except Exception as e:  # noqa: BLE001 (any exception of the user's function)
                 self.failure = self._failed(message, e)
                 break
             if size_bytes >= FULL_FRAME_BYTES or len(payloads) >= FULL_FRAME_ROWS or self._is_due:
@@ -187,8 +187,8 @@ class Calling:
         return failure
 
     def _add_all(self, outputs: list[Output], sequence_id: int) -> bool:
-        """All of an input's, or none of them; false if they are held for the next frame. Raises ValueError for what
-        cannot be published."""
+        """Add all outputs of an input, or none. Return false if they are held for the next frame. Raises ValueError for
+        outputs that cannot be published."""
         size_bytes = sum(map(_size_bytes, outputs))
         if BATCH_OVERHEAD_BYTES + size_bytes > MAX_BATCH_BYTES:
             raise _TooLarge(len(outputs), size_bytes)
@@ -212,13 +212,13 @@ class Calling:
         return True
 
     def ready(self) -> OutputBatch | None:
-        """From another thread while `fill` is at work: what is there of whole inputs. Lists only grow meanwhile, and a
-        row's sequence ID comes last."""
+        """Return the outputs of whole inputs so far. Another thread calls it while `fill` runs. Lists only grow
+        meanwhile, and a row's sequence ID comes last."""
         count = len(self._sequence_ids)
         return None if self._is_adding or len(self._sequence_ids) != count else self._frame(count)
 
     def frame(self) -> OutputBatch | None:
-        """What was gathered and is in no frame yet, to be sent; None if there is nothing."""
+        """Return the outputs that are in no frame yet; None if there are none."""
         frame = self._frame(len(self._sequence_ids))
         self._clear()
         return frame
@@ -242,7 +242,7 @@ class Calling:
 
 
 class _TooLarge(ValueError):
-    """An input's outputs have no room in one frame."""
+    """The outputs of an input have no room in one frame."""
 
     def __init__(self, outputs: int, size_bytes: int) -> None:
         super().__init__(f"its {outputs} outputs take {size_bytes} bytes: all of them go in one frame of 8 MiB")
@@ -250,7 +250,7 @@ class _TooLarge(ValueError):
 
 
 def _outputs(given: Any, key: bytes | None) -> list[Output]:
-    """What a function gave, as outputs. Raises ValueError for what is none."""
+    """Return the result of a function as outputs. Raises ValueError for an invalid result."""
     if isinstance(given, bytes | Output | Message):
         return [_output(given, key)]
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
@@ -275,12 +275,13 @@ def _output(given: Any, key: bytes | None) -> Output:
 
 
 def _size_bytes(output: Output) -> int:
-    """How much it takes in a frame. Raises ValueError for what is too large, or no key, time or property."""
+    """Return the size in a frame. Raises ValueError for an output that is too large, or an invalid key, time or
+    property."""
     size = len(output.payload or b"")
     if size > MAX_PAYLOAD_BYTES:
         raise ValueError(f"an output's payload has {size} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
     size += len(key_bytes(output.key) or b"") + ROW_OVERHEAD_BYTES
-    # As the client would, but before any other output of the input is taken.
+    # The checks of the client, but before any other output of the input is taken.
     time_ms = output.event_time_ms
     if not isinstance(time_ms, int) or not MIN_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS:
         raise ValueError(f"an output's event time is {time_ms!r}, and not milliseconds since 1970")

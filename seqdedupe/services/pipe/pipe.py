@@ -1,6 +1,6 @@
-"""The pipe: all partitions of a source, each on its way to the target, and who stands by.
+"""The pipe: all partitions of a source, each copied to the target, and the processes that stand by.
 
-Begin with `Pipe`; a `Lane` is one source's way, and `start_of` says where that goes on. `BlockingPipe` is a pipe for
+Begin with `Pipe`. A `Lane` copies one source, and `start_of` finds where it continues. `BlockingPipe` is a pipe for
 threads.
 """
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("seqdedupe.pipe")
 
-# -- From where a pipe reads on: what the target holds says it, and a cursor where that is further. No I/O.
+# -- The position where a pipe reads on: from the outputs in the target, or from a cursor that is further. No I/O.
 
 _ANOTHER_NAME = (
     "If the messages that are gone do not matter, give the pipe another name: it begins with the first one left, and "
@@ -39,10 +39,11 @@ _ANOTHER_NAME = (
 
 
 def start_of(source: str, ends: TopicEnds, complete_up_to: int, persisted: Sequence[Persisted]) -> Position:
-    """The position to read on from. `complete_up_to` and `persisted` are what the target answered when it was opened.
+    """Return the position to read on from. `complete_up_to` and `persisted` are the target's answers when it was
+    opened.
 
-    The last input is asked for again: its outputs were one frame, but a log that stores each message by itself may
-    hold only the first ones of them. Those that are there are DUP.
+    The last input is asked for again. Its outputs were one frame, but a log that stores each message separately may
+    hold only the first of them. The outputs that are there are DUP.
 
     Raises POSITION_TRIMMED if messages are gone that the pipe has not read, POSITION_AFTER_END if the source has lost
     messages that it has read.
@@ -79,29 +80,35 @@ def start_of(source: str, ends: TopicEnds, complete_up_to: int, persisted: Seque
 
 
 def later(start: Position, kept: Kept | None, persisted: Sequence[Persisted]) -> Position:
-    """The position that a cursor keeps, if it is of this source, not before `start`, and the target still has all that
-    it had when the position was kept; else `start`."""
+    """Return the position that a cursor keeps, if it is usable; else `start`.
+
+    It must be of this source and not before `start`. The target must still have all that it had when the position was
+    kept.
+    """
     if kept is None or kept.position.incarnation != start.incarnation or kept.position.index < start.index:
         return start
     return kept.position if _holds(persisted, kept.note) else start
 
 
 def note_of(persisted: Sequence[Persisted], sequence_id: int) -> str:
-    """What a target holds that is one topic, for a cursor: which one it is, and up to which output."""
+    """Return a note for a cursor: the incarnation of a target that is one topic, and the last output in it."""
     return f"{persisted[0].incarnation}:{sequence_id}"
 
 
 def _holds(persisted: Sequence[Persisted], note: str) -> bool:
     incarnation, _, sequence_id = note.partition(":")
     if not (incarnation.isdecimal() and sequence_id.removeprefix("-").isdecimal()):
-        return False  # another owner's
+        return False  # from another owner of the cursor
     return persisted[0].incarnation == int(incarnation) and persisted[0].sequence_id >= int(sequence_id)
 
 
 async def piped_up_to(client: Client, source: str, target: str, name: str) -> dict[str, Position]:
-    """Up to which message of the source, or of each of its partitions, the target holds outputs of the pipe NAME: it
-    may have read further where messages give none. Raises NotFoundError; INVALID_REQUEST if the target is partitioned:
-    only the pipe itself finds out then."""
+    """Return, for the source or each of its partitions, the position up to which the target holds outputs of the pipe
+    NAME.
+
+    The pipe may have read further where messages have no outputs. Raises NotFoundError; INVALID_REQUEST if the target
+    is partitioned: only the pipe itself can find out then.
+    """
     if partitions := (await client.admin.topic(target)).partitions:
         what = f"{topic_name(target)} has {partitions} partitions: which outputs it holds of a pipe is not known"
         raise error("INVALID_REQUEST", what, hint="The metrics of the running pipe show its lag: --metrics-listen.")
@@ -122,25 +129,26 @@ async def piped_up_to(client: Client, source: str, target: str, name: str) -> di
 # -- One source, a topic or a partition, on its way to the target.
 
 IDLE_SECONDS = 1.0
-"""When no message has come for so long, it is made sure that all outputs are durable, and the cursor is moved."""
+"""After this time without a message, the pipe makes sure that all outputs are durable, and moves the cursor."""
 
 CURSOR_SECONDS = 5.0
-"""While messages come the cursor is moved so often."""
+"""The time between two moves of the cursor while messages come."""
 
 READ_TIMEOUT_SECONDS = 120.0
-"""A pipe that does not follow gives up when messages that are there have not come for so long."""
+"""The time without progress after which a pipe that does not follow fails, although there are messages to read."""
 
 SEND_SECONDS = 1.0
-"""Outputs wait for no others for longer, however slow the function is."""
+"""The longest time that outputs wait for others, however slow the function is."""
 
 GATHERED_ROWS = 4096
-"""Messages that are there already are taken to the function's thread together, up to so many."""
+"""The number of waiting messages that are taken to the function's thread together, at most."""
 
 _FOLLOWING = ProducerConfig(delivery_timeout_seconds=None)
 
 
 class Lane:
-    """From a source to a target under one producer name. Its state is what the target holds of that name."""
+    """The way from a source to a target under one producer name. Its state is the outputs in the target under that
+    name."""
 
     def __init__(
         self,
@@ -155,26 +163,26 @@ class Lane:
         self.source = source
         self.target = target
         self.producer_name = ""
-        """That of the outputs; known once `run` has looked at the source."""
+        """The producer name of the outputs; known once `run` has looked at the source."""
         self.counts = {"inputs": 0, "outputs": 0, "outputs_again": 0}
-        """Of all runs: messages that the function was called for, outputs that were sent, and those among them of which
-        it was known that the target holds them."""
+        """The counts of all runs: messages for which the function was called, outputs sent, and outputs sent again that
+        the target was known to hold."""
         self.position: Position | None = None
-        """Up to where all outputs have been sent; None before `run` knows where it begins."""
+        """The position up to which all outputs have been sent; None before `run` knows where it begins."""
         self._activity = activity
         self._client = client
         self._function = function
         self._name = name
         self._cursor = None if cursor is None else CursorMoves(cursor)
-        self._next: Kept | None = None  # to be kept there as soon as all outputs up to it are durable
+        self._next: Kept | None = None  # the position to keep there once all outputs up to it are durable
         self._next_id = -1  # the last of these outputs
         self._look_at = 0.0
         self._calling: Calling | None = None  # while messages are copied
         self._stopped = asyncio.Event()
 
     def stop(self) -> bool:
-        """Ends `run` after the message under way, with all outputs so far durable. False if nothing is being copied:
-        then it may be cancelled."""
+        """End `run` after the message under way, with all outputs so far durable. Return False if nothing is being
+        copied: then the run may be cancelled."""
         self._stopped.set()
         if self._calling is None:
             return False
@@ -182,9 +190,10 @@ class Lane:
         return True
 
     async def run(self, executor: Executor, *, follow: bool) -> None:
-        """Reads on, calls and publishes: to the source's end as it is now, durable when this returns; or for ever.
+        """Read on, call the function and publish, up to the present end of the source or, with `follow`, for ever. The
+        outputs are durable on return.
 
-        Raises what ends it. It may be called again, and goes on from what the target holds.
+        Raises the error that ends it. It may be called again, and continues from the outputs in the target.
         """
         ends = await self._client.ends(self.source)
         self.producer_name = source_name(self._name, self.source, ends.last.incarnation)
@@ -236,7 +245,8 @@ class Lane:
             self._calling = None
 
     async def _fill(self, calling: Calling, executor: Executor, producer: Producer) -> bool:
-        """Whether there may be more. While the function is called, what is ready is sent from time to time."""
+        """Return whether there may be more. While the function is called, the outputs that are ready are sent from time
+        to time."""
         loop = asyncio.get_running_loop()
         filling = loop.run_in_executor(executor, calling.fill)
         try:
@@ -258,8 +268,11 @@ class Lane:
             await producer.send_batch(payloads, sequence_ids, keys=keys, event_times_ms=times, properties=properties)
 
     async def _next_batches(self, reader: Reader, producer: Producer, wait_seconds: float | None) -> list[StoredBatch]:
-        """Those that are there, waiting for the first one; none at the end. Raises what the producer has failed with
-        meanwhile, for else those outputs would wait for the next message; UNREACHABLE if none comes for so long."""
+        """Return the batches that are there, and wait for the first one; none at the end.
+
+        Raises an error of the producer as soon as it fails, since its outputs would wait for the next message
+        otherwise; UNREACHABLE if no message comes for `wait_seconds`.
+        """
         if self._stopped.is_set():
             return []
         if not (reader.has_in_hand() or reader.take_record()):
@@ -292,7 +305,8 @@ class Lane:
         return batches
 
     async def _move_cursor(self, reader: Reader, producer: Producer, *, now: bool) -> None:
-        """Moves the cursor to where all outputs are durable, if it is time. With `now`, all that were sent are."""
+        """Move the cursor to the position up to which all outputs are durable, if it is time. With `now`, all outputs
+        sent are durable."""
         if self._cursor is None or not (now or asyncio.get_running_loop().time() >= self._look_at):
             return
         if self._next is None or now:
@@ -305,7 +319,7 @@ class Lane:
         self._next = None
 
     def _sent_up_to(self, reader: Reader) -> Position | None:
-        """The position of the last message whose outputs have all been sent; None if there was none."""
+        """Return the position of the last message whose outputs have all been sent; None if there was none."""
         position, calling = reader.position, self._calling
         if calling is not None and not calling.is_done:
             position = None if calling.last is None else calling.last.position
@@ -324,38 +338,39 @@ class Lane:
             self._next = Kept(position, note_of(producer.persisted, self._next_id))
 
 
-# -- All of them, and who stands by.
+# -- All sources, and the processes that stand by.
 
 STANDBY_FIRST_SECONDS = 5.0
 STANDBY_LONGEST_SECONDS = 300.0
-"""A pipe that was fenced takes over when nothing new has come under its name for so long; twice as long each time that
-it is fenced again before it has published anything."""
+"""A fenced pipe takes over if no new output has come under its name for this time. The time doubles each time that the
+pipe is fenced again before it has published anything."""
 
 _LOOK_SECONDS = 1.0
 _FIRST_DELAY_SECONDS = 0.1
 _LONGEST_DELAY_SECONDS = 5.0
 _LARGEST_NUMBER = 10**19 - 1
-"""Stands for an incarnation that is not known yet: no name is longer."""
+"""A stand-in for an incarnation that is not known yet: no name is longer."""
 
 
 class Pipe:
     """A Python function between two topics: `await Pipe(client, "orders", "invoices", function, name="billing").run()`.
 
-    The function gets each message of the source, in order, in a thread of the pipe's own, one call at a time, and gives
-    bytes (a payload, which keeps the key), an `Output`, several of these, or None. Of each message's outputs the
-    target holds each exactly once and in order, whatever is killed, as long as the function gives as many outputs, in
-    the same order, when it is called again for the same message; where the target is partitioned, with the same keys.
-    What else the function does is done at least once.
+    The function gets each message of the source, in order, in a separate thread of the pipe, one call at a time. It
+    returns bytes (a payload, which keeps the key), an `Output`, several of these, or None. The target holds each output
+    of a message exactly once and in order, after any kill. For that the function must return the same number of
+    outputs, in the same order, when it is called again for a message. For a partitioned target the keys must be the
+    same, too. All other effects of the function happen at least once.
 
-    The pipe's name stands for its identity: it must be the same whenever the pipe is started, and no other pipe's into
-    that target. Its only state is the target: outputs have the producer name `NAME/SOURCE/INCARNATION`, SOURCE being
-    the full name of the topic or partition, and as sequence ID the message's index << 10 | the output's number. Of a
-    partitioned source each partition is read by itself, with a producer name of its own.
+    The pipe's name is its identity. It must be the same at every start, and no other pipe into that target may have it.
+    The target is the only state. Outputs have the producer name `NAME/SOURCE/INCARNATION`, where SOURCE is the full
+    name of the topic or partition. Their sequence ID is the message's index << 10 | the output's number. Each partition
+    of a partitioned source is read separately, with a separate producer name.
 
-    `cursor` makes, for the full name of the source or of each of its partitions, the cursor that saves reading again
-    what gives no outputs; it is never needed, nor believed further than the target holds what it held then.
+    `cursor` makes a cursor for the full name of the source or of each of its partitions. It saves reading messages
+    without outputs again. It is never needed. The pipe uses it only while the target holds what it held when the cursor
+    moved.
 
-    Raises INVALID_TOPIC_NAME, INVALID_NAME, INVALID_REQUEST for names that cannot be.
+    Raises INVALID_TOPIC_NAME, INVALID_NAME, INVALID_REQUEST for invalid names.
     """
 
     def __init__(
@@ -371,7 +386,7 @@ class Pipe:
         self.source, self.target = topic_name(source), topic_name(target)
         self.name = name
         self.activity = Activity("pipe", name)
-        """What it has done, for `seqdedupe.services.metrics`."""
+        """The counts and state, for `seqdedupe.services.metrics`."""
         _check_names(name, self.source)
         if self.source == self.target:
             raise error("INVALID_REQUEST", f"a pipe from {self.source} to itself would never end")
@@ -385,37 +400,40 @@ class Pipe:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of the last run: messages that were read (`inputs`), outputs that were sent (`outputs`), and those among them
-        that the target was known to hold already (`outputs_again`): those of its last message, to find it."""
+        """The counts of the last run: messages read (`inputs`), outputs sent (`outputs`), and outputs sent that the
+        target was known to hold already (`outputs_again`). The last message's outputs are sent again, to find the
+        place."""
         counted = ("inputs", "outputs", "outputs_again")
         return {what: sum(lane.counts[what] for lane in self._lanes) for what in counted}
 
     def look_at_lag(self) -> Lag | None:
-        """How many messages of the source have no outputs sent yet; None where that is not known, or another pipe
-        works. Asks the sidecar, and blocks: from a thread of its own. Raises SeqdedupeError, TimeoutError."""
+        """Return the number of messages of the source whose outputs are not sent yet. None if it is not known, or
+        another pipe works. This asks the sidecar and blocks: call it from a separate thread. Raises SeqdedupeError,
+        TimeoutError."""
         positions = {lane.source: lane.position for lane in list(self._lanes) if lane.position is not None}
         return None if self._loop is None else answer_of(lag_of_all(self._client, positions), self._loop)
 
     async def run(self, *, follow: bool = False, executor: Executor | None = None) -> None:
-        """Pipes what the source holds now: when this returns all outputs of it are durable. With `follow`, for ever.
+        """Pipe the present messages of the source: all their outputs are durable on return. With `follow`, pipe for
+        ever.
 
-        Of two pipes of one name the one that was started later works. The other one raises FencedError; with `follow`
-        it stands by, and takes over when nothing has come from the other for some seconds (they may take turns then
-        while there is nothing to do).
+        If two pipes have one name, the one that was started later works. The other one raises FencedError. With
+        `follow` it stands by, and takes over when no output has come from the other for some seconds. They may take
+        turns then while there is nothing to do.
 
-        Raises FUNCTION_FAILED, with the message, if the function raises or gives what cannot be published, and
-        MESSAGE_TOO_LARGE for a message that is passed on and has no room for what the pipe adds: what came before is
-        durable then. Raises PositionError if messages are gone that were not read, or were read and are
-        gone (POSITION_TRIMMED, POSITION_AFTER_END, POSITION_DIVERGED), and if the source is deleted meanwhile and made
-        anew; NotFoundError, DataLossError if the target is. A pipe that is started again then goes on with what is
-        there: a new source from its beginning; into a new target, all that the source still holds.
-        Raises NOT_A_SIDECAR if what answers at the start is something else. Without `follow` raises UnavailableError
-        for a sidecar that does not answer, or takes nothing, for long.
+        Raises FUNCTION_FAILED, with the message, if the function raises or returns something that cannot be published;
+        MESSAGE_TOO_LARGE for a message that is passed on and has no room for the pipe's additions. The outputs before
+        it are durable then. Raises PositionError if messages are gone that were not read, or were read and are gone
+        (POSITION_TRIMMED, POSITION_AFTER_END, POSITION_DIVERGED), and if the source is deleted and created again
+        meanwhile; NotFoundError, DataLossError if the target is. A pipe that is started again then continues with the
+        present topics: a new source from its beginning; into a new target, all that the source still holds. Raises
+        NOT_A_SIDECAR if something else answers at the start. Without `follow` raises UnavailableError for a sidecar
+        that does not answer, or accepts nothing, for long.
 
         Outputs are sent as soon as there are enough, and after a second at the latest. `stop` ends it.
 
-        If it is cancelled, outputs that were sent may be in the target or not; a later run finds that out.
-        `executor` calls the function; left out, a thread of this run.
+        After a cancellation, outputs that were sent may be in the target or not; a later run finds that out. `executor`
+        calls the function; by default, a thread of this run.
         """
         self._loop, self._lanes = asyncio.get_running_loop(), []
         with self.activity.life():
@@ -437,8 +455,8 @@ class Pipe:
                 own.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
-        """Ends `run` after the message under way, for good: all outputs so far are durable when it returns. From any
-        thread, and from a signal's handler."""
+        """End `run` for good after the message under way. All outputs so far are durable when `run` returns. May be
+        called from any thread, and from a signal's handler."""
         self._is_stopped = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end)
@@ -449,7 +467,8 @@ class Pipe:
             task.cancel()
 
     async def _all(self, tasks: list[asyncio.Task[T]]) -> list[T]:
-        """What all of them give; nothing if it was stopped. Whatever ends this ends them, too."""
+        """Return the results of all tasks; nothing if the pipe was stopped. When this ends, for any reason, the tasks
+        end, too."""
         self._tasks = list(tasks)
         if self._is_stopped:
             self._end()
@@ -469,7 +488,7 @@ class Pipe:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sources(self, *, follow: bool) -> list[str]:
-        """The source, or its partitions."""
+        """Return the source, or its partitions."""
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         while True:
             try:
@@ -490,7 +509,8 @@ class Pipe:
         await lane.run(executor, follow=False)
 
     async def _follow(self, lane: Lane, executor: Executor) -> None:
-        """Until it fails for good: waits out what passes, and stands by while another pipe of the name works."""
+        """Run the lane until it fails for good. Wait out failures that pass, and stand by while another pipe of the
+        name works."""
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         standby_seconds = STANDBY_FIRST_SECONDS
         while True:
@@ -514,7 +534,7 @@ class Pipe:
                 await _wait(backoff, lane.source, e)
 
     async def _stand_by(self, lane: Lane, seconds: float) -> None:
-        """Until nothing new has come under the name for so long."""
+        """Wait until no new output has come under the name for this time."""
         stillness = Stillness(seconds)
         while True:
             if stillness.has_lasted(await self._last_sequence_id(lane)):
@@ -522,7 +542,7 @@ class Pipe:
             await asyncio.sleep(min(_LOOK_SECONDS, seconds))
 
     async def _last_sequence_id(self, lane: Lane) -> int | None:
-        """The last one that the target holds; None where that cannot be known: then time alone counts."""
+        """Return the last sequence ID that the target holds; None if it cannot be known. Then only the time counts."""
         try:
             return (await self._client.admin.producer(lane.target, lane.producer_name)).persisted
         except SeqdedupeError:
@@ -549,11 +569,12 @@ async def _wait(backoff: Backoff, source: str, why: UnavailableError) -> None:
     await asyncio.sleep(max(backoff.next_seconds(), why.retry_delay_ms / 1000))
 
 
-# -- For threads: the function is called in the one that waits.
+# -- For threads: the function is called in the thread that waits.
 
 
 class CallerThread(Executor):
-    """Runs in the thread that waits in `run` whatever coroutines on the client's event loop submit meanwhile."""
+    """Runs, in the thread that waits in `run`, the calls that coroutines on the client's event loop submit
+    meanwhile."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -565,15 +586,15 @@ class CallerThread(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(fn(*args, **kwargs))
-                except Exception as e:  # noqa: BLE001 (it is for whoever waits for the future)
+                except Exception as e:  # noqa: BLE001 (the future's waiter gets it)
                     future.set_exception(e)
 
         self._work.put(work)
         return future
 
     def run(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Begins it on the client's event loop and waits for its end, working meanwhile. If it is interrupted, the work
-        is cancelled, and has ended when this raises."""
+        """Start the coroutine on the client's event loop, and wait for its end while running calls. If this is
+        interrupted, the coroutine is cancelled, and has ended when this raises."""
 
         async def all_of_it() -> T:
             try:
@@ -594,8 +615,8 @@ class CallerThread(Executor):
 
 
 class BlockingPipe:
-    """As `Pipe`, with a client of `seqdedupe.client.blocking` and a `run` that blocks, and calls the function in the
-    thread that it is called in."""
+    """A `Pipe` with a client of `seqdedupe.client.blocking`. Its `run` blocks, and calls the function in the thread of
+    its caller."""
 
     def __init__(
         self,
@@ -629,6 +650,6 @@ class BlockingPipe:
         self._pipe.stop()
 
     def run(self, *, follow: bool = False) -> None:
-        """See `Pipe.run`. An exception of a signal handler, as Ctrl-C's, ends it."""
+        """See `Pipe.run`. An exception of a signal handler, such as Ctrl-C's, ends it."""
         caller = CallerThread()
         caller.run(lambda: self._pipe.run(follow=follow, executor=caller))

@@ -1,4 +1,4 @@
-"""A connection to a cluster, for as long as a call or a task takes, and as whom: begin with `connected`."""
+"""A connection to a cluster for the time of a call or a task, and its credentials: begin with `connected`."""
 
 import asyncio
 import json
@@ -24,15 +24,14 @@ from seqdedupe.message_id import MessageId
 from seqdedupe_spark.service import PulsarCluster, path_of
 from seqdedupe_spark.stock import STOCK, StockEnds
 
-# -- As whom a cluster is read: Pulsar's own names for it, and what they stand for. Nothing secret is ever in an
-# error.
+# -- The credentials for a cluster: Pulsar's own names for them, and their meaning. No error ever shows a secret.
 
 _PARAMS = "pulsar.client.authParams"
 _TOKEN = "token:"
 
 
 def token_of(cluster: PulsarCluster) -> Token | None:
-    """What gives the token; None if there is none. Raises INVALID_OPTION."""
+    """Return the function that returns the token; None if there is none. Raises INVALID_OPTION."""
     params = cluster.credentials
     if cluster.authentication == "AuthenticationOAuth2":
         return _oauth2(params)
@@ -63,7 +62,7 @@ def _wrong(should_be: str) -> SeqdedupeError:
 
 
 def tls_of(cluster: PulsarCluster) -> ssl.SSLContext | None:
-    """For the admin calls, as strict as the client for messages is told to be. Raises INVALID_OPTION."""
+    """Return the TLS context for the admin calls, as strict as the client for messages. Raises INVALID_OPTION."""
     if not cluster.admin_url.startswith("https:"):
         return None
     try:
@@ -79,28 +78,28 @@ def tls_of(cluster: PulsarCluster) -> ssl.SSLContext | None:
 
 OPERATION_TIMEOUT_SECONDS = 10
 CLOSE_TIMEOUT_SECONDS = 5.0
-"""A cluster that does not answer is left without a word."""
+"""The time limit for a close. If a cluster does not answer, the connection is left without it."""
 READ_TIMEOUT_SECONDS = 10.0
-"""An entry that stands there comes sooner, or Pulsar is in trouble."""
+"""The time limit for an existing entry. If it takes longer, Pulsar is in trouble."""
 QUICK_SECONDS = 2.0
 
 QUEUE_BYTES = 8 * 1024 * 1024
-"""About so much is fetched ahead."""
+"""The approximate number of bytes that are fetched ahead."""
 MAX_QUEUE_ENTRIES = 5000
 STEP_BYTES = 1024 * 1024
-"""About so much is read at a time."""
+"""The approximate number of bytes that are read at a time."""
 _LOOK_ENTRIES = 4
 
 
 class BrokerConnection:
-    """Made by `connected`. Its methods raise LOG_UNREADABLE for what may pass."""
+    """A connection, made by `connected`. Its methods raise LOG_UNREADABLE for failures that may pass."""
 
     def __init__(
         self, client: pulsar.asyncio.Client, admin: PulsarAdmin, quick_admin: PulsarAdmin, subscription: str
     ) -> None:
         self.admin = admin
         self.quick_admin = quick_admin
-        """For what a broker may not answer at all."""
+        """The client for calls that a broker may not answer at all."""
         self._client = client
         self._subscription = subscription
 
@@ -109,34 +108,35 @@ class BrokerConnection:
         return INCARNATION in await self.admin.properties(topic)
 
     async def incarnation(self, topic: str) -> int:
-        """That of a topic that a sidecar writes, STOCK for another one. Raises TOPIC_NOT_FOUND."""
-        # A reader of a topic that is gone would make it anew.
+        """Return the incarnation of a topic that a sidecar writes, STOCK for another one. Raises TOPIC_NOT_FOUND."""
+        # A reader of a topic that is gone would create it again.
         found = (await self.admin.properties(topic)).get(INCARNATION, "")
         return int(found) if found.isdecimal() else STOCK
 
     async def finder(self, topic: str, incarnation: int) -> Finder:
-        """For the topic as it is now."""
+        """Return a finder for the topic as it is now."""
         return Finder(topic, incarnation, await self.admin.ledgers(topic), partial(self.entries, topic))
 
     async def finder_of(self, topic: str, incarnation: int) -> Finder:
-        """The same, for a reader of this incarnation. Raises TOPIC_NOT_FOUND, POSITION_OF_ANOTHER_INCARNATION."""
+        """Return the same, for a reader of this incarnation. Raises TOPIC_NOT_FOUND,
+        POSITION_OF_ANOTHER_INCARNATION."""
         now = await self.incarnation(topic)
         if now != incarnation:
             raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew: it is {now}, not {incarnation}")
         return await self.finder(topic, incarnation)
 
     async def open_reader(self, topic: str, start: MessageId, ledgers: Ledgers) -> EntryReader:
-        # Pulsar's client bounds what it fetches ahead by number only.
+        # Pulsar's client limits the entries that it fetches ahead only by number.
         of_size = QUEUE_BYTES * len(ledgers) // max(ledgers.size_bytes, 1)
         return await open_reader(self._client, topic, start, max(2, min(MAX_QUEUE_ENTRIES, of_size)))
 
     async def stored(self, topic: str) -> StockEnds:
-        """What a topic has stored that no sidecar writes. Raises TOPIC_NOT_FOUND."""
+        """Return the stored entries of a topic that no sidecar writes. Raises TOPIC_NOT_FOUND."""
         ledgers, first_ledger, let_go = await self.admin.storage(topic, self._subscription)
         return StockEnds(ledgers, first_ledger, let_go, len(ledgers))
 
     async def entries(self, topic: str, first: MessageId, last: MessageId) -> list[PulsarEntry]:
-        """Those that a reader is given from one to the other, without their payloads."""
+        """Return the entries that a reader gets from one to the other, without their payloads."""
         reader = await open_reader(self._client, topic, first, _LOOK_ENTRIES)
         found, seen = list[PulsarEntry](), NOWHERE
         try:
@@ -144,7 +144,7 @@ class BrokerConnection:
                 for entry in await next_entries(reader, topic):
                     seen = entry.message_id._replace(batch_index=-1)
                     if first <= seen <= last:
-                        # Payloads may be large, and say nothing of places.
+                        # Payloads may be large, and are not needed for places.
                         found.append(entry._replace(message=entry.message._replace(payload=b"")))
             return found
         finally:
@@ -152,7 +152,7 @@ class BrokerConnection:
 
 
 async def next_entries(reader: EntryReader, topic: str) -> list[PulsarEntry]:
-    """The next entries of a topic, where some must be. Raises LOG_UNREADABLE."""
+    """Return the next entries of a topic, which must exist. Raises LOG_UNREADABLE."""
     try:
         async with asyncio.timeout(READ_TIMEOUT_SECONDS):
             return await reader.read()
@@ -162,7 +162,7 @@ async def next_entries(reader: EntryReader, topic: str) -> list[PulsarEntry]:
 
 @asynccontextmanager
 async def connected(cluster: PulsarCluster) -> AsyncGenerator[BrokerConnection, None]:
-    """A connection for the length of a block. Raises INVALID_OPTION, PULSAR_FORBIDS."""
+    """Open a connection for the length of a block. Raises INVALID_OPTION, PULSAR_FORBIDS."""
     token, tls = token_of(cluster), tls_of(cluster)
     client = PulsarClient(
         cluster.service_url,

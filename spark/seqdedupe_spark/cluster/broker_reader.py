@@ -1,7 +1,7 @@
-"""Reading a range of a topic from its brokers, in the process that needs its messages.
+"""Reading of a topic's range from its brokers, in the process that needs its messages.
 
-Begin with `read_stored`. `_LogReading` is what a sidecar has written, judged by the rule of terms; `StockReading` of
-`stock_reader` what none has, entry by entry.
+Begin with `read_stored`. `_LogReading` reads what a sidecar has written, judged by the rule of terms. `StockReading` of
+`stock_reader` reads all other topics, entry by entry.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ from seqdedupe_spark.stock import STOCK
 
 
 class RangeReading(Protocol):
-    """How far a range was read: it goes on from there with another connection."""
+    """The progress of a read of a range: it can continue from there with another connection."""
 
     @property
     def is_done(self) -> bool:
         """Whether all of the range was read."""
 
     def steps(self, connection: BrokerConnection, /) -> AsyncGenerator[Sequence[StoredBatch], None]:
-        """The messages that are still to be read. Raises UnavailableError for what may pass."""
+        """Yield the messages that are still to be read. Raises UnavailableError for failures that may pass."""
 
 
 def read_stored(cluster: PulsarCluster, span: TopicRange, timeout_seconds: float | None) -> Iterator[StoredBatch]:
-    """As `seqdedupe_spark.range_reader.read_stored`. A sidecar's entries are judged by the rule of terms."""
+    """Do the same as `seqdedupe_spark.range_reader.read_stored`. The rule of terms judges a sidecar's entries."""
     reading = StockReading(span, cluster.tells_keys) if span.incarnation == STOCK else _LogReading(span)
     steps = _read_on(cluster, span, reading, timeout_seconds)
     try:
@@ -65,7 +65,7 @@ def read_stored(cluster: PulsarCluster, span: TopicRange, timeout_seconds: float
 async def _read_on(
     cluster: PulsarCluster, span: TopicRange, reading: RangeReading, timeout_seconds: float | None
 ) -> AsyncGenerator[Sequence[StoredBatch], None]:
-    """The messages of the range. What fails and may pass is tried again, from where the reading is."""
+    """Yield the messages of the range. Failures that may pass are tried again, from the place of the reading."""
     backoff, heard = Backoff(0.05, 5.0), time.monotonic()
     while not reading.is_done:
         try:
@@ -82,7 +82,7 @@ async def _read_on(
 
 
 class _LogReading:
-    """How far a range of a topic that a sidecar writes was read."""
+    """The progress of a read of a range, in a topic that a sidecar writes."""
 
     def __init__(self, span: TopicRange) -> None:
         self._span = span
@@ -90,7 +90,7 @@ class _LogReading:
         self._at: MessageId | None = None
         """The last valid entry that was read."""
         self._standing: TermStanding | None = None
-        """How the topic stands after it."""
+        """The state of the terms after it."""
 
     @property
     def is_done(self) -> bool:
@@ -133,7 +133,8 @@ class _LogReading:
             raise await self._explained(connection, failure)
 
     async def _start(self, finder: Finder) -> tuple[MessageId, TermStanding | None]:
-        """The entry at which to begin; how the topic stands before it, or None if it says so itself."""
+        """Return the entry at which to begin, and the state of the terms before it; None if the entry itself has
+        that."""
         if self._at is not None and finder.ledgers.ordinal(self._at) is not None:
             return self._at, self._standing
         position = self._span.start
@@ -148,7 +149,8 @@ class _LogReading:
         return finder.ledgers.message_id(before.at + 1), before.standing
 
     def _standing_before(self, entry: PulsarEntry, start: MessageId) -> TermStanding:
-        """Before the entry of the position after which to read: it is valid, if it is the one."""
+        """Return the state before the entry of the position after which to read. The entry is valid if it is the right
+        one."""
         position = self._span.start
         place = EntryPlace.parse(entry.message.properties.get(ENTRY, ""))
         if entry.message_id != start or place is None or not _holds(entry, place, position):
@@ -157,14 +159,15 @@ class _LogReading:
         return TermStanding(*place[:3])
 
     def _taken(self, collector: Collector, seen: MessageId) -> list[StoredBatch]:
-        """What was collected, as far as it is of the range."""
+        """Return the collected messages that belong to the range."""
         entries, span, first_index = collector.take(), self._span, self._next_index
         self._at, self._standing = seen, collector.terms.standing
         self._next_index = max(first_index, collector.terms.next_index)
         return [] if entries is None else list(_batches(entries, first_index, span.stop_index, span.incarnation))
 
     async def _explained(self, connection: BrokerConnection, failure: DamagedError) -> SeqdedupeError:
-        """What is missing because Pulsar has trimmed it is no damage; nor is a topic that was made anew."""
+        """Return the error for a failure. Messages that Pulsar has trimmed are no damage, nor is a topic created
+        again."""
         span = self._span
         finder = await connection.finder_of(span.topic, span.incarnation)
         first_index = (await finder.beginning()).standing.next_index
@@ -184,7 +187,7 @@ def _holds(entry: PulsarEntry, place: EntryPlace, position: Position) -> bool:
 
 
 def _batches(entries: Entries, first_index: int, stop_index: int, incarnation: int) -> Iterator[StoredBatch]:
-    """The batches among stored entries, cut to these indexes."""
+    """Yield the batches among stored entries, cut to these indexes."""
     for places, runs in zip(entries.table, entries.runs, strict=True):
         base_index = int(places[BASE_INDEX])
         first, stop = max(first_index - base_index, 0), min(stop_index - base_index, int(places[ROWS]))

@@ -1,4 +1,4 @@
-"""What planning asks of a sidecar, asked of the brokers: by looking at a few entries of each topic."""
+"""The questions of planning to a sidecar, answered from the brokers by a look at a few entries of each topic."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -24,16 +24,16 @@ from seqdedupe_spark.service import PulsarCluster
 from seqdedupe_spark.stock import STOCK, StockEnds
 
 AT_ONCE = 16
-"""So many topics are looked at at once."""
+"""The number of topics that are looked at at the same time."""
 
 T = TypeVar("T")
 
 
 class ClusterClient:
-    """Has those methods of `seqdedupe.client.blocking.Client` that planning calls. Each connects for itself.
+    """Has the methods of `seqdedupe.client.blocking.Client` that planning calls. Each call makes its own connection.
 
-    Where a topic ends, anybody who reads it can say: what is valid there stays valid. More may follow at any moment, of
-    which its owner knows and a reader does not.
+    Every reader can tell where a topic ends: a valid entry stays valid. More entries may follow at any moment. The
+    owner of the topic knows them, and a reader does not.
     """
 
     def __init__(
@@ -45,9 +45,10 @@ class ClusterClient:
         skips: bool,
         may_lose: bool,
     ) -> None:
-        """Lists those topics of the namespaces that are wanted, by their full names.
+        """Take the topics of the namespaces that are wanted, by their full names.
 
-        One that no sidecar writes is skipped, or read: by a job with its subscription, otherwise if it `may_lose`.
+        A topic that no sidecar writes is skipped or read. A job reads it with its subscription, others only if they
+        `may_lose`.
         """
         self.admin = self
         self._cluster = cluster
@@ -56,9 +57,9 @@ class ClusterClient:
         self._skips = skips
         self._may_lose = may_lose
         self._kept: dict[str, Position] = {}
-        """From where on the subscription keeps each topic, as it was moved by this client."""
+        """The position from which the subscription keeps each topic, as this client has moved it."""
         self._readable: dict[str, tuple[MessageId, MessageId | None]] = {}
-        """The last entry that a reader is given, by the last one of all."""
+        """The last entry that a reader gets, by the last one of all."""
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +70,7 @@ class ClusterClient:
         pass
 
     def topics(self) -> list[admin_pb2.Topic]:
-        """Those that are wanted. Raises INVALID_OPTION."""
+        """Return the wanted topics. Raises INVALID_OPTION."""
 
         async def all_of(connection: BrokerConnection) -> list[admin_pb2.Topic]:
             places = asyncio.Semaphore(AT_ONCE)
@@ -82,7 +83,7 @@ class ClusterClient:
                     with suppress(NotFoundError):
                         incarnation = await connection.incarnation(topic)
                         if due.get(topic, incarnation) != incarnation:
-                            # Pulsar has made it anew by itself: what was there has been lost.
+                            # Pulsar has created it again automatically: its earlier messages are lost.
                             return None
                         if incarnation != STOCK:
                             return await _listed(connection, topic)
@@ -96,7 +97,7 @@ class ClusterClient:
         return self._call(all_of)
 
     def ends(self, topic: str) -> TopicEnds | StockEnds:
-        """Raises NotFoundError."""
+        """Return the ends of the topic. Raises NotFoundError."""
 
         async def find(connection: BrokerConnection) -> TopicEnds | StockEnds:
             if await connection.is_log(topic):
@@ -127,26 +128,29 @@ class ClusterClient:
         return self._find(topic, locate)
 
     def position_at(self, topic: str, index: int) -> Position:
-        """Raises PositionError, NotFoundError."""
+        """Return the position at the index. Raises PositionError, NotFoundError."""
         return self._find(topic, lambda finder: finder.position_of(index))
 
     def subscribe(self, topic: str) -> None:
-        """Makes the job's subscription of a topic that no sidecar writes: Pulsar keeps all that is left of it."""
+        """Make the job's subscription of a topic that no sidecar writes. Pulsar then keeps all that is left of the
+        topic."""
         self._call(lambda connection: connection.admin.create_subscription(topic, self._cluster.subscription))
 
     def keep_from(self, topic: str, position: Position) -> None:
-        """Moves it: Pulsar keeps the entry that the position is after, and what follows."""
+        """Move the subscription. Pulsar keeps the entry before the position, and all after it."""
         entry = stock.entry_before(position)
         if entry.entry_id < 0 or self._kept.get(topic) == position:
             return
-        # Where somebody has removed it, whoever looks next makes it again.
+        # If the subscription was removed, the next look makes it again.
         with suppress(NotFoundError):
             self._call(lambda connection: connection.admin.keep_from(topic, self._cluster.subscription, entry))
             self._kept[topic] = position
 
     async def _names(self, admin: PulsarAdmin) -> tuple[list[str], list[Whole]]:
-        """The topics that are wanted. Of a partitioned one that sidecars have made, it says which its partitions are:
-        none while it is being made or deleted, and never those that Pulsar has added."""
+        """Return the wanted topics, and the partitioned topics that sidecars have made, with their partitions.
+
+        Such a topic has no partitions while it is being made or deleted. Partitions that Pulsar has added never count.
+        """
         names, found = list[str](), list[Whole]()
         for namespace in self._namespaces:
             wanted = [name for name in await admin.topics(namespace) if self._is_wanted(name)]
@@ -220,14 +224,14 @@ async def _ends(finder: Finder) -> TopicEnds:
 
 
 async def _looked(connection: BrokerConnection, topic: str, find: Callable[[Finder], Awaitable[T]]) -> T:
-    """What is found in a topic as it is now. Raises TOPIC_NOT_FOUND."""
+    """Return the result of `find` in a topic as it is now. Raises TOPIC_NOT_FOUND."""
     incarnation = await connection.incarnation(topic)
     finder = await connection.finder(topic, incarnation)
     while True:
         try:
             return await find(finder)
         except DamagedError:
-            # What was trimmed meanwhile is no damage.
+            # Entries that were trimmed meanwhile are no damage.
             before, finder = finder, await connection.finder(topic, incarnation)
             if before.ledgers.first_id == finder.ledgers.first_id:
                 raise

@@ -1,7 +1,7 @@
-"""Reading a range of a topic that no sidecar writes: every entry of it, as the topic's ledgers count them.
+"""Reading of a range in a topic that no sidecar writes: every entry of it, as the topic's ledgers count them.
 
-Begin with `StockReading`. A broker is asked why it does not give readers an entry (`explain`), and which keys are bytes
-(`exact_keys`).
+Begin with `StockReading`. The reader asks a broker why it does not give readers an entry (`explain`), and which keys
+are bytes (`exact_keys`).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.stock import STOCK, StockBatch, StockEnds
 
 ASKED_AT_ONCE = 8
-"""So many entries are asked about at once."""
+"""The number of entries that are asked about at the same time."""
 
 _HINT_OF_ENTRY = (
     "The topic is Pulsar's: nothing of a sidecar has to be put back. Let Pulsar's own tools show the entry, and who "
@@ -41,25 +41,26 @@ _HINT_OF_ENTRY = (
 )
 
 _KEY, _PAYLOAD_SIZE, _KEY_IS_BASE64, _NO_KEY = 2, 3, 6, 10
-"""Fields of Pulsar's `SingleMessageMetadata`, which stands before each message of a batch."""
+"""Fields of Pulsar's `SingleMessageMetadata`, which comes before each message of a batch."""
 
 MAX_STEPS_BACK = 4096
-"""A chunked message that began so many entries before where a task begins is assembled; others are refused."""
+"""The largest distance, in entries, from the begin of a chunked message to the begin of a task. Within it the message
+is assembled; others are refused."""
 _FIRST_STEPS_BACK = 16
 
 T = TypeVar("T")
 
 
 class StockReading:
-    """How far a range was read. What a broker does not give readers is asked for, and is no gap only if the broker says
-    why."""
+    """The progress of a read of a range. The reader asks about entries that a broker does not give to readers. They are
+    no gap only if the broker gives a reason."""
 
     def __init__(self, span: TopicRange, tells_keys: bool = False) -> None:
         self._span = span
         self._at = span.start
         self._tells_keys = tells_keys
         self._steps_back = 0
-        """So many entries before the range the reading begins, for a message that has begun there."""
+        """The number of entries before the range at which the reading begins, for a message that has begun there."""
 
     @property
     def is_done(self) -> bool:
@@ -98,7 +99,8 @@ class StockReading:
         try:
             return await next_entries(reader, self._span.topic)
         except UnavailableError:
-            # At what it cannot read a client stops without a word, and it drops the end of what began before it reads.
+            # A client stops silently at an entry that it cannot read. It drops the end of a message that began before
+            # the reading.
             entry = run.ends.ledgers.message_id(run.due)
             if (part := await part_at(connection, self._span.topic, entry)) is not ChunkPart.NONE:
                 self._go_back(entry, part)
@@ -107,7 +109,8 @@ class StockReading:
     async def _explain(
         self, connection: BrokerConnection, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
     ) -> None:
-        """As `explain`; the end of a chunked message that began before the reading has it begin earlier."""
+        """Explain as `explain`. If a chunked message began before the reading and ends here, let the reading begin
+        earlier."""
         topic = self._span.topic
         try:
             ends = await explain(connection, topic, ledgers, numbers, first_chunk)
@@ -119,25 +122,25 @@ class StockReading:
             raise error("LOG_UNREADABLE", f"{min(ends)} of {topic} ends a message that began before the reading")
 
     def _go_back(self, entry: MessageId, part: "ChunkPart") -> None:
-        """Has the next try begin earlier. Raises UNSUPPORTED_MESSAGE if that has not helped."""
+        """Let the next try begin earlier. Raises UNSUPPORTED_MESSAGE if that has not helped."""
         if self._steps_back >= MAX_STEPS_BACK and part is ChunkPart.LAST:
             raise not_whole(self._span.topic, entry)
         self._steps_back = min(max(_FIRST_STEPS_BACK, self._steps_back * 16), MAX_STEPS_BACK)
 
 
 class ChunkPart(Enum):
-    """What an entry is of a chunked message."""
+    """The part of a chunked message that an entry is."""
 
     NONE = 0
     INNER = 1
     LAST = 2
-    """The message counts where this stands."""
+    """The message counts at this place."""
     UNTOLD = 3
     """The broker does not answer, as for parts of compressed messages, which it fails to decompress."""
 
 
 def _part(said: Mapping[str, str]) -> ChunkPart:
-    """By what the broker says of an entry."""
+    """Return the part, from the broker's answer about an entry."""
     if "x-pulsar-chunk-id" not in said:
         return ChunkPart.NONE
     is_last = int(said["x-pulsar-chunk-id"]) + 1 >= int(said.get("x-pulsar-num-chunks-from-msg", 0))
@@ -145,7 +148,8 @@ def _part(said: Mapping[str, str]) -> ChunkPart:
 
 
 async def part_at(connection: BrokerConnection, topic: str, entry: MessageId) -> ChunkPart:
-    """What an entry is of a chunked message. Raises UNSUPPORTED_MESSAGE for one that cannot be read here."""
+    """Return the part of a chunked message that an entry is. Raises UNSUPPORTED_MESSAGE for one that cannot be read
+    here."""
     try:
         said = (await connection.quick_admin.entry(topic, entry)).headers
     except NotFoundError:
@@ -157,7 +161,7 @@ async def part_at(connection: BrokerConnection, topic: str, entry: MessageId) ->
 
 
 def not_whole(topic: str, entry: MessageId) -> SeqdedupeError:
-    """The end of a chunked message that cannot be assembled."""
+    """Return the error for the end of a chunked message that cannot be assembled."""
     return error(
         "UNSUPPORTED_MESSAGE",
         f"{entry} of {topic} ends a chunked message that does not begin in the {MAX_STEPS_BACK} entries before it",
@@ -166,33 +170,33 @@ def not_whole(topic: str, entry: MessageId) -> SeqdedupeError:
 
 
 class _EntryRun:
-    """The entries that one reader gives, in their order. Those that are whole are taken."""
+    """The entries that one reader gives, in their order. Whole entries are taken."""
 
     def __init__(self, ends: StockEnds, first: int, stop: int, rows: int) -> None:
-        """They are numbered as `ends` does. Of the first one so many messages were read before."""
+        """Take the numbering of `ends`. `rows` messages of the first entry were read before."""
         self.ends = ends
         self.due = first
         """The number of the next entry."""
         self.size_bytes = 0
         self._stop = stop
         self._rows = rows
-        """So many of its messages are not wanted any more."""
+        """The number of its messages that are not wanted any more."""
         self._found: list[PulsarEntry] = []
         self._whole = 0
-        """So many of these messages are of entries that are whole."""
+        """The number of these messages that belong to whole entries."""
 
     def number(self, entry: PulsarEntry) -> int:
-        """That of an entry; what stands after the range has the number after the last one of it."""
+        """Return the number of an entry. An entry after the range has the number after the range's last entry."""
         number = self.ends.ledgers.ordinal(entry.message_id)
         return self._stop if number is None else min(number, self._stop)
 
     def check_is_between(self) -> None:
-        """Raises LOG_UNREADABLE if it is within an entry: that one has to be read again."""
+        """Raise LOG_UNREADABLE if the run is within an entry: that entry must be read again."""
         if len(self._found) > self._whole:
             raise error("LOG_UNREADABLE", f"Pulsar's client gave {self._rows} messages of a batch, and then others")
 
     def take(self, entry: PulsarEntry, number: int) -> None:
-        """Takes a message, unless it was taken before: after a broker's crash some come again."""
+        """Take a message, unless it was taken before: after a broker's crash some come again."""
         if number > self.due:
             self.due, self._rows = number, 0
         if number < self.due or number >= self._stop:
@@ -209,14 +213,15 @@ class _EntryRun:
             self.due, self._rows, self._whole = self.due + 1, 0, len(self._found)
 
     def taken(self) -> list[PulsarEntry]:
-        """The messages of whole entries, once."""
+        """Return the messages of whole entries, once."""
         found, self._found = self._found[: self._whole], self._found[self._whole :]
         self._whole, self.size_bytes = 0, sum(size_of(entry.message) for entry in self._found)
         return found
 
 
 async def last_readable(connection: BrokerConnection, topic: str, ledgers: Ledgers) -> MessageId | None:
-    """The last entry that readers are given, of a topic that has some: after it are none, or such as `explain` knows.
+    """Return the last entry that readers get, of a topic that has entries. After it there are none, or only such as
+    `explain` knows.
 
     None if there is none. Raises UNSUPPORTED_MESSAGE.
     """
@@ -248,11 +253,11 @@ async def last_readable(connection: BrokerConnection, topic: str, ledgers: Ledge
 async def explain(
     connection: BrokerConnection, topic: str, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
 ) -> list[MessageId]:
-    """Returns if these are entries that no reader is given: of transactions that were aborted, markers, or parts of
-    chunked messages. The list has those that end a message, which the client has dropped.
+    """Return if no reader gets these entries: of aborted transactions, markers, or parts of chunked messages. The list
+    has the entries that end a message, which the client has dropped.
 
-    `first_chunk` is where a message began that the client has given after them. Raises POSITION_TRIMMED if one is gone,
-    UNSUPPORTED_MESSAGE for one that cannot be read here, LOG_UNREADABLE if it is of a transaction that is not over,
+    `first_chunk` is the begin of a message that the client has given after them. Raises POSITION_TRIMMED if an entry is
+    gone, UNSUPPORTED_MESSAGE for one that cannot be read here, LOG_UNREADABLE if its transaction is not over,
     LOG_DAMAGED for any other one.
     """
     ends: list[MessageId] = []
@@ -288,14 +293,17 @@ async def explain(
 
 
 def _check_supported(topic: str, entry: MessageId, said: Mapping[str, str]) -> None:
-    """Raises UNSUPPORTED_MESSAGE for an entry of which the broker says that it cannot be read here."""
+    """Raise UNSUPPORTED_MESSAGE for an entry that, by the broker's answer, cannot be read here."""
     if said.get("x-pulsar-is-encrypted") == "true":
         raise error("UNSUPPORTED_MESSAGE", f"{entry} of {topic} is encrypted, and nothing here has its key")
 
 
 async def exact_keys(connection: BrokerConnection, topic: str, entries: Sequence[PulsarEntry]) -> list[bytes | None]:
-    """The keys as their producers set them. Pulsar's client shows bytes in base64, and no key as an empty one: where a
-    key may be either, the broker is asked for its entry. Raises POSITION_TRIMMED if that is gone."""
+    """Return the keys as their producers set them. Raises POSITION_TRIMMED if an entry is gone.
+
+    Pulsar's client shows bytes in base64, and no key as an empty one. If a key may be either, the broker is asked for
+    its entry.
+    """
     keys: list[bytes | None] = [entry.message.key.encode() for entry in entries]
     unclear: dict[MessageId, list[int]] = {}
     for row, entry in enumerate(entries):
@@ -333,8 +341,8 @@ def _may_be_base64(key: str) -> bool:
 
 
 def keys_in(answer: AdminAnswer) -> list[bytes | None]:
-    """The keys of an entry's messages, as the broker gives the entry. Raises ValueError, IndexError or KeyError for
-    what is no batch."""
+    """Return the keys of an entry's messages, from the broker's answer. Raises ValueError, IndexError or KeyError for
+    an invalid batch."""
     said, raw = answer.headers, answer.raw
     if "x-pulsar-num-batch-message" not in said:
         text = said.get("x-pulsar-partition-key")
@@ -360,13 +368,13 @@ def _key(key: bytes, is_bytes: bool) -> bytes:
 
 
 async def _each(call: Callable[[T], Awaitable[None]], several: Sequence[T]) -> None:
-    """Some at once. Raises what the first one raises that fails."""
+    """Call some at the same time. Raises the exception of the first one that fails."""
     for first in range(0, len(several), ASKED_AT_ONCE):
         await asyncio.gather(*map(call, several[first : first + ASKED_AT_ONCE]))
 
 
 def stored(entries: Sequence[PulsarEntry], keys: Sequence[bytes | None] | None = None) -> Iterator[StoredBatch]:
-    """Messages that stand one after the other, of whole entries; `keys` are their exact ones."""
+    """Yield the messages of whole entries, which follow each other; `keys` are their exact keys."""
     first = 0
     highest: dict[str, int] = {}
     for number, entry in enumerate(entries):

@@ -1,4 +1,4 @@
-"""Messages that a job cannot write: kept in a table of their own, in the transaction that moves over them."""
+"""Messages that a job cannot write: kept in a separate table, in the transaction that moves over them."""
 
 from dataclasses import dataclass, field
 
@@ -11,10 +11,10 @@ from seqdedupe.message_id import MessageId
 from seqdedupe_spark.message_columns import TIME, column_of
 
 SUFFIX = "_dead_letters"
-"""What the table of dead letters is named by, after the job's table."""
+"""The suffix of the table of dead letters, after the name of the job's table."""
 
 MAX_DEAD_LETTERS = 100
-"""In one transaction, unless the job says otherwise: more of them are taken for a fault of the job's."""
+"""The largest number in one transaction, unless the job has another. More of them count as a fault of the job."""
 
 MAX_ERROR_CHARACTERS = 4_000
 
@@ -41,25 +41,26 @@ Key = tuple[str, bytes]
 
 @dataclass
 class DeadLetterRows:
-    """The dead letters of one transaction, while it is tried: what the store refused in an earlier try is known."""
+    """The dead letters of one transaction, while it is tried. Messages that the store refused in an earlier try are
+    known."""
 
     job: str
     most: int
     refused: dict[Key, SeqdedupeError] = field(default_factory=dict)
     ended: set[Key] = field(default_factory=set)
-    """The refused messages that ended the connection. Their letters have neither key nor value, which may end it
-    too, as what is too large for the server does."""
+    """The refused messages that ended the connection. Their letters have neither key nor value, which may end it too,
+    for instance if they are too large for the server."""
     _letters: list[dict[str, object]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self._letters)
 
     def begin(self) -> None:
-        """The transaction is tried anew."""
+        """Begin another try of the transaction."""
         self._letters.clear()
 
     def bury(self, messages: pa.RecordBatch, row: int, why: SeqdedupeError) -> None:
-        """Keeps a message. Raises why it cannot be written if there are too many."""
+        """Keep a message. If there are too many, raise the error why it cannot be written."""
         if len(self._letters) >= self.most:
             what = f"{why.message}; {self.most} messages before it were to be dead letters of the same transaction"
             raise error(why.reason, what, hint=why.hint, topic=why.numbers.get("topic")) from why
@@ -68,7 +69,7 @@ class DeadLetterRows:
         self._letters.append(letter | {"key": None, "value": None} if key in self.ended else letter)
 
     def bury_refused(self, messages: pa.RecordBatch) -> pa.RecordBatch:
-        """Keeps those messages of a topic that the store has refused; returns the others."""
+        """Keep the messages of a topic that the store has refused. Return the others."""
         if not self.refused or not len(messages):
             return messages
         topic = column_of(messages, "topic")[0].as_py()
@@ -80,7 +81,7 @@ class DeadLetterRows:
         return messages.filter(pc.invert(is_refused))
 
     def rows(self) -> pa.RecordBatch:
-        """All of them, as the table has them."""
+        """Return all letters, as the table has them."""
         return pa.RecordBatch.from_pylist(self._letters, SCHEMA)
 
 
@@ -103,6 +104,6 @@ def _letter(job: str, messages: pa.RecordBatch, row: int, why: SeqdedupeError) -
 
 
 def _storable(text: str) -> str:
-    """Databases take no NUL in a text, and a text of Python's may have surrogates, which no encoding has."""
+    """Return the text as databases take it: without NUL, and without surrogates, which no encoding has."""
     whole = text.encode(errors="backslashreplace").decode()
     return whole.replace("\0", "\\0")[:MAX_ERROR_CHARACTERS]

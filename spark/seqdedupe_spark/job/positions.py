@@ -1,6 +1,6 @@
-"""A job's positions: as its driver sees them, checked before anything is planned; and what an operator does to them.
+"""A job's positions: the driver's view, checked before anything is planned; and the actions of an operator on them.
 
-Begin with `Positions.look`; an operator's are `positions_of` and `reset_position`.
+Begin with `Positions.look`. The functions for an operator are `positions_of` and `reset_position`.
 """
 
 import logging
@@ -25,33 +25,33 @@ from seqdedupe_spark.stock import StockEnds
 from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, StoreFactory, check_name
 
 FIRST_START = "*"
-"""Stored as a topic when the first start has given every topic its position: what is found later begins at its
-earliest. No topic has this name."""
+"""A topic name, stored when the first start has given every topic its position. Topics found later begin at their
+earliest message. No topic has this name."""
 
 MAX_MESSAGES = 250_000
-"""What a round takes at most of all topics together, unless the source's limits say otherwise."""
+"""The most that a round takes of all topics together, unless the source has limits."""
 
 MAX_BYTES = 64 * 1024 * 1024
-"""And so many bytes, about."""
+"""The approximate limit in bytes."""
 
 _log = logging.getLogger(__name__)
 
 
 class TopicStanding(NamedTuple):
-    """Where a topic's position is, and where the topic ends."""
+    """The position of a topic, and its end."""
 
     stored: Stored
     end: Position
     entries: int | None = None
-    """So many there are to read of a topic that no sidecar writes."""
+    """The number of entries left to read of a topic that no sidecar writes."""
 
     @property
     def lag(self) -> int:
-        """How many messages there are to read; or entries, where these are counted."""
+        """The number of messages left to read; or of entries, if entries are counted."""
         return self.end.index - self.stored.position.index if self.entries is None else self.entries
 
     def after(self, step: RangeStep) -> "TopicStanding":
-        """The same when a step was taken."""
+        """Return the standing after a step."""
         left = None if self.entries is None else self.entries - len(step.range)
         return TopicStanding(Stored(step.range.end, step.epoch), self.end, left)
 
@@ -60,7 +60,7 @@ class TopicStanding(NamedTuple):
 class Positions:
     """The positions of one job, for one run of it.
 
-    It remembers what it has seen stored, and where the topics ended: none of that may be undone.
+    It remembers the stored positions that it has seen, and the ends of the topics. None of them may go back.
     """
 
     job: str
@@ -69,13 +69,13 @@ class Positions:
     seen: dict[str, Stored] = field(default_factory=dict)
     ends: dict[str, Position] = field(default_factory=dict)
     accepted: set[str] = field(default_factory=set)
-    """Topics that were deleted, and that a warning was logged for."""
+    """Topics that were deleted, and for which a warning was logged."""
 
     def bind(self, store: OutputStore, binding: Binding, schema: pa.Schema) -> None:
-        """Binds the job to its table and mode, and makes the table for rows of this schema if it is missing.
+        """Bind the job to its table and mode. Make the table for rows of this schema if it is missing.
 
-        Raises JOB_CHANGED if it is bound to others, OUTPUT_MISSING if it has positions and its table is gone,
-        INVALID_OUTPUT if the table does not take the rows: one that is there binds nobody then.
+        Raises JOB_CHANGED if the job is bound to others, OUTPUT_MISSING if it has positions and its table is gone,
+        INVALID_OUTPUT if the existing table does not take the rows. Then the job is not bound to it.
         """
         is_there = store.has_table(binding.table)
         if is_there:
@@ -88,10 +88,10 @@ class Positions:
             store.prepare(binding.table, schema)
 
     def check_have_producers(self, client: PlanningClient, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Raises INVALID_OPTION if a selected topic has deduplication IDs. Of one that recovers, or comes later, the
-        task that reads it finds out."""
+        """Raise INVALID_OPTION if a selected topic has deduplication IDs. For a topic that recovers, or comes later,
+        the task that reads it finds out."""
         listing = TopicListing(client, should_stop)
-        # Whether a topic may be missing is for `look` to say.
+        # `look` decides whether a topic may be missing.
         with suppress(NotFoundError):
             if by_id := next(filter(listing.is_by_id, listing.select(self.source.selection)), None):
                 raise has_no_producers(by_id)
@@ -99,12 +99,12 @@ class Positions:
     def look(
         self, client: PlanningClient, store: OutputStore, should_stop: Callable[[], bool] = lambda: False
     ) -> tuple[TopicListing, dict[str, TopicStanding]]:
-        """The listing, and where each selected topic stands; a topic without a position is given one first.
+        """Return the listing, and the standing of each selected topic. A topic without a position gets one first.
 
         Raises POSITION_WENT_BACK if the database has become an older one, POSITION_RESET if an operator has reset a
-        position, POSITION_AFTER_END if a topic has lost its end, and unless `fail_on_data_loss` is off PositionError or
-        NotFoundError for a topic that cannot be read on from its position. With it off a warning is logged and the
-        position moved, for good, to what is left.
+        position, POSITION_AFTER_END if a topic has lost its end. Unless `fail_on_data_loss` is off, also PositionError
+        or NotFoundError for a topic that cannot be read on from its position. With it off, a warning is logged and the
+        position is moved, for good, to the messages left.
         """
         stored = store.positions(self.job)
         self._check_against_seen(stored)
@@ -118,7 +118,7 @@ class Positions:
         return listing, standings
 
     def plan(self, listing: TopicListing, standings: dict[str, TopicStanding]) -> list[RangeStep]:
-        """The next round: for every topic with something new its range, within the limits."""
+        """Return the next round: the range of every topic with new messages, within the limits."""
         ranges = [listing.range(topic, one.stored.position, one.end) for topic, one in standings.items()]
         limits = self.source.limits
         limits = ReadLimits(limits.messages or MAX_MESSAGES, limits.size_bytes or MAX_BYTES)
@@ -126,7 +126,7 @@ class Positions:
         return [RangeStep(span, standings[span.topic].stored.epoch) for span in planned]
 
     def committed(self, step: RangeStep) -> None:
-        """To be told of every step that was taken."""
+        """Note a step that was taken. Call this for each."""
         self.seen[step.range.topic] = Stored(step.range.end, step.epoch)
 
     def _check_against_seen(self, stored: dict[str, Stored]) -> None:
@@ -152,7 +152,7 @@ class Positions:
     def _start(
         self, listing: TopicListing, store: OutputStore, names: list[str], stored: dict[str, Stored]
     ) -> dict[str, Stored]:
-        """Inserts the missing positions; what another run has inserted meanwhile is what counts."""
+        """Insert the missing positions. If another run has inserted some meanwhile, those count."""
         is_first = FIRST_START not in stored
         missing = [name for name in names if name not in stored]
         for name in missing:
@@ -168,13 +168,13 @@ class Positions:
         return store.positions(self.job)
 
     def _check_start(self, listing: TopicListing, topic: str, start: Position) -> None:
-        """Raises INVALID_OPTION for a place that the topic lacks: once stored it would hold against a right one."""
+        """Raise INVALID_OPTION for a place that the topic lacks. Once stored, it would win over a correct one."""
         loss = listing.find_loss(topic, start)
         if loss is not None and (self.source.fail_on_data_loss or not loss.may_be_accepted):
             raise error("INVALID_OPTION", f"startingOffsets: the job cannot begin after {start}: {loss.message}")
 
     def _look_at(self, listing: TopicListing, store: OutputStore, topic: str, stored: Stored) -> TopicStanding | None:
-        """Where one topic stands; None if it was deleted and that is accepted."""
+        """Return the standing of one topic; None if it was deleted and that is accepted."""
         found = listing.look(topic, stored.position)
         if isinstance(found, Position):
             if listing.hold(topic, stored.position):
@@ -193,7 +193,7 @@ class Positions:
         listing.hold(topic)
         moved = Stored(found.next, stored.epoch)
         if found.reason == "POSITION_TRIMMED":
-            # A transaction without rows: what a job that drops duplicates knows of the producers stays true.
+            # A transaction without rows: a job that drops duplicates keeps its knowledge of the producers.
             store.write(
                 self.job,
                 self.table,
@@ -207,16 +207,16 @@ class Positions:
 
 
 def _is_before(now: Stored, before: Stored) -> bool:
-    """Whether a position that was stored before is stored no more. Those of two incarnations have no order: another run
-    may have moved on to the next one, and what is not so does not fit the topic."""
+    """Whether an earlier stored position is above the present one. Positions of two incarnations have no order: another
+    run may have moved on to the next incarnation. If it has not, the position does not fit the topic."""
     return now.position.incarnation == before.position.incarnation and now.position.index < before.position.index
 
 
-# -- What an operator does to a job's positions.
+# -- The actions of an operator on a job's positions.
 
 
 def positions_of(store: StoreFactory, job: str) -> dict[str, Stored]:
-    """The stored positions of a job, by topic. Raises INVALID_OPTION if the store does not know the job."""
+    """Return the stored positions of a job, by topic. Raises INVALID_OPTION if the store does not know the job."""
     with store() as opened:
         return {topic: stored for topic, stored in sorted(_stored(opened, job).items()) if topic != FIRST_START}
 
@@ -238,12 +238,11 @@ def _stored(store: OutputStore, job: str) -> dict[str, Stored]:
 def reset_position(
     store: StoreFactory, job: str, topic: str, place: str, service: Service
 ) -> tuple[Stored | None, Stored]:
-    """Stores a topic's position anew, in the next epoch, and drops its watermarks; what was stored, and what is now.
+    """Store a topic's position again, in the next epoch, and drop its watermarks. Return the old and the new position.
 
-    `place` is earliest, latest, a number, the index of the first message to be read, or a message ID or position, that
-    of the last message that is not to be read. A run that was planned before it commits nothing any more. Raises
-    INVALID_OPTION, also for a job that the store does not know, NotFoundError, or PositionError if the topic cannot be
-    read on from there.
+    `place` is earliest, latest, a number (the index of the first message to read), or a message ID or position (of the
+    last message not to read). A run that was planned before commits nothing any more. Raises INVALID_OPTION, also for a
+    job that the store does not know, NotFoundError, or PositionError if the topic cannot be read on from there.
     """
     topic = topic_name(topic)
     with planning.open_client(planning.of_job(service, job), Selection("topic", (topic,))) as client, store() as opened:
@@ -288,16 +287,16 @@ def _before_index(topic: str, text: str, ends: Ends) -> Position:
 
 
 def _completed(client: planning.PlanningClient, topic: str, position: Position) -> Position:
-    """The position with all that says which message it is after: a message ID alone fits every history of the topic.
+    """Return the position with all data of its message: a message ID alone fits every history of the topic.
 
-    Raises POSITION_DIVERGED if another message stands there.
+    Raises POSITION_DIVERGED if another message is there.
     """
     if position.index < 0:
         return position
     try:
         found = client.position_at(topic, position.index)
     except (DamagedError, PositionError):
-        return position  # what follows it can be read all the same
+        return position  # the messages after it can still be read
     if not found.is_same(position):
         what = f"the message of {topic} with index {position.index} is {found}, not that of the position {position}"
         raise error("POSITION_DIVERGED", what, topic=topic)

@@ -1,7 +1,8 @@
 """A job's task: it reads a range, transforms it, and writes rows and position in one transaction.
 
-It knows nothing of Spark. Whoever runs it, however often, twice at once or after a kill -9, a range takes effect once.
-Begin with `RangeTask._run`. Below the task stands how the message is found that a refusal is about.
+It does not depend on Spark. A range takes effect once, in any process and after any number of attempts, also at the
+same time or after a kill -9. Begin with `RangeTask._run`. After the task comes the search for the message that was
+refused.
 """
 
 import traceback
@@ -29,11 +30,11 @@ from seqdedupe_spark.service import Service
 from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory, Take, Watermarks
 
 Transform = Callable[[pa.RecordBatch], pa.RecordBatch | None]
-"""Row by row: what it makes of a message may depend on that message alone. None stands for no rows."""
+"""Row by row: the rows for a message may depend only on that message. None stands for no rows."""
 
 
 class RangeStep(NamedTuple):
-    """What a round does with one topic: its range, planned in an epoch of the topic's position."""
+    """The step of a round for one topic: its range, planned in an epoch of the topic's position."""
 
     range: TopicRange
     epoch: int
@@ -41,7 +42,7 @@ class RangeStep(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskReport:
-    """What became of a task. `failure` is of those that trying the task again as it is cannot cure."""
+    """The result of a task. `failure` is an error that another try of the unchanged task cannot cure."""
 
     read: int = 0
     written: int = 0
@@ -52,7 +53,7 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class JobOutput:
-    """Where a job writes rows of this schema, and keeps its positions."""
+    """The place where a job writes rows of this schema, and keeps its positions."""
 
     store: StoreFactory
     job: str
@@ -61,10 +62,11 @@ class JobOutput:
 
 
 def all_done(steps: Sequence[RangeStep], stored: Sequence[Stored | None]) -> bool:
-    """Whether the steps have been taken already, by an earlier attempt or by another run; false if all are to be taken.
+    """Return whether the steps have been taken already, by an earlier attempt or another run; false if all remain to
+    do.
 
     Raises POSITION_CHANGED if another run has moved a position elsewhere, POSITION_RESET if an operator has,
-    POSITION_WENT_BACK if the database is an older one than that which the steps were planned from.
+    POSITION_WENT_BACK if the database is older than the one from which the steps were planned.
     """
     done = [_is_done(step, each) for step, each in zip(steps, stored, strict=True)]
     if any(done) and not all(done):
@@ -100,13 +102,12 @@ class _Tally:
     read: int = 0
     duplicates: int = 0
     handed: list[tuple[str, pa.Array, pa.Array]] = field(default_factory=list)
-    """For every batch of rows that the store was given, the topic, the indexes and the message IDs of the messages it
-    was made of."""
+    """For every batch of rows that the store received: the topic, the indexes and the message IDs of its messages."""
 
 
 @dataclass(frozen=True)
 class RangeTask:
-    """What all tasks of a job have in common: pickled, and run with the steps of one transaction."""
+    """The common part of all tasks of a job: pickled, and run with the steps of one transaction."""
 
     output: JobOutput
     service: Service
@@ -115,10 +116,12 @@ class RangeTask:
     deduplicate: bool
     read_timeout_seconds: float | None = None
     max_dead_letters: int | None = None
-    """So many messages of a transaction that cannot be written are put aside; None: the first one is an error."""
+    """The largest number of messages of a transaction that are put aside because they cannot be written. None: the
+    first one is an error."""
 
     def run(self, steps: Sequence[RangeStep]) -> TaskReport:
-        """Takes the steps in one transaction, unless they are taken already. The report carries what is raised."""
+        """Take the steps in one transaction, unless they are taken already. The report has the error, if there is
+        one."""
         try:
             with self.output.store() as store:
                 return self._run(store, steps)
@@ -126,15 +129,15 @@ class RangeTask:
             return TaskReport(failure=failure)
 
     def _run(self, store: OutputStore, steps: Sequence[RangeStep]) -> TaskReport:
-        """Takes the steps, however often that was tried before:
+        """Take the steps, after any number of earlier tries:
 
-        1. What the store has decides whether somebody has taken them.
+        1. The stored positions decide whether the steps have been taken.
         2. The ranges are read, transformed and written with their new positions, in one transaction.
         3. If the store refuses and names no row, the row is looked for. If the statement or the connection was ended,
-           that is tried once more first: a message is to blame only if it is so again, on a database that does other
-           work.
-        4. The message that the row was made of is named. As a dead letter it goes aside, and 2. is done again without
-           it; otherwise it is the error.
+           the transaction is tried once more first. A message is to blame only if it ends them again, on a database
+           that does other work.
+        4. The message from which the row was made is named. As a dead letter it goes aside, and 2. is done again
+           without it. Otherwise it is the error.
         """
         job = self.output.job
         # 1.
@@ -155,7 +158,7 @@ class RangeTask:
             if is_ended:
                 positions = patiently(partial(store.positions, job))
                 if all_done(steps, [positions.get(step.range.topic) for step in steps]):
-                    # It was lost in the commit.
+                    # The answer was lost in the commit.
                     return TaskReport()
                 if not has_ended:
                     has_ended = True
@@ -184,7 +187,7 @@ class RangeTask:
         *,
         ended: bool,
     ) -> SeqdedupeError:
-        """The failure that names a row, for one that names none: all is read again, and rows are tried by halves.
+        """Return a failure that names a row, for one that names none: read everything again, and try rows by halves.
         Raises the failure itself if no row is the cause."""
         rows, _ = self._source(steps, watermarks, tally)
         with store.trial(self.output.table) as take:
@@ -215,7 +218,7 @@ class RangeTask:
     def _source(
         self, steps: Sequence[RangeStep], watermarks: Sequence[Watermarks], tally: _Tally
     ) -> tuple[Iterator[pa.RecordBatch], list[Advance]]:
-        """The rows of the steps' messages, and how the positions move when all are taken."""
+        """Return the rows of the steps' messages, and the moves of the positions when all are taken."""
         sources: list[Iterator[pa.RecordBatch]] = []
         advances: list[Advance] = []
         for step, known in zip(steps, watermarks, strict=True):
@@ -231,7 +234,7 @@ class RangeTask:
         return self._transformed((batch for source in sources for batch in source), tally), advances
 
     def _read_once_each(self, span: TopicRange, deduplicator: Deduplicator, tally: _Tally) -> Iterator[pa.RecordBatch]:
-        """The range's messages but for those that are duplicates."""
+        """Yield the range's messages without duplicates."""
         for group in joined(read_stored(self.service, span, self.read_timeout_seconds)):
             batch = to_arrow(group, span.topic, self.columns)
             kept = [deduplicator.keep(stored) for stored in group]
@@ -262,8 +265,8 @@ class RangeTask:
     def _made_of(
         self, messages: pa.RecordBatch, tally: _Tally
     ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch | None]]:
-        """Messages, and the rows that the transformation makes of them. Those that it fails on are put aside, if they
-        may be."""
+        """Yield messages, and the rows that the transformation makes of them. Messages on which it fails are put aside,
+        if that is allowed."""
         if tally.dead is not None:
             messages = tally.dead.bury_refused(messages)
         while True:
@@ -294,12 +297,12 @@ class RangeTask:
     def _naming(
         self, failure: SeqdedupeError, tally: _Tally, ranges: Sequence[TopicRange]
     ) -> tuple[SeqdedupeError, Key | None]:
-        """A store's failure, which says which message the row was made of, and that message; None if it may be one of
-        several. It is read again for it."""
+        """Return a store's failure, completed with the message of the row; and that message. None if it may be one of
+        several. This reads the messages again."""
         batch, row = int(failure.numbers["batch"]), int(failure.numbers["row"])
         topic, indexes, ids = tally.handed[batch]
         if indexes.null_count:
-            # Which of them a row was made of could be told by reading them again, up to the same indexes.
+            # The message of a row could be found by reading the messages again, up to the same indexes.
             first, last = (row, row) if self.transform is None else (0, len(ids) - 1)
             named = naming_by_id(failure, topic, *(MessageId.from_bytes(ids[n].as_py()) for n in (first, last)))
             return named, (topic, ids[first].as_py()) if first == last else None
@@ -329,7 +332,7 @@ def _value(batch: pa.RecordBatch, name: str, row: int) -> Any:
 
 
 def transformed(transform: Transform, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-    """What the user's function makes of it. What that raises becomes INVALID_OUTPUT, with the line that raised it."""
+    """Return the result of the user's function. Its exception becomes INVALID_OUTPUT, with the line that raised it."""
     try:
         rows = transform(batch)
     except SeqdedupeError:
@@ -344,7 +347,7 @@ def transformed(transform: Transform, batch: pa.RecordBatch) -> pa.RecordBatch |
 
 
 def output_schema(transform: Transform | None, columns: pa.Schema) -> pa.Schema:
-    """The columns that the transformation makes of these, as it shows with a batch of no rows.
+    """Return the columns that the transformation makes of these. It is called with a batch of no rows.
 
     Raises INVALID_OUTPUT if it fails on that or returns None.
     """
@@ -360,14 +363,14 @@ def _columns(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name} {field.type}" for field in schema)
 
 
-# -- Which message a refusal is about.
+# -- The message that a refusal is about.
 
 FindMessageId = Callable[[str, int, int], MessageId]
-"""Of a topic and its incarnation, the message ID at an index."""
+"""The function that returns the message ID at an index of a topic and its incarnation."""
 
 
 MAX_SUSPECTS = 1000
-"""Rows that a table refuses, each alone: of more of them the table is the cause, not a message."""
+"""The limit for rows that a table refuses, each alone. If there are more, the table is the cause, not a message."""
 
 
 class _Suspect(NamedTuple):
@@ -377,12 +380,12 @@ class _Suspect(NamedTuple):
 
 
 def names_a_row(failure: SeqdedupeError) -> bool:
-    """Whether a store says which row it refuses: the number of the batch that it was given, and of the row in it."""
+    """Whether a store names the row that it refuses: the number of its batch, and of the row in it."""
     return {"batch", "row"} <= failure.numbers.keys()
 
 
 def first_failing(call: Callable[[pa.RecordBatch], object], messages: pa.RecordBatch) -> int | None:
-    """The first message that the call fails on alone, by halves; None if it fails on several together only."""
+    """Return the first message on which the call fails alone, by halves; None if it fails only on several together."""
     first, count = 0, len(messages)
     while count > 1:
         half = count // 2
@@ -394,17 +397,19 @@ def first_failing(call: Callable[[pa.RecordBatch], object], messages: pa.RecordB
 
 
 def find_refused(take: Take, batches: Iterable[pa.RecordBatch], *, ended: bool) -> SeqdedupeError | None:
-    """Why a table does not take a row alone, with the row's place: the number of the batch, and of the row in it. None
-    if there is no such row, or more than MAX_SUSPECTS. `ended`: of rows that end the connection or the statement only.
+    """Return why a table does not take a row alone, with the number of its batch and of the row in it.
 
-    A row may need another one that comes later, as a foreign key does that is checked in the end. So a row that is
-    refused is tried again when all others have been taken.
+    None if there is no such row, or more than MAX_SUSPECTS. `ended`: only rows that end the connection or the
+    statement.
+
+    A row may need another one that comes later, for instance for a foreign key that is checked at the end. So a refused
+    row is tried again when all others have been taken.
     """
 
     def refuses(rows: pa.RecordBatch) -> SeqdedupeError | None:
         why = take(rows)
         if ended and why is not None and len(rows) == 1:
-            # A server that fails ends all connections, this one too if it was made before the server has noticed.
+            # A server that fails ends all connections, also this one if it was made before the server noticed.
             why = take(rows)
         if why is None or isinstance(why, UnavailableError) == ended:
             return why
@@ -432,7 +437,7 @@ def find_refused(take: Take, batches: Iterable[pa.RecordBatch], *, ended: bool) 
 def _refused_rows(
     refuses: Callable[[pa.RecordBatch], object | None], rows: pa.RecordBatch, first: int
 ) -> Iterator[int]:
-    """The rows that are refused, by halves, counted from `first`."""
+    """Yield the refused rows, by halves, counted from `first`."""
     if refuses(rows) is None:
         return
     if len(rows) == 1:
@@ -452,8 +457,9 @@ def _fails(call: Callable[[pa.RecordBatch], object], messages: pa.RecordBatch) -
 
 
 def message_of_row(rows_of: Transform, messages: pa.RecordBatch, row: int) -> int | None:
-    """The message that alone makes what stands in that row of all messages' rows, behind those of the messages before
-    it. None: rows are made in another order, or of several messages. Columns that vary from call to call do not tell.
+    """Return the message that alone makes this row of all messages' rows, after the rows of the messages before it.
+
+    None: rows are made in another order, or of several messages. Columns that vary from call to call are not compared.
     """
 
     def count(until: int) -> int:
@@ -472,7 +478,7 @@ def message_of_row(rows_of: Transform, messages: pa.RecordBatch, row: int) -> in
 
 
 def _cells(rows: pa.RecordBatch | None, row: int) -> list[str]:
-    """What stands in a row; nothing where there is no such row."""
+    """Return the cells of a row; none if there is no such row."""
     if rows is None or not 0 <= row < len(rows):
         return []
     # As text, in which NaN equals itself.
@@ -480,20 +486,21 @@ def _cells(rows: pa.RecordBatch | None, row: int) -> list[str]:
 
 
 def naming_by_id(failure: SeqdedupeError, topic: str, first: MessageId, last: MessageId) -> SeqdedupeError:
-    """The same failure where messages have no indexes: the cause is this message, or one of those up to the last."""
+    """Return the same failure for messages without indexes: the cause is one of the messages from `first` to `last`."""
     if first != last:
         return _named(failure, topic, f"the message is one of those from {first} to {last} of {topic}")
     return _named(failure, topic, f"the message is {first} of {topic}", message_id=first)
 
 
 def naming_none(failure: SeqdedupeError, topic: str, first_index: int, last_index: int) -> SeqdedupeError:
-    """The same failure where rows are not made one message after the other: the cause may be any of these messages."""
+    """Return the same failure if rows are not made one message after the other: any of these messages may be the
+    cause."""
     which = f"the message is one of those with the indexes {first_index} to {last_index} in {topic}"
     return _named(failure, topic, f"{which}: its row was not made of it alone, in the order of the messages")
 
 
 def naming(failure: SeqdedupeError, topic: str, incarnation: int, index: int, find: FindMessageId) -> SeqdedupeError:
-    """The same failure, which says which message is the cause; its message ID too, if that can be found now."""
+    """Return the same failure with the message that is the cause; with its message ID too, if that can be found now."""
     try:
         found = find(topic, incarnation, index)
     except SeqdedupeError:

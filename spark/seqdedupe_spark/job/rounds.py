@@ -29,32 +29,33 @@ from seqdedupe_spark.session import activate, typed_failures
 from seqdedupe_spark.stores.contract import Binding, StoreFactory, check_name
 
 GIVE_UP_SECONDS = 120.0
-"""Rounds that fail for so long, though another try should help, end a run that does not follow."""
+"""Rounds that fail for this time, although another try should help, end a run that does not follow."""
 
 READ_TIMEOUT_SECONDS = 20.0
-"""A task to which no message has come for so long ends, unless the source says otherwise: the round is planned again,
-where the sidecar is waited for, and a job that was told to stop does."""
+"""A task to which no message has come for this time ends, unless the source has another limit. The round is planned
+again. Planning waits for the sidecar, and a job that was asked to stop ends there."""
 
 TRIGGER_SECONDS = 1.0
-"""The pause of a job that follows its topics and has read all there is."""
+"""The pause of a job that follows its topics and has read all messages."""
 
 _FIRST_DELAY_SECONDS = 0.05
 _LONGEST_DELAY_SECONDS = 5.0
 
 _MAY_BE_ACCEPTED = {"POSITION_TRIMMED", "POSITION_OF_ANOTHER_INCARNATION", "TOPIC_NOT_FOUND"}
-"""Losses that planning again goes on after, if the source allows it."""
+"""The losses after which planning continues, if the source allows it."""
 
 _LOCAL = re.compile(r"local(\[.*\])?")
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """What a job is. `job` names its positions: another name starts anew.
+    """The configuration of a job. `job` names its positions: another name starts again.
 
-    `source` says what is read, as for the data source: topics, where the first start begins (earliest if it says
-    nothing), how much a round takes at most, whether lost data is an error. With `transaction` "topic" each topic's
-    rows and position are one transaction, with "batch" a whole round's are. A message that the transformation or the
-    table refuses is an error; with `max_dead_letters` so many of them in one transaction go into a table of their own.
+    `source` has the options of the data source: the topics, where the first start begins (by default earliest), how
+    much a round takes at most, whether lost data is an error. With `transaction` "topic", each topic's rows and
+    position are one transaction; with "batch", those of a whole round are. A message that the transformation or the
+    table refuses is an error. With `max_dead_letters`, at most that number of them in one transaction go into a
+    separate table.
     """
 
     job: str
@@ -68,7 +69,7 @@ class JobConfig:
 
 @dataclass
 class Round:
-    """What a round has done, and where the topics stand after it."""
+    """The result of a round, and the standings of the topics after it."""
 
     read: int = 0
     written: int = 0
@@ -76,10 +77,10 @@ class Round:
     dead_letters: int = 0
     standings: dict[str, TopicStanding] = field(default_factory=dict)
     has_looked: bool = True
-    """Whether sidecar and database have said where the topics stand; else nothing is known of them."""
+    """Whether sidecar and database have reported the standings. Otherwise nothing is known of them."""
 
     def count(self, report: TaskReport) -> None:
-        """Adds what a task has done."""
+        """Add the result of a task."""
         self.read += report.read
         self.written += report.written
         self.duplicates += report.duplicates
@@ -87,18 +88,18 @@ class Round:
 
     @property
     def lag(self) -> int:
-        """How many messages are left to read, of those that were there when the round was planned. Of a
-        run only once it `has_looked`."""
+        """The number of messages left to read, of those that were there when the round was planned. For a run, it is
+        valid only once it `has_looked`."""
         return sum(standing.lag for standing in self.standings.values())
 
 
 class ReaderJob:
-    """Reads topics into a table, each message once, whatever happens to it and however many of it run.
+    """Reads topics into a table, each message once, after any failure and with any number of runs at once.
 
-    `transform` makes a RecordBatch of rows from one of messages, row by row; it is called with no rows first, to learn
-    the columns. Without it the messages are written as they are.
+    `transform` makes a RecordBatch of rows from one of messages, row by row. It is called with no rows first, which
+    shows the columns. Without it the messages are written as they are.
 
-    An object belongs to one thread, `stop` apart. Raises ConfigurationError (INVALID_OPTION, INVALID_OUTPUT,
+    An object belongs to one thread, except for `stop`. Raises ConfigurationError (INVALID_OPTION, INVALID_OUTPUT,
     UNSUPPORTED_STORE, JOB_CHANGED, OUTPUT_MISSING) from the first round, before it reads.
     """
 
@@ -107,11 +108,11 @@ class ReaderJob:
         check_name("table", config.table)
         self.config = config
         self.total = Round(has_looked=False)
-        """What it has done so far. In a round that failed too, some topics may have been read."""
+        """The result so far. In a failed round, too, some topics may have been read."""
         self.activity = Activity("job", config.job)
         """The same for `seqdedupe.services.metrics`."""
         self.spark = spark
-        """The session; where there is none yet, to be set before the first round."""
+        """The session. If there is none yet, set it before the first round."""
         self._transform = transform
         source = config.source
         self._columns = columns_of(source.pulsar_columns, source.plain_column_names)
@@ -129,12 +130,14 @@ class ReaderJob:
         trigger_seconds: float = TRIGGER_SECONDS,
         on_round: Callable[[Round], None] | None = None,
     ) -> Round:
-        """Rounds until all is read that was there at the start, or with `follow` until `stop`; returns `total`.
+        """Run rounds until all messages are read that were there at the start, or with `follow` until `stop`. Return
+        `total`.
 
-        While the database or the sidecar is away it waits, from the start on, and says so in the log: with `follow`
-        or `patient` without a limit, else a topic that recovers. Else it raises UnavailableError when rounds have
-        failed for GIVE_UP_SECONDS. At once it raises what trying again cannot cure: at the start also a database that
-        is not there, or does not let the user in. What was committed stays so: run again, it goes on there.
+        While the database or the sidecar is away, this waits, also at the start, and logs that. With `follow` or
+        `patient` there is no limit; otherwise only a wait for a topic that recovers has none. Raises UnavailableError
+        when rounds have failed for GIVE_UP_SECONDS. It raises at once the errors that another try cannot cure. At the
+        start, these include a database that is not there, or does not let the user in. Committed rows stay: another run
+        continues after them.
         """
         with self.activity.life():
             return self._run(follow, patient, trigger_seconds, on_round)
@@ -159,7 +162,8 @@ class ReaderJob:
         return self.total
 
     def stop(self) -> None:
-        """Lets `run` end after its round, or without it if it waits. Any thread, or a signal's handler, may call it."""
+        """Let `run` end after its round, or at once if it waits. May be called from any thread, or a signal's
+        handler."""
         self._stopping.set()
 
     @property
@@ -168,9 +172,9 @@ class ReaderJob:
         return self._stopping.is_set()
 
     def run_round(self) -> Round:
-        """One round: plans it from the stored positions, and has it read and written.
+        """Run one round: plan it from the stored positions, and have it read and written.
 
-        Raises SeqdedupeError; topics whose transactions were committed nevertheless are counted in `total`.
+        Raises SeqdedupeError. Topics whose transactions were still committed are counted in `total`.
         """
         spark = self._session()
         output = self._prepare(spark)
@@ -182,7 +186,7 @@ class ReaderJob:
         if steps:
             failures = self._take(spark, output, steps, done)
             if failures:
-                # One that another try cannot cure is what has to be known.
+                # An error that another try cannot cure is the important one.
                 raise min(failures, key=lambda failure: isinstance(failure, UnavailableError))
             for topic, standing in done.standings.items():
                 listing.hold(topic, standing.stored.position)
@@ -190,9 +194,9 @@ class ReaderJob:
         return done
 
     def look_at_lag(self) -> Lag | None:
-        """How much is left to read of the topics; None before the first round. Asks the sidecar, and blocks: from a
-        thread of its own. From Pulsar's brokers it is what the last round left, of unknown age. Raises
-        SeqdedupeError, TimeoutError."""
+        """Return how much of the topics is left to read; None before the first round. This asks the sidecar and blocks:
+        call it from a separate thread. With Pulsar's brokers it is the rest after the last round, of unknown age.
+        Raises SeqdedupeError, TimeoutError."""
         if not self.total.has_looked:
             return None
         client = self._client
@@ -204,7 +208,7 @@ class ReaderJob:
     def _take(
         self, spark: SparkSession, output: JobOutput, steps: Sequence[RangeStep], done: Round
     ) -> list[SeqdedupeError]:
-        """Has the steps taken, counts what was done, and returns what went wrong."""
+        """Have the steps taken, and count the results. Return the failures."""
         groups = [steps] if self.config.transaction == "batch" else [[step] for step in steps]
         config = self.config
         task = RangeTask(
@@ -229,8 +233,8 @@ class ReaderJob:
         return [report.failure for report in reports if report.failure is not None]
 
     def _round_at_last(self, *, patient: bool) -> Round | None:
-        """A round; one that fails though another try should help is followed by others: unless `patient` for so long.
-        None if it was told to stop before one succeeded."""
+        """Run a round. Repeat it after failures that another try should cure: with `patient`, without a time limit.
+        Return None if it was asked to stop before a round succeeded."""
         backoff, waiting = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS), WaitingLine()
         began = time.monotonic()
         while True:
@@ -258,7 +262,7 @@ class ReaderJob:
         return self.spark
 
     def _prepare(self, spark: SparkSession) -> JobOutput:
-        """Checks what was told, and makes the tables; once."""
+        """Check the configuration, and make the tables; once."""
         if self._output is not None:
             return self._output
         config = self.config
@@ -286,10 +290,10 @@ class ReaderJob:
 def run_tasks(
     spark: SparkSession, run: Callable[[Sequence[RangeStep]], TaskReport], groups: Sequence[Sequence[RangeStep]]
 ) -> list[TaskReport]:
-    """Runs `run` on every group of steps, and returns the reports. Small groups share a task of Spark's.
+    """Run `run` on every group of steps, and return the reports. Small groups share a task of Spark.
 
-    What the tasks need travels in their closure, on a classic session and over Spark Connect alike. Errors that another
-    try cannot cure come back in the reports, as values.
+    The data that the tasks need travels in their closure, on a classic session and over Spark Connect alike. Errors
+    that another try cannot cure come back in the reports, as values.
     """
     parts = packed([sum(len(step.range) for step in group) for group in groups])
 
@@ -305,7 +309,7 @@ def run_tasks(
 
 
 def _has_reached(standings: dict[str, TopicStanding], ends: dict[str, Position]) -> bool:
-    """Whether every topic is read up to that end, or is not the topic any more that had it."""
+    """Whether every topic is read up to that end, or has been replaced by another topic."""
     for topic, end in ends.items():
         position = standings[topic].stored.position if topic in standings else end
         if position.incarnation == end.incarnation and position.index < end.index:

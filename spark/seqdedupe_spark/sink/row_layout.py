@@ -1,4 +1,4 @@
-"""Rows of Arrow to a batch's columns, topic by topic: what their columns mean, and by which ID each row is known."""
+"""Rows of Arrow to a batch's columns, by topic: the meaning of their columns, and the ID of each row."""
 
 import difflib
 import hashlib
@@ -30,9 +30,10 @@ from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe_spark.message_columns import columns_of
 
-# -- The identity of rows that come from a source: topic, incarnation, index, and ordinal among those of one message.
+# -- The identity of rows from a source: topic, incarnation, index, and ordinal among the rows of one message.
 #
-# An identity that comes twice would make the second row a copy of the first, and lose it: `Seen` finds that.
+# If an identity came twice, the second row would count as a copy of the first, and be lost. `SeenIdentities` finds
+# that.
 
 INDEX_BITS = 43
 MAX_INDEX = (1 << INDEX_BITS) - 1
@@ -40,7 +41,7 @@ MAX_ORDINAL = (1 << 63 - INDEX_BITS) - 1
 """An index and an ordinal make one number of 63 bits."""
 
 MAX_TOPIC_BYTES = 200
-"""Of a topic with a longer name an ID has the hash of the name, so that it stays below 255 bytes."""
+"""The longest topic name in an ID. For a longer name, the ID has the name's hash, to stay below 255 bytes."""
 
 Source = tuple[str, int]
 """A topic and its incarnation."""
@@ -50,14 +51,14 @@ _NONE: Int64s = np.empty((0, 2), np.int64)
 
 @lru_cache(1024)
 def name_in_id(topic: str) -> str:
-    """How a topic stands in the IDs of rows that come from it."""
+    """Return the text for a topic in the IDs of rows that come from it."""
     if len(topic) <= MAX_TOPIC_BYTES:
         return topic
     return "sha256:" + hashlib.sha256(topic.encode()).hexdigest()
 
 
 def ids_of(topics: pa.Array, incarnations: pa.Array, indexes: pa.Array, ordinals: pa.Array) -> pa.Array:
-    """`topic/incarnation/index/ordinal` of each row, numbers in decimal: documented, and never to change."""
+    """Return `topic/incarnation/index/ordinal` of each row, numbers in decimal: documented, and never to change."""
     encoded = topics.dictionary_encode()
     names = pa.array([name_in_id(name) for name in encoded.dictionary.to_pylist()], pa.string())
     parts = (names.take(encoded.indices), *(one.cast(pa.string()) for one in (incarnations, indexes, ordinals)))
@@ -65,20 +66,20 @@ def ids_of(topics: pa.Array, incarnations: pa.Array, indexes: pa.Array, ordinals
 
 
 class SeenIdentities:
-    """The identities that a task has seen of each source, as runs of numbers: next to nothing where rows come in order,
-    else 16 bytes a row."""
+    """The identities that a task has seen of each source, as runs of numbers. They need almost no memory if rows come
+    in order, else 16 bytes a row."""
 
     def __init__(self) -> None:
         self._runs: dict[Source, Int64s] = {}
         self._new: dict[Source, list[Int64s]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any row was known by the message it comes from."""
+        """Whether any row was identified by the message it comes from."""
         return bool(self._runs or self._new)
 
     def add(self, topics: pa.Array, incarnations: Int64s, indexes: Int64s, ordinals: Int64s) -> None:
-        """Adds rows. Raises INVALID_REQUEST for numbers out of range, and AMBIGUOUS_IDENTITY for an identity that came
-        before; for some of those only later."""
+        """Add rows. Raises INVALID_REQUEST for numbers out of range, and AMBIGUOUS_IDENTITY for an identity that came
+        before; some of these are found only later."""
         for what, column, most in ((("__index"), indexes, MAX_INDEX), ("__ordinal", ordinals, MAX_ORDINAL)):
             if len(bad := np.flatnonzero((column < 0) | (column > most))):
                 raise error("INVALID_REQUEST", f"{what} is {column[bad[0]]}: it should be 0 to {most}")
@@ -93,7 +94,7 @@ class SeenIdentities:
     def _add(self, source: Source, numbers: Int64s) -> None:
         new = self._new.setdefault(source, [])
         new.append(merged(source, [np.column_stack([numbers, numbers])]))
-        # Merged when they are as many as before, each run is merged a few times only.
+        # Merged when their number reaches the earlier number, so each run is merged only a few times.
         if sum(map(len, new)) >= len(self._runs.get(source, _NONE)):
             self._merge(source)
 
@@ -101,7 +102,7 @@ class SeenIdentities:
         self._runs[source] = merged(source, [self._runs.get(source, _NONE), *self._new.pop(source, [])])
 
     def packed(self) -> dict[Source, bytes]:
-        """All of them, for `check_apart`. Raises AMBIGUOUS_IDENTITY."""
+        """Return all of them, for `check_apart`. Raises AMBIGUOUS_IDENTITY."""
         for source in list(self._new):
             self._merge(source)
         return {
@@ -110,7 +111,7 @@ class SeenIdentities:
 
 
 def check_apart(of_tasks: Iterable[dict[Source, bytes]]) -> None:
-    """Raises AMBIGUOUS_IDENTITY if two tasks have seen the same identity."""
+    """Raise AMBIGUOUS_IDENTITY if two tasks have seen the same identity."""
     packed: dict[Source, list[bytes]] = {}
     for one in of_tasks:
         for source, runs in one.items():
@@ -121,7 +122,8 @@ def check_apart(of_tasks: Iterable[dict[Source, bytes]]) -> None:
 
 
 def merged(source: Source, several: list[Int64s]) -> Int64s:
-    """Runs, each with its first and last number, as few and rising. Raises AMBIGUOUS_IDENTITY if two overlap."""
+    """Return the runs, each with its first and last number, joined and in ascending order. Raises AMBIGUOUS_IDENTITY if
+    two overlap."""
     runs = np.concatenate(several)
     if len(runs) < 2:
         return runs
@@ -144,12 +146,12 @@ def _ambiguous(source: Source, number: int) -> SeqdedupeError:
     )
 
 
-# -- What the columns of the rows mean that a sink is given, checked before anything is written.
+# -- The meaning of the columns of a sink's rows, checked before anything is written.
 
 ID = "deduplicationId"
 ORDINAL = "__ordinal"
 SOURCE = ("__topic", "__incarnation", "__index")
-"""The columns of the source that say which message of which topic a row comes from."""
+"""The columns of the source that identify the topic and message of a row."""
 
 _BYTES = (BinaryType, StringType)
 
@@ -164,8 +166,8 @@ _TYPES: dict[str, tuple[type[DataType], ...]] = {
     "__index": (LongType,),
     ORDINAL: (ByteType, ShortType, IntegerType, LongType),
 }
-"""The columns that mean something, and what they may be. With and without `__` they are the same. All others of the
-source are passed over."""
+"""The columns that have a meaning, and their allowed types. The names with and without `__` are the same. All other
+columns of the source are ignored."""
 
 _MEANING = {alias: name for name in _TYPES for alias in (name, name.removeprefix("__"))} | {f"__{ID}": ID}
 
@@ -176,23 +178,23 @@ _SEQUENCE = ("__producerName", "__sequenceId", "producerName", "sequenceId")
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the parts of a message stand. What it does not say, the names of the columns do."""
+    """The columns for the parts of a message."""
 
     topic: str | None
-    """That of all rows; None: the column `__topic` says it."""
+    """The topic of all rows; None: the column `__topic` has it."""
     columns: Mapping[str, str]
-    """What the columns are called in the rows, by what they mean: the names of `_TYPES`."""
+    """The names of the columns in the rows, by their meaning: the names of `_TYPES`."""
     other_id: str | None
-    """`__deduplicationId`, if there are two columns of IDs. Both may say the same, or this one nothing."""
+    """`__deduplicationId`, if there are two columns of IDs. Both may have the same IDs, or this one may have none."""
 
     @property
     def has_source(self) -> bool:
-        """Whether a row without an ID is known by the message it comes from."""
+        """Whether a row without an ID is identified by the message it comes from."""
         return self.topic is not None and self.columns.keys() >= set(SOURCE)
 
 
 def layout_of(schema: StructType, topic: str | None) -> RowLayout:
-    """The layout of rows with this schema for a topic, or for those that they name.
+    """Return the layout of rows with this schema for a topic, or for the topics in the rows.
 
     Raises ConfigurationError (INVALID_OPTION) that names the column that is missing, unknown or of another type.
     """
@@ -269,14 +271,14 @@ def _wrong(what: str, hint: str = "docs/guides/spark-sink.md lists the columns a
 
 FRAME_ROWS = 4096
 FRAME_BYTES = 1024 * 1024
-"""What a frame has at most, unless it is a single row."""
+"""The largest size of a frame, unless it is a single row."""
 
 _PARTS = ("value", "__key", "__eventTime", "__messageProperties")
 _ID_COLUMN = "id"
 
 
 class SinkFrame(NamedTuple):
-    """What `Publisher.send_batch` takes."""
+    """The arguments of `Publisher.send_batch`."""
 
     payloads: Binary
     deduplication_ids: Binary
@@ -290,7 +292,7 @@ class SinkFrame(NamedTuple):
 
 
 def joined(batches: Iterable[pa.RecordBatch], is_idle: Callable[[], bool]) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of about a frame: as many are joined as fit, unless nothing is under way."""
+    """Yield the same rows in batches of about a frame. Batches are joined while they fit and something is in flight."""
     held: list[pa.RecordBatch] = []
     rows = size_bytes = 0
     for batch in batches:
@@ -307,10 +309,10 @@ def joined(batches: Iterable[pa.RecordBatch], is_idle: Callable[[], bool]) -> It
 
 
 def frames_of(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> Iterator[tuple[str, SinkFrame]]:
-    """The rows in frames, with the topic that each is for.
+    """Yield the rows in frames, with the topic of each.
 
-    Raises InvalidRequestError before the first one: INVALID_DEDUPLICATION_ID, INVALID_REQUEST for what no message can
-    have, INVALID_TOPIC_NAME, MESSAGE_TOO_LARGE, AMBIGUOUS_IDENTITY.
+    Raises InvalidRequestError before the first one: INVALID_DEDUPLICATION_ID, INVALID_REQUEST for values that no
+    message can have, INVALID_TOPIC_NAME, MESSAGE_TOO_LARGE, AMBIGUOUS_IDENTITY.
     """
     if not len(batch):
         return
@@ -332,7 +334,7 @@ def _by_topic(topics: pa.Array, rows: pa.RecordBatch) -> list[tuple[str, pa.Reco
 
 
 def _ids(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> pa.Array:
-    """The identity of each row: its own ID, or of a source topic without IDs the message that it comes from."""
+    """Return the identity of each row: its own ID; or, for a source topic without IDs, the message it comes from."""
     if ID not in layout.columns:
         return _source_ids(batch, layout, seen)
     ids = _own_ids(batch, layout)
@@ -356,7 +358,7 @@ def _ids(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> pa.A
 
 
 def _own_ids(batch: pa.RecordBatch, layout: RowLayout) -> pa.Array:
-    """The rows' own IDs; null where they have none."""
+    """Return the rows' own IDs; null if they have none."""
     name, other = layout.columns[ID], layout.other_id
     ids = batch.column(name).cast(pa.binary())
     if other is not None:
@@ -378,7 +380,7 @@ def _own_ids(batch: pa.RecordBatch, layout: RowLayout) -> pa.Array:
 
 
 def _check_whole_topics(topics: pa.Array, ids: pa.Array) -> None:
-    """Raises INVALID_DEDUPLICATION_ID if only some rows of a topic have IDs."""
+    """Raise INVALID_DEDUPLICATION_ID if only some rows of a topic have IDs."""
     for topic in pc.unique(topics.filter(ids.is_valid())).to_pylist():
         missing = pc.sum(pc.and_(pc.fill_null(pc.equal(topics, topic), False), ids.is_null())).as_py()
         if missing:
@@ -414,7 +416,7 @@ def _check_sizes(values: pa.Array, ids: pa.Array) -> None:
 
 
 def pieces(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """The rows, cut so that each piece fits into a frame."""
+    """Yield the rows, cut so that each piece fits into a frame."""
     count = len(rows)
     if count > FRAME_ROWS:
         for first in range(0, count, FRAME_ROWS):
@@ -427,7 +429,7 @@ def pieces(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def frame_of(rows: pa.RecordBatch) -> SinkFrame:
-    """Of a piece, whose columns are named as the sink takes them, with the IDs in `id` where there are any."""
+    """Return the frame of a piece. Its columns have the sink's names, with the IDs in `id` if there are any."""
     there = rows.schema.names
     return SinkFrame(
         _binary(rows.column("value")),
@@ -458,7 +460,7 @@ def _milliseconds(column: pa.Array) -> Int64s:
 
 def _properties(column: pa.MapArray) -> PropertyColumns | None:
     if column.null_count:
-        # Null is none, and what stands in the place of a null is not to be looked at.
+        # Null means none. Values in the place of a null must not be read.
         column = pa.array([one or [] for one in column.to_pylist()], column.type)
     offsets = column.offsets.to_numpy()
     first, end = int(offsets[0]), int(offsets[-1])

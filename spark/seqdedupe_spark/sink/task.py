@@ -1,4 +1,4 @@
-"""What a task of the sink does: it publishes its rows. Whoever runs it, however often, a row is stored once."""
+"""A task of the sink: it publishes its rows. A row is stored once, in any process and after any number of attempts."""
 
 import asyncio
 import contextlib
@@ -31,26 +31,27 @@ from seqdedupe_spark.planning import PATIENCE_SECONDS, WaitingLine, patiently
 from seqdedupe_spark.service import SidecarService, sidecar_at
 from seqdedupe_spark.sink.row_layout import RowLayout, SeenIdentities, SinkFrame, Source, check_apart, frames_of, joined
 
-# -- Does a topic still know the IDs of what a write may have written before? Only then is writing it again harmless.
+# -- The test whether a topic still knows the IDs of an earlier write. Only then another write is harmless.
 
 CLOCKS_MS = 5_000
-"""The clocks of driver and sidecar may differ by so much."""
+"""The largest difference between the clocks of driver and sidecar."""
 
 
 class Began(NamedTuple):
-    """When what is written may have been written for the first time, and whether it may have been before now."""
+    """The earliest time at which these rows may have been written, and whether they may have been written before
+    now."""
 
     at_ms: int
     may_repeat: bool
     batch: int | None = None
-    """The number that the checkpoint of a stream gives it."""
+    """The number of the batch in the checkpoint of a stream."""
 
     def is_known_by(self, topic: admin_pb2.Topic) -> bool:
-        """Whether the topic knows the IDs of all that came since."""
+        """Return whether the topic knows the IDs of all messages since then."""
         return not topic.window_forgotten or topic.window_first_publish_time_ms <= self.at_ms - CLOCKS_MS
 
     def check(self, topic: admin_pb2.Topic) -> None:
-        """Raises IDS_FORGOTTEN."""
+        """Raise IDS_FORGOTTEN if the topic does not know all IDs."""
         if not self.is_known_by(topic):
             since = _shown(topic.window_first_publish_time_ms)
             what = (
@@ -60,7 +61,7 @@ class Began(NamedTuple):
 
 
 def now() -> Began:
-    """Of a write that begins, as far as is known."""
+    """Return the value for a write that begins now, as far as is known."""
     return Began(time.time_ns() // 1_000_000, may_repeat=False)
 
 
@@ -68,19 +69,18 @@ def _shown(milliseconds: int) -> str:
     return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-# -- What a stream's checkpoint tells of the batch that is planned: when it was logged, and whether it was planned
-# before.
+# -- What a stream's checkpoint shows of the planned batch: when it was logged, and whether it was planned before.
 #
-# A query's batches are planned by several processes in turn, so none of them remembers for all: each batch leaves a
-# mark beside Spark's logs.
+# Several processes in turn plan a query's batches, so none of them remembers all. Each batch leaves a mark next to
+# Spark's logs.
 
 PLANNED = "seqdedupe-sink"
-"""The folder in a checkpoint with an empty file that has the number of the last planned batch as its name."""
+"""The folder in a checkpoint with an empty file whose name is the number of the last planned batch."""
 
 
 def began(location: str | None) -> Began:
-    """The batch that is planned now, which is the last one in the checkpoint's log: what it has may have been written
-    since that was logged. Leaves the mark that this batch was planned."""
+    """Return the batch that is planned now, the last one in the checkpoint's log. Its rows may have been written since
+    it was logged. Leave the mark that this batch was planned."""
     checkpoint = None if location is None else folder_of(location)
     logged = [] if checkpoint is None else _numbers(checkpoint / "offsets")
     if checkpoint is None or not logged:
@@ -92,8 +92,8 @@ def began(location: str | None) -> Began:
 
 
 def _is_new(checkpoint: Path, batch: int) -> bool:
-    """Whether nobody can have written of the batch: the one before has the last mark, and this call has left the next,
-    durable before a row is sent."""
+    """Return whether no process can have written rows of the batch. Then the batch before it has the last mark, and
+    this call has left the next one, durable before a row is sent."""
     folder = checkpoint / PLANNED
     try:
         folder.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def _is_new(checkpoint: Path, batch: int) -> bool:
         for number in before:
             if number < batch:
                 (folder / str(number)).unlink(missing_ok=True)
-    except OSError:  # The mark is there, or cannot be made.
+    except OSError:  # the mark is there, or cannot be made
         return False
     return max(before, default=batch) == batch - 1
 
@@ -114,8 +114,8 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def folder_of(location: str) -> Path | None:
-    """The folder that Spark takes for this checkpoint, if that is one of this machine. What follows the scheme is the
-    path as it stands: `%20` is no space, and `#` and `?` end nothing."""
+    """Return the folder that Spark takes for this checkpoint, if it is on this machine. The text after the scheme is
+    the path, unchanged: `%20` is no space, and `#` and `?` end nothing."""
     scheme, colon, path = location.partition(":")
     if not colon or "/" in scheme:
         scheme, path = "", location
@@ -133,7 +133,7 @@ def _say_once(location: str | None) -> None:
 
 
 MAX_IN_FLIGHT_BYTES = 16 * 1024 * 1024
-"""What a task has under way at most: whoever gives it more rows waits."""
+"""The most bytes in flight of a task. With more rows, its caller waits."""
 
 RECOVERY_DELAY_MS = 100
 
@@ -144,22 +144,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SinkReport:
-    """What a task has done."""
+    """The result of a task."""
 
     rows: int = 0
     copies: int = 0
-    """Rows of those that the topic had already."""
+    """The number of rows that the topic had already."""
     seen: dict[Source, bytes] = field(default_factory=dict)
     """The identities of rows that come from a source."""
     outgrown: tuple[str, ...] = ()
-    """Topics whose window does not reach back any more to where the write began."""
+    """The topics whose window does not reach back to the begin of the write any more."""
     taken: int = 0
-    """Copies whose identity, a message of a source, others had taken: this is the first try, and they were there."""
+    """The number of copies whose identity, a message of a source, was in the topic already at the first try. Others had
+    taken it."""
 
 
 @dataclass(frozen=True)
 class SinkTask:
-    """What all tasks of a write have in common: pickled."""
+    """The common part of all tasks of a write: pickled."""
 
     service: str | SidecarService
     layout: RowLayout
@@ -167,20 +168,20 @@ class SinkTask:
     fail_on_forgotten_ids: bool = True
 
     def check_topic(self) -> None:
-        """Raises INVALID_OPTION or NotFoundError for a topic that takes no deduplication IDs, on the driver, before
-        there is a task. A sidecar that does not answer now is waited for by the tasks."""
+        """Raise INVALID_OPTION or NotFoundError for a topic that takes no deduplication IDs, on the driver, before
+        there is a task. If a sidecar does not answer now, the tasks wait for it."""
         if self.layout.topic is None:
             return
         with sidecar_at(self.service).connect() as client, contextlib.suppress(UnavailableError):
             look(client, self.layout.topic, 0)
 
     def run(self, batches: Iterable[pa.RecordBatch], attempt: int = 0) -> SinkReport:
-        """Publishes all rows; returns when they are durable. A sidecar that goes away meanwhile is waited for, for as
-        long as it takes.
+        """Publish all rows, and return when they are durable. If the sidecar goes away meanwhile, wait without a time
+        limit.
 
         Raises IDS_FORGOTTEN before anything is written if the rows may have been written before and a topic may have
-        forgotten that, INVALID_OPTION or NotFoundError for a topic that takes no deduplication IDs, UnavailableError
-        for a sidecar that is away at the start, and what is wrong with the rows.
+        forgotten that; INVALID_OPTION or NotFoundError for a topic that takes no deduplication IDs; UnavailableError
+        for a sidecar that is away at the start; and the errors of invalid rows.
         """
         may_repeat = self.began.may_repeat or attempt > 0
         check = self.fail_on_forgotten_ids and may_repeat
@@ -192,7 +193,7 @@ class SinkTask:
             for batch in joined(batches, targets.is_idle):
                 rows += len(batch)
                 frames = list(frames_of(batch, self.layout, seen))
-                # Rows of one topic are not sent if another one of theirs is refused.
+                # Rows of one topic are not sent if another one of the batch's topics is refused.
                 for topic in dict.fromkeys(topic for topic, _ in frames):
                     targets.open(topic)
                 for topic, frame in frames:
@@ -215,7 +216,7 @@ class _Targets:
     def __init__(self, client: blocking.Client, began: Began, check: bool) -> None:
         self.copies = 0
         self.there_before = 0
-        """Copies of what the topic had when it was opened."""
+        """The number of copies of messages that the topic had when it was opened."""
         self._client = client
         self._began = began
         self._check = check
@@ -234,13 +235,14 @@ class _Targets:
             run(publisher.close)
 
     def open(self, topic: str) -> None:
-        """Does nothing for a topic that is open."""
+        """Open the topic unless it is open."""
         if topic in self._publishers:
             return
         found = look(self._client, topic)
         if self._check:
             self._began.check(found)
-        # Of partitions that would be one call each: there what is sent again after a lost connection is taken for it.
+        # For partitions this would take one call each. So there, a row sent again after a lost connection counts as
+        # there before.
         self._ends[topic] = _NO_END if found.partitions else found.last.index
 
         async def opened() -> Publisher:
@@ -258,11 +260,11 @@ class _Targets:
         self._size_bytes += frame.size_bytes
 
     def is_idle(self) -> bool:
-        """Whether nothing is under way: whoever has rows need not wait for more of them."""
+        """Whether nothing is in flight. Then a caller with rows need not wait for more of them."""
         return not self._under_way or self._under_way[-1].future.done()
 
     def flush(self) -> None:
-        """Until all is durable."""
+        """Wait until all rows are durable."""
         while self._under_way:
             self._take()
 
@@ -279,8 +281,8 @@ class _Targets:
 
 
 async def _send(publisher: Publisher, frame: SinkFrame) -> BatchResult:
-    """`look` has talked to the sidecar, so that an answer of something else to what the publisher begins with does not
-    mean a wrong address: it is waited out, for PATIENCE_SECONDS."""
+    """Send a frame. `look` has reached the sidecar. So an answer of something else to the publisher's first call does
+    not mean a wrong address: it is waited out, for PATIENCE_SECONDS."""
     waiting = WaitingLine()
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -300,8 +302,8 @@ async def _send(publisher: Publisher, frame: SinkFrame) -> BatchResult:
 
 
 def look(client: blocking.Client, topic: str, patience_seconds: float = PATIENCE_SECONDS) -> admin_pb2.Topic:
-    """The topic as it is now, once it has recovered. Raises INVALID_OPTION if it does not know copies by their IDs,
-    NotFoundError, UnavailableError after `patience_seconds`."""
+    """Return the topic as it is now, once it has recovered. Raises INVALID_OPTION if it does not know copies by their
+    IDs, NotFoundError, UnavailableError after `patience_seconds`."""
 
     def serving() -> admin_pb2.Topic:
         found = client.admin.topic(topic)
@@ -331,12 +333,12 @@ def _say(why: UnavailableError) -> None:
 # -- The sink as Spark knows it: a batch, or the batches of a stream, written by tasks and committed on the driver.
 
 _BATCH = "streaming.sql.batchId"
-"""What Spark calls the number of a stream's batch in the properties of all tasks that it runs for it."""
+"""Spark's name for the number of a stream's batch, in the properties of all tasks that it runs for the batch."""
 
 
 @dataclass
 class Committed(WriterCommitMessage):
-    """What a task tells the driver."""
+    """The message of a task to the driver."""
 
     written: SinkReport
 
@@ -350,7 +352,7 @@ class _Writing:
         return Committed(self.task.run(iterator, context.attemptNumber() if context else 0))
 
     def _sum_up(self, what: str, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Rows are durable when their task has ended: what is left is what only all tasks together show."""
+        """Check and log the results of all tasks together. Rows are durable when their task has ended."""
         found = [message.written for message in messages if isinstance(message, Committed)]
         check_apart(one.seen for one in found)
         rows, copies = sum(one.rows for one in found), sum(one.copies for one in found)
@@ -376,7 +378,8 @@ class BatchWriter(_Writing, DataSourceArrowWriter):
     """Appends a DataFrame."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Raises INVALID_OPTION before anything is written in `foreachBatch` whose checkpoint nobody named."""
+        """Write the rows. Raises INVALID_OPTION, before anything is written, in a `foreachBatch` without a named
+        checkpoint."""
         context = TaskContext.get()
         batch = context.getLocalProperty(_BATCH) if context else None
         if batch is not None and self.task.fail_on_forgotten_ids:
@@ -387,7 +390,7 @@ class BatchWriter(_Writing, DataSourceArrowWriter):
         self._sum_up("the write", messages)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """What was written stays, and is known by its IDs when it comes again."""
+        """Do nothing. The rows written stay, and are known by their IDs when they come again."""
 
 
 class StreamWriter(_Writing, DataSourceStreamArrowWriter):
@@ -397,11 +400,12 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
         self._sum_up(f"batch {batchId}", messages)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """As of a batch."""
+        """Do nothing, as for a batch."""
 
 
 def _check_batch(batch: int, of_checkpoint: int | None) -> None:
-    """A stream replays a batch that it was killed in: whether that may be this one, only its checkpoint says."""
+    """Raise INVALID_OPTION unless the checkpoint has this batch. A stream replays a batch in which it was killed. Only
+    its checkpoint shows whether this may be that batch."""
     if batch != of_checkpoint:
         found = "none is named that can be looked at" if of_checkpoint is None else f"the one named has {of_checkpoint}"
         raise error(

@@ -1,8 +1,8 @@
-"""What a reader job needs of the place where it writes: rows and positions in one transaction.
+"""The contract between a reader job and its store: rows and positions in one transaction.
 
-To write a store of one's own, derive from `OutputStore`, fill in its methods, and run the suite in
-`tests/spark/stores/conformance.py` against it. A job is given a `StoreFactory`, which Spark pickles; every process
-opens the store for itself.
+To write your own store, derive from `OutputStore`, implement its methods, and run the suite in
+`tests/spark/stores/conformance.py` against it. A job gets a `StoreFactory`, which Spark pickles. Every process opens
+the store separately.
 """
 
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ from seqdedupe_spark.ranges import TopicRange
 
 
 class Stored(NamedTuple):
-    """What a store holds of one topic of a job."""
+    """The stored state of one topic of a job."""
 
     position: Position
     epoch: int
-    """How often an operator has reset it, from 0. A run that was planned before a reset can no longer commit."""
+    """The number of resets by an operator. A run that was planned before a reset can no longer commit."""
 
 
 Watermarks = Mapping[str, int]
@@ -32,18 +32,18 @@ Watermarks = Mapping[str, int]
 
 
 def no_watermarks() -> Watermarks:
-    """Of a job that drops none."""
+    """Return the watermarks of a job that drops no duplicates."""
     return {}
 
 
 class Binding(NamedTuple):
-    """What a job is bound to from its first start on: its positions say what stands in this table, read so."""
+    """The binding of a job from its first start on: its positions describe this table, read in this mode."""
 
     table: str
     deduplicate: bool
 
     def check(self, job: str, stored: "Binding") -> None:
-        """Raises JOB_CHANGED unless this is what is stored."""
+        """Raise JOB_CHANGED unless this is the stored binding."""
         if self.table != stored.table:
             raise error("JOB_CHANGED", f"job {job!r} writes to table {stored.table!r}, not to {self.table!r}")
         if self.deduplicate != stored.deduplicate:
@@ -52,7 +52,7 @@ class Binding(NamedTuple):
 
 
 def check_name(what: str, name: str) -> None:
-    """Raises INVALID_OPTION for the name of a job or table that no store can hold."""
+    """Raise INVALID_OPTION for the name of a job or table that no store can hold."""
     if not name:
         raise error("INVALID_OPTION", f"{what}: a {what} needs a name")
     try:
@@ -62,11 +62,11 @@ def check_name(what: str, name: str) -> None:
 
 
 FORMAT_VERSION = 2
-"""Of what stores keep beside the rows. Version 1 did not say which table a job writes to."""
+"""The format of the data that stores keep in addition to the rows. Version 1 did not have a job's table."""
 
 
 def check_format(version: int, place: str) -> None:
-    """Raises INVALID_OUTPUT if a store holds positions of an older format, NEWER_FORMAT if of a newer one."""
+    """Raise INVALID_OUTPUT if a store holds positions of an older format, NEWER_FORMAT if of a newer one."""
     if version > FORMAT_VERSION:
         raise error(
             "NEWER_FORMAT", f"the positions in {place} are of format {version}, this version has {FORMAT_VERSION}"
@@ -80,7 +80,7 @@ def check_format(version: int, place: str) -> None:
 
 
 def check_replacement(topic: str, expected: Stored | None, new: Stored) -> None:
-    """Raises INTERNAL if a position would move back: within an incarnation only an operator's reset may do that."""
+    """Raise INTERNAL if a position would move back. Within an incarnation only an operator's reset may move it back."""
     if expected is None or expected.epoch != new.epoch:
         return
     before, after = expected.position, new.position
@@ -92,8 +92,8 @@ def check_replacement(topic: str, expected: Stored | None, new: Stored) -> None:
 class Advance:
     """The move of one topic's position over a range, planned in `epoch`.
 
-    `changed_watermarks` is called when the last row of the transaction has been taken: the watermarks that the range
-    has raised.
+    `changed_watermarks` returns the watermarks that the range has raised. It is called when the last row of the
+    transaction has been taken.
     """
 
     range: TopicRange
@@ -101,19 +101,19 @@ class Advance:
     changed_watermarks: Callable[[], Watermarks] = no_watermarks
 
     def __post_init__(self) -> None:
-        """Raises INTERNAL if it would move back, or into another incarnation."""
+        """Raise INTERNAL if it would move back, or into another incarnation."""
         start, end = self.range.start, self.range.end
         if start.incarnation != end.incarnation or end.index < start.index:
             raise error("INTERNAL", f"the position for {self.range.topic} would move from {start} to {end}")
 
     def check(self, job: str, stored: Stored | None) -> None:
-        """For stores that look before they write. Raises POSITION_CHANGED unless this is what it was planned from."""
+        """Raise POSITION_CHANGED unless `stored` is the start of the move. For stores that look before they write."""
         if stored != Stored(self.range.start, self.epoch):
             raise error("POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {self.range}")
 
 
 Take = Callable[[pa.RecordBatch], SeqdedupeError | None]
-"""Puts rows into a table; returns why it does not take them."""
+"""The function that puts rows into a table, and returns why the table does not take them."""
 
 
 class Beside(NamedTuple):
@@ -125,18 +125,18 @@ class Beside(NamedTuple):
 
 
 class OutputStore(ABC):
-    """A connection to where a job's rows and positions are kept. It belongs to one thread; enter it to use it.
+    """A connection to the place of a job's rows and positions. It belongs to one thread; enter it to use it.
 
-    Every method raises `UnavailableError` (OUTPUT_UNAVAILABLE) if the store cannot be reached or is busy for longer
-    than its time-out: nothing was written, or that cannot be known, and trying again is safe.
+    Every method raises `UnavailableError` (OUTPUT_UNAVAILABLE) if the store cannot be reached, or is busy for longer
+    than its time-out. Then nothing was written, or that cannot be known; another try is safe.
     """
 
     keeps_watermarks: bool = True
-    """Whether it can hold the watermarks of a job that drops duplicates. If not, `watermarks` answers none of them, and
-    `write` raises ConfigurationError (UNSUPPORTED_STORE), and writes nothing, if there are any to be stored."""
+    """Whether it can hold the watermarks of a job that drops duplicates. If not, `watermarks` returns none. If there
+    are any to store, `write` raises ConfigurationError (UNSUPPORTED_STORE), and writes nothing."""
 
     keeps_dead_letters: bool = True
-    """Whether one transaction can write to two tables. If not, `write` raises UNSUPPORTED_STORE if it is to."""
+    """Whether one transaction can write to two tables. If not, such a `write` raises UNSUPPORTED_STORE."""
 
     is_local: bool = False
     """Whether only processes of one machine can use it."""
@@ -151,13 +151,13 @@ class OutputStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the connection; what is not committed is rolled back."""
+        """Close the connection. Uncommitted writes are rolled back."""
 
     @abstractmethod
     def bind(self, job: str, binding: Binding) -> Binding:
-        """Stores what the job is bound to unless that is stored already; what is stored then. Many may do it at once.
+        """Store the binding of the job unless one is stored. Return the stored one. Many may do it at once.
 
-        Raises ConfigurationError (INVALID_OUTPUT) or DamagedError (NEWER_FORMAT) if what the store holds is of another
+        Raises ConfigurationError (INVALID_OUTPUT) or DamagedError (NEWER_FORMAT) if the data in the store has another
         format, see `check_format`.
         """
 
@@ -167,25 +167,25 @@ class OutputStore(ABC):
 
     @abstractmethod
     def prepare(self, table: str, schema: pa.Schema) -> None:
-        """Makes the tables for positions and watermarks, and the output table from `schema`, where they are missing.
+        """Make the tables for positions and watermarks, and the output table from `schema`, if they are missing.
 
-        Many may do it at once. Raises ConfigurationError (INVALID_OUTPUT), naming the columns, if the table that is
-        there does not take rows of this schema: a column is missing, or its type does not fit.
+        Many may do it at once. Raises ConfigurationError (INVALID_OUTPUT), naming the columns, if the existing table
+        does not take rows of this schema: a column is missing, or its type does not fit.
         """
 
     @abstractmethod
     def positions(self, job: str) -> dict[str, Stored]:
-        """What is stored for each topic (full name) of the job."""
+        """Return the stored state of each topic (full name) of the job."""
 
     @abstractmethod
     def watermarks(self, job: str, topic: str) -> tuple[Stored | None, dict[str, int]]:
-        """What is stored for one topic, and all its watermarks, in one snapshot."""
+        """Return the stored state of one topic, and all its watermarks, in one snapshot."""
 
     @abstractmethod
     def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
-        """Stores `new` and drops the topic's watermarks, durably, if `expected` is what is stored (None: nothing).
+        """Store `new` and drop the topic's watermarks, durably, if `expected` is stored (None: nothing).
 
-        Returns whether it was; otherwise nothing changes. Raises INTERNAL, and nothing changes, if it would move the
+        Return whether it was; otherwise nothing changes. Raises INTERNAL, and nothing changes, if it would move the
         position back, see `check_replacement`.
         """
 
@@ -198,28 +198,30 @@ class OutputStore(ABC):
         advances: Sequence[Advance],
         beside: Beside | None = None,
     ) -> int:
-        """Writes all rows, and those `beside`, then moves every position to its range's end and raises the watermarks:
-        one durable transaction. Returns how many rows, without those beside.
+        """Write all rows, and those of `beside`, move every position to its range's end, and raise the watermarks: one
+        durable transaction. Return the number of rows, without those of `beside`.
 
-        Raises UnavailableError (POSITION_CHANGED), and nothing of it is written, unless for every advance the stored
-        position is its range's start and the stored epoch its epoch, when the transaction commits. What `batches`
-        raises, it raises, and nothing is written. INVALID_OUTPUT that one row is the cause of has its place in the
-        numbers `batch` and `row`, both from 0. The positions are the last to be written before the commit, so that
-        a writer that stalls holds up no other.
+        Raises UnavailableError (POSITION_CHANGED), and writes nothing, unless for every advance the stored position is
+        its range's start and the stored epoch its epoch, when the transaction commits. It raises the exceptions of
+        `batches`, and writes nothing. An INVALID_OUTPUT that one row has caused has the row's place in the numbers
+        `batch` and `row`, both from 0. The positions are written last before the commit, so a writer that stalls blocks
+        no other.
         """
 
     @contextmanager
     def trial(self, table: str) -> Iterator[Take]:
-        """A transaction that is rolled back in the end, for finding the row that `write` was refused for without a
-        place. What the block receives puts rows into the table, and has every constraint checked. If they are refused,
-        it returns INVALID_OUTPUT: then none of them is there, and all that were taken before are. If they end the
-        statement or the connection, it returns UnavailableError, and none of all may be there. It raises what is the
-        database's own fault.
+        """Begin a transaction that is rolled back in the end, to find the row for which `write` was refused without a
+        place.
 
-        A store whose refusals always have a place need not fill it in.
+        The block receives a function that puts rows into the table, and has every constraint checked. If the rows are
+        refused, it returns INVALID_OUTPUT. Then none of them is there, but all rows taken before are. If the rows end
+        the statement or the connection, it returns UnavailableError, and no row at all may be there. It raises an error
+        that is the database's own fault.
+
+        A store whose refusals always have a place need not implement it.
         """
         yield lambda _: None
 
 
 StoreFactory = Callable[[], OutputStore]
-"""Opens the store; can be pickled."""
+"""The function that opens the store. It can be pickled."""

@@ -44,29 +44,29 @@ from seqdedupe_spark.stores.kinds import (
     kind_of,
 )
 
-# -- The columns of a Delta table: the types that it has, batches cast to them, and columns that partition it.
+# -- The columns of a Delta table: its types, batches cast to them, and columns that partition it.
 
 MAX_PARTITION_TEXT_BYTES = 200
-"""Of a text in a column that partitions the table, as the name of its folder spells it: names have 255 with the
-column's."""
+"""The largest text in a column that partitions the table, as spelled in the name of its folder. With the column's name,
+a folder's name has at most 255."""
 
 MAX_PARTITION_NAME_BYTES = 255 - 1 - MAX_PARTITION_TEXT_BYTES
-"""Of such a column's own name, which stands before the text and a `=`."""
+"""The largest name of such a column, which comes before the text and a `=`."""
 
 MAX_KEY_BYTES = 1024
-"""What the name of an object has at most, its folders among it."""
+"""The largest name of an object, with its folders."""
 
 FILE_NAME_BYTES = 80
-"""What of it a data file's own name takes, with room to spare."""
+"""The part of it for a data file's own name, with room to spare."""
 
 _NO_FOLDER = re.compile(r"[\x00-\x1f\x7f/]")
-"""What such a name cannot have: folders are named after it as it is."""
+"""Characters that such a name cannot have: folders get the name unchanged."""
 
 _NULLS = ("", "__HIVE_DEFAULT_PARTITION__")
-"""Texts that stand for null there."""
+"""Texts that mean null there."""
 
 _PARTITIONS = (Kind.BOOLEAN, Kind.INTEGER, Kind.TEXT, Kind.DATE, Kind.TIMESTAMP, Kind.LOCAL_TIMESTAMP)
-"""What is read from the names of folders as it was written."""
+"""The kinds of values that are read from the names of folders as they were written."""
 
 _UNSUPPORTED = frozenset(
     {
@@ -82,7 +82,7 @@ _UNSUPPORTED = frozenset(
         "typeWidening-preview",
     }
 )
-"""Of what a table's protocol can ask of who adds rows: with these delta-rs commits nothing."""
+"""The features of a table's protocol, for writers that add rows, with which delta-rs commits nothing."""
 
 _MARKS = {
     "delta.generationExpression": "generatedColumns",
@@ -102,7 +102,7 @@ _DECLARED = {
 
 
 def declared(field: pa.Field) -> pa.Field:
-    """A new column, which can be null: Delta knows no unsigned numbers, and microseconds only."""
+    """Return a new column, which can be null. Delta has no unsigned numbers, and of times only microseconds."""
     kind = kind_of(field)
     if kind is Kind.TIMESTAMP:
         return pa.field(field.name, pa.timestamp("us", "UTC"))
@@ -112,8 +112,8 @@ def declared(field: pa.Field) -> pa.Field:
 
 
 def check_names(table: str, fields: Iterable[pa.Field]) -> None:
-    """Raises INVALID_OUTPUT if a table cannot tell these columns apart, or the fields of one of their structs: Delta
-    takes upper and lower case for the same, and ends a name at a NUL."""
+    """Raise INVALID_OUTPUT if a table cannot distinguish these columns, or the fields of one of their structs. To
+    Delta, upper and lower case are the same, and a name ends at a NUL."""
     known: dict[str, str] = {}
     for field in fields:
         if "\0" in field.name:
@@ -125,7 +125,7 @@ def check_names(table: str, fields: Iterable[pa.Field]) -> None:
 
 
 def check_features(table: str, found: DeltaTable) -> None:
-    """Raises INVALID_OUTPUT if a table has what the writer does not support."""
+    """Raise INVALID_OUTPUT if a table has features that the writer does not support."""
     has = set(found.protocol().writer_features or ())
     fields = json.loads(found.schema().to_json())["fields"]
     names = {name for field in fields for name in field["metadata"]}
@@ -136,14 +136,14 @@ def check_features(table: str, found: DeltaTable) -> None:
 
 
 def check_columns(table: str, schema: pa.Schema, there: pa.Schema, hint: str | None = None) -> None:
-    """Raises INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
+    """Raise INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
     check_schema(schema)
     columns = {field.name: Column(str(field.type), not field.nullable) for field in there}
     check_table(table, schema, columns, lambda field, _: _fits(field, there.field(field.name)), hint)
 
 
 def check_partitions(table: str, names: Sequence[str], columns: pa.Schema) -> None:
-    """Raises INVALID_OUTPUT unless these can be the columns that partition a table which has those."""
+    """Raise INVALID_OUTPUT unless these columns can partition a table with `columns`."""
     for name in names:
         if _NO_FOLDER.search(name):
             why = f"no name of a folder has control characters or slashes, and {name[:80]!r} has"
@@ -167,8 +167,8 @@ def check_partitions(table: str, names: Sequence[str], columns: pa.Schema) -> No
 
 
 def to_table(batch: pa.RecordBatch, there: pa.Schema, partitions: Sequence[str]) -> pa.RecordBatch:
-    """The batch with the table's columns; those that it does not have are null. Raises INVALID_OUTPUT that names the
-    row."""
+    """Return the batch with the table's columns; columns that it does not have are null. Raises INVALID_OUTPUT that
+    names the row."""
     columns = []
     for field in there:
         if field.name not in batch.schema.names:
@@ -195,13 +195,13 @@ def _check_names_a_folder(name: str, column: pa.Array) -> None:
 
 
 def room_for_folders(uri: str) -> int:
-    """How many bytes a table's own folders may have there, of a data file's key."""
+    """Return the bytes, in a data file's key, that are left for a table's own folders."""
     _, _, folder = uri.removeprefix(SCHEME).partition("/")
     return MAX_KEY_BYTES - FILE_NAME_BYTES - len(folder) - len("//")
 
 
 def check_keys(batch: pa.RecordBatch, partitions: Sequence[str], room_bytes: int) -> None:
-    """Raises INVALID_OUTPUT that names the first row whose folders, all together, have more bytes."""
+    """Raise INVALID_OUTPUT that names the first row whose folders together have more bytes."""
     most = sum(len(name.encode()) + len("=/") + MAX_PARTITION_TEXT_BYTES for name in partitions)
     if most <= room_bytes:
         return
@@ -247,7 +247,7 @@ def _nests_alike(given: pa.DataType, there: pa.DataType) -> bool:
 
 
 def _takes_integers(given: pa.DataType, there: pa.DataType) -> bool:
-    """Arrow casts integers to a decimal only if it has room for all that their type has."""
+    """Whether Arrow casts integers of this type to the decimal: only if it has room for all values of the type."""
     try:
         pa.array([0], given).cast(there)
     except BAD_VALUES:
@@ -255,24 +255,24 @@ def _takes_integers(given: pa.DataType, there: pa.DataType) -> bool:
     return True
 
 
-# -- How a Delta table holds the positions of jobs: what stands in its properties, and what in application
+# -- How a Delta table holds the positions of jobs: some parts in its properties, the others in application
 # transactions.
 #
-# RESTORE takes rows and properties back to an older version, and leaves transactions as they are. So every commit of
-# a job says in one more transaction up to which version of the table it was looked for a RESTORE: one that comes
-# later makes the positions of the version that it brought back those that count.
+# RESTORE takes rows and properties back to an older version, and does not change transactions. So every commit of a job
+# has one more transaction: the version of the table up to which the job has looked for a RESTORE. After a later
+# RESTORE, the positions of the version that it brought back are the valid ones.
 
 _NO_MESSAGE = MessageId(-1, -1)
-"""For no message ID: at a topic's start, or because it is not known. The ledgers of messages are not negative."""
+"""The value for no message ID: at a topic's start, or because it is not known. Ledgers of messages are not negative."""
 
 _PROPERTY = "seqdedupe."
 
 _FORMAT = "seqdedupe_format_version"
-"""The property of the table that says how the others are to be read."""
+"""The property of the table with the format of the others."""
 
 
 def properties(job: str, positions: dict[str, Stored]) -> dict[str, str]:
-    """The properties of a table in which a job has these positions, the job's own among them."""
+    """Return the properties of a table in which a job has these positions, the job's own among them."""
     known = {
         _of_topic(job, topic): f"{stored.epoch} {stored.position.incarnation}" for topic, stored in positions.items()
     }
@@ -280,12 +280,12 @@ def properties(job: str, positions: dict[str, Stored]) -> dict[str, str]:
 
 
 def job_transaction(job: str, checked: int) -> Transaction:
-    """What goes with the properties: the job has begun, and the table is checked up to that version."""
+    """Return the transaction for the properties: the job has begun, and the table is checked up to that version."""
     return Transaction(quote(job, safe=""), checked)
 
 
 def transactions(job: str, topic: str, position: Position, checked: int) -> list[Transaction]:
-    """A position, and up to which version the table is checked."""
+    """Return the transactions of a position, and of the version up to which the table is checked."""
     # Versions are signed numbers.
     ownership = position.ownership - 2**64 if position.ownership >= 2**63 else position.ownership
     numbers = (position.index, *(position.message_id or _NO_MESSAGE), ownership, checked)
@@ -294,8 +294,8 @@ def transactions(job: str, topic: str, position: Position, checked: int) -> list
 
 
 def checked_version(found: DeltaTable, job: str, topics: Iterable[str]) -> int | None:
-    """Up to which version the job's commits have checked the table, as far as these topics say; None: it has not begun,
-    or what it wrote says nothing."""
+    """Return the version up to which the job's commits have checked the table, as far as these topics show it. None:
+    the job has not begun, or its commits have no such version."""
     said = [found.transaction_version(quote(job, safe=""))]
     for topic in topics:
         if (value := found.metadata().configuration.get(_of_topic(job, topic))) is not None:
@@ -305,14 +305,14 @@ def checked_version(found: DeltaTable, job: str, topics: Iterable[str]) -> int |
 
 
 def topics_of(found: DeltaTable, job: str) -> list[str]:
-    """The topics that have a position."""
+    """Return the topics that have a position."""
     prefix = _of_topic(job, "")
     return [name[len(prefix) :] for name in found.metadata().configuration if name.startswith(prefix)]
 
 
 def check_not_replaced(found: DeltaTable, job: str, stands: DeltaTable) -> None:
-    """Raises OUTPUT_MISSING if the job had positions in the table that `stands`, and `found` was put in its place:
-    properties are lost then, and transactions are not."""
+    """Raise OUTPUT_MISSING if the job had positions in the table that `stands`, and `found` was put in its place. Then
+    properties are lost, and transactions are not."""
     if _of_job(job) in found.metadata().configuration:
         return
     if _of_job(job) in stands.metadata().configuration or stands.transaction_version(quote(job, safe="")) is not None:
@@ -325,7 +325,7 @@ def check_not_replaced(found: DeltaTable, job: str, stands: DeltaTable) -> None:
 
 
 def stored_in(found: DeltaTable, job: str, topic: str) -> Stored | None:
-    """The position that stands in this version, whatever was restored. Raises INVALID_OUTPUT or NEWER_FORMAT."""
+    """Return the position in this version, without regard to a RESTORE. Raises INVALID_OUTPUT or NEWER_FORMAT."""
     names = found.metadata().configuration
     value = names.get(_of_topic(job, topic))
     if value is None:
@@ -337,7 +337,7 @@ def stored_in(found: DeltaTable, job: str, topic: str) -> Stored | None:
     if len(whole) != 1 + len(_NO_MESSAGE):
         raise error("INVALID_OUTPUT", f"the Delta table {found.table_uri} has lost the position of {topic}")
     message_id = None if MessageId(*whole[1:]) == _NO_MESSAGE else MessageId(*whole[1:])
-    # Positions that were stored when they had no ownership have none here either.
+    # Positions that were stored without ownership have none here either.
     return Stored(Position(incarnation, message_id, whole[0], (ownership or 0) % 2**64), epoch)
 
 
@@ -350,8 +350,8 @@ def _of_topic(job: str, topic: str) -> str:
 
 
 def _applications(job: str, topic: str, incarnation: int) -> list[str]:
-    """The application IDs whose versions are a position: index, ledger, entry, batch index, ownership; and the version
-    up to which the table is checked."""
+    """Return the application IDs whose versions make a position: index, ledger, entry, batch index, ownership; and the
+    version up to which the table is checked."""
     name = f"{quote(job, safe='')}/{topic}/{incarnation}"
     return [name, *(f"{name}/{part}" for part in ("ledger", "entry", "batch", "ownership", "checked"))]
 
@@ -360,20 +360,20 @@ _VIOLATED = re.compile(r"Invalid data found: (\d+) rows failed validation check"
 
 
 class DeltaStore(OutputStore):
-    """One Delta table with the positions of the jobs that write to it. The output table's name is its folder's.
+    """One Delta table with the positions of the jobs that write to it. The output table has the name of its folder.
 
-    A property of the table, `seqdedupe.<job>/<topic>`, holds epoch and incarnation, application transactions the rest,
-    see `properties` and `transactions`. They are in the commit that adds the rows, and it is made on the very version
-    of the table in which they were checked: Delta refuses it if a later version has changed the same ones, and merges
-    those of other topics. Rows and positions stay one when the table is restored to an older version: `bind` stores the
-    positions of that one, and until then nothing is written (POSITION_WENT_BACK). In a table that was replaced nothing
-    is (OUTPUT_MISSING).
+    A property of the table, `seqdedupe.<job>/<topic>`, holds epoch and incarnation. Application transactions hold the
+    rest, see `properties` and `transactions`. They are in the commit that adds the rows. The commit is made on the same
+    version of the table in which they were checked. Delta refuses it if a later version has changed the same ones, and
+    merges commits of other topics. Rows and positions also agree after the table is restored to an older version:
+    `bind` stores the positions of that version, and until then nothing is written (POSITION_WENT_BACK). In a table that
+    was replaced, nothing is written (OUTPUT_MISSING).
 
     `write` holds all rows of a transaction in memory. Columns that the rows do not have are null.
 
-    On S3 (`s3://bucket/folder`) a commit is a conditional PUT: it needs a server that has those, and that nobody
-    commits to the table in another way. `partition_by` are the columns that a table is partitioned by when it is made;
-    with `merge_schema` one that is there gets the columns that it lacks.
+    On S3 (`s3://bucket/folder`) a commit is a conditional PUT. The server must support it, and no process may commit to
+    the table in another way. A new table is partitioned by the columns `partition_by`. With `merge_schema` an existing
+    table gets the columns that it lacks.
     """
 
     keeps_watermarks = False
@@ -399,7 +399,7 @@ class DeltaStore(OutputStore):
         return binding
 
     def _settle(self, found: DeltaTable, job: str) -> None:
-        """Stores the positions of the version that somebody has restored: its rows are those that are there."""
+        """Store the positions of the version that was restored: its rows are the ones that are there."""
         standing, is_settled = self._standing(found, job)
         self._sync(found, checked_version(found, job, topics_of(found, job)))
         if is_settled:
@@ -542,8 +542,10 @@ class DeltaStore(OutputStore):
         return len(rows)
 
     def _sync(self, found: DeltaTable, after: int | None) -> None:
-        """Makes durable what is in the table, but for what was so already in an earlier version. A commit makes that so
-        which is before it, and then itself: no position outlives the rows before it."""
+        """Make the contents of the table durable, except for those that were so in an earlier version.
+
+        A commit first makes everything before it durable, and then itself. So no position outlives the rows before it.
+        """
         if self._log.options is None:
             last = found.version()
             self._log.sync(last - 1 if after is None else after, last)
@@ -557,8 +559,8 @@ class DeltaStore(OutputStore):
             advance.check(job, stored_in(found, job, topic))
 
     def _standing(self, found: DeltaTable, job: str) -> tuple[dict[str, Stored], bool]:
-        """The positions that belong to the rows of this version, which are those of an older one if somebody has
-        restored that; and whether they are stored as such."""
+        """Return the positions that belong to the rows of this version, and whether they are stored as such. After a
+        RESTORE they are the positions of the restored version."""
         topics = topics_of(found, job)
         checked = checked_version(found, job, topics)
         if (restored := self._restored(found, checked)) is not None:
@@ -571,7 +573,7 @@ class DeltaStore(OutputStore):
         return positions, checked is not None or not positions
 
     def _restored(self, found: DeltaTable, checked: int | None) -> int | None:
-        """The version that somebody has brought back since then."""
+        """Return the version that a RESTORE has brought back since then."""
         return self._log.restored_version(checked, found.version())
 
     def _find(self) -> DeltaTable | None:
@@ -597,11 +599,11 @@ class DeltaStore(OutputStore):
             yield
         except TableNotFoundError:
             raise error("INVALID_OUTPUT", f"there is no Delta table at {self._uri}") from None
-        # A traceback, as Spark logs it, would show what `plain` leaves out.
+        # A traceback, as Spark logs it, would show what `plain` omits.
         except (SchemaMismatchError, DeltaProtocolError) as e:
             raise error("INVALID_OUTPUT", f"the Delta table {self._uri} refuses: {plain(e)}") from None
         except (DeltaError, OSError) as e:
-            # Which rows, with their values, it says too: they are no business of a log.
+            # The message also has the rows, with their values: they do not belong in a log.
             if refusal := _VIOLATED.search(str(e)):
                 what = f"the Delta table {self._uri} refuses {refusal[1]} rows: they violate its constraints"
                 raise error("INVALID_OUTPUT", what) from None

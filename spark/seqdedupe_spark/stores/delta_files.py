@@ -1,4 +1,4 @@
-"""Where a Delta table lies: its log, commit by commit; on a disk, how they are made durable; on S3, how it is opened.
+"""The files of a Delta table: its log, commit by commit; on a disk, how they become durable; on S3, how it is opened.
 
 Begin with `DeltaLog`.
 """
@@ -16,24 +16,25 @@ from seqdedupe.errors import error
 from seqdedupe.files import sync_folder
 
 Action = dict[str, Any]
-"""What a commit does, as the Delta protocol has it: one key, such as `add` or `commitInfo`."""
+"""An action of a commit, as in the Delta protocol: one key, such as `add` or `commitInfo`."""
 
 MAX_COMMIT_BYTES = 64 * 1024 * 1024
-"""What is read of a commit on S3; what it is comes first in it."""
+"""The part of a commit on S3 that is read. The kind of the commit comes first in it."""
 
 
 class DeltaLog:
-    """The commits of one table. (`DeltaTable.history` gives those of a version that is not the newest numbers of
-    others, and lets no other thread of this process run while it waits for a server.)"""
+    """The commits of one table. (For a version that is not the newest, `DeltaTable.history` returns the commits with
+    numbers of others. It also lets no other thread of this process run while it waits for a server.)"""
 
     def __init__(self, uri: str) -> None:
-        """Raises INVALID_CONFIGURATION if the environment says to commit on S3 in another way."""
+        """Raise INVALID_CONFIGURATION if the environment asks for another way of commits on S3."""
         self.uri = uri
         self.options = _options_of(uri)
-        """What the table is opened with; none on a disk."""
+        """The options with which the table is opened; none on a disk."""
 
     def commit(self, version: int) -> list[Action]:
-        """The actions of a commit; none if its file is gone, as those are that are older than the table keeps them."""
+        """Return the actions of a commit; none if its file is gone, because it is older than the table keeps
+        commits."""
         name = f"_delta_log/{version:020}.json"
         try:
             text = Path(self.uri, name).read_bytes() if self.options is None else self._fetch(name)
@@ -50,15 +51,16 @@ class DeltaLog:
             raise error("INVALID_OUTPUT", what, hint=hint) from None
 
     def _fetch(self, name: str) -> bytes:
-        # Where the size is told it is not asked for, which would let no other thread run; the server knows better.
+        # With a given size, the handler does not ask for it, which would let no other thread run. The server knows the
+        # size.
         files = DeltaStorageHandler(self.uri, self.options, {name: MAX_COMMIT_BYTES})
         return bytes(files.open_input_file(name).read(MAX_COMMIT_BYTES))
 
     def restored_version(self, after: int | None, last: int) -> int | None:
-        """The version that the last RESTORE in the commits after one and up to another has brought back; None if there
-        was none.
+        """Return the version that the last RESTORE has brought back, in the commits after `after` and up to `last`;
+        None if there was none.
 
-        Raises POSITION_WENT_BACK if it was restored to a time: which version that was others cannot tell for sure.
+        Raises POSITION_WENT_BACK if the table was restored to a time: the version of that time is not certain.
         """
         if after is None:
             return None
@@ -77,11 +79,11 @@ class DeltaLog:
         raise error("POSITION_WENT_BACK", f"{what}: which version has the positions is not known", hint=hint)
 
     def sync(self, after: int, last: int) -> None:
-        """On a disk, makes all commits after one and up to another durable, which delta-rs leaves to the operating
-        system: first the files that they add, then they themselves.
+        """On a disk, make the commits after `after` and up to `last` durable, which delta-rs leaves to the operating
+        system: first the files that they add, then the commits.
 
-        Raises OSError; and INVALID_OUTPUT if one of these files is not whole, as after a power cut, and nothing has
-        taken it out of the table since.
+        Raises OSError; and INVALID_OUTPUT if one of these files is not whole, as after a power cut, and no later commit
+        has removed it from the table.
         """
         root, added = Path(self.uri), self._added(after, last)
         folders: set[Path] = set()
@@ -103,7 +105,7 @@ class DeltaLog:
             sync_folder(folder)
 
     def _added(self, after: int, last: int) -> dict[Path, tuple[int, int]]:
-        """The files that these commits add, and do not remove again, with their sizes and the versions that add
+        """Return the files that these commits add, and do not remove again, with their sizes and the versions that add
         them."""
         added: dict[Path, tuple[int, int]] = {}
         for version in range(after + 1, last + 1):
@@ -119,7 +121,7 @@ class DeltaLog:
 
 
 def _sync_file(path: Path, size_bytes: int | None = None) -> bool:
-    """Whether it is there, and of that size; it is durable then."""
+    """Make the file durable. Return whether it is there, and has that size."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -133,30 +135,31 @@ def _sync_file(path: Path, size_bytes: int | None = None) -> bool:
         os.close(file)
 
 
-# -- On S3, and on what speaks its protocol: how a table is opened, and what is said when it is refused.
+# -- On S3, and on servers with its protocol: how a table is opened, and the error when it is refused.
 
 SCHEME: Final = "s3://"
 
 _URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.=+-]+)+")
-"""A bucket, and folders whose names nobody has to encode."""
+"""A bucket, and folders whose names need no encoding."""
 
 _OPTIONS: Final = {"conditional_put": "etag", "retry_timeout": "30s"}
-"""A commit is a PUT that is refused if its version is there (`If-None-Match: *`), whatever the environment says."""
+"""A commit is a PUT that is refused if its version is there (`If-None-Match: *`), with any environment."""
 
 _OTHER_WAYS = ("AWS_COPY_IF_NOT_EXISTS", "AWS_S3_LOCKING_PROVIDER")
-"""Of the environment: who commits in another way does not notice those who commit as we do."""
+"""Variables of the environment. A process that commits in another way does not notice commits made in this way."""
 
 _COLOURS = re.compile(r"\x1b\[\d*m|↳")
 _BODY = re.compile(r"<(?:\?xml|Error|!doctype|html)\b.*", re.DOTALL | re.IGNORECASE)
 _ANSWER = re.compile(r"(status code[\s:]*\d{3}[^:\n]*|error response)[:\n].*", re.DOTALL)
-"""What follows the status is the server's, whatever it is written in."""
+"""The text after the status is the server's, in any format."""
 _USER = re.compile(r"(?<=://)[^/\s@]+@")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
 def _options_of(uri: str) -> dict[str, str] | None:
-    """What a table there is opened with; none for a file of this machine. Keys are not among it: each process has its
-    own, from its environment. Raises INVALID_CONFIGURATION if that says to commit in another way."""
+    """Return the options to open a table there; none for a file of this machine. Keys are not among them: each process
+    has its own keys, from its environment. Raises INVALID_CONFIGURATION if the environment asks for another way of
+    commits."""
     if not uri.startswith(SCHEME):
         return None
     for name in _OTHER_WAYS:
@@ -169,13 +172,13 @@ def _options_of(uri: str) -> dict[str, str] | None:
 
 
 def is_table_url(uri: str) -> bool:
-    """Whether it is one of a folder in a bucket, and its only name: not `a/./b`, which is `a/b` to the server."""
+    """Whether it is a URL of a folder in a bucket, and its only name: not `a/./b`, which is `a/b` to the server."""
     return bool(_URL.fullmatch(uri)) and not {".", ".."} & set(uri.split("/"))
 
 
 def plain(cause: object) -> str:
-    """What went wrong, on one line. Of a server's answer only the code: the rest may have the ID of the key. Of its URL
-    not who asks."""
+    """Return the error text on one line. A server's answer is cut to its code: the rest may have the ID of the key. Its
+    URL is shown without the user."""
     text = _USER.sub("", _COLOURS.sub(" ", str(cause)))
     code = _CODE.search(text)
     said = code[1] if code else ""

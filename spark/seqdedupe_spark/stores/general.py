@@ -1,4 +1,4 @@
-"""MariaDB, MySQL, and any other database with transactions that SQLAlchemy speaks: the general store, a slow one."""
+"""MariaDB, MySQL, and every other database with transactions that SQLAlchemy supports: the general, slow store."""
 
 import datetime
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,14 +30,14 @@ from seqdedupe_spark.stores.sql import (
     split_name,
 )
 
-# -- Arrow's types and values, as databases behind SQLAlchemy have them.
+# -- Arrow's types and values, in databases behind SQLAlchemy.
 
 _UINT64_DIGITS = 20
 _MICROSECONDS = 6
 
 
 def declared(field: pa.Field) -> TypeEngine[Any]:
-    """The type of a column that is made for the values of this one."""
+    """Return the type of a new column for the values of this field."""
     match kind_of(field):
         case Kind.BOOLEAN:
             return sa.Boolean()
@@ -59,7 +59,7 @@ def declared(field: pa.Field) -> TypeEngine[Any]:
 
 
 def fits(field: pa.Field, there: TypeEngine[Any], is_mysql: bool) -> bool:
-    """Whether a column of this type takes the values. A precision of its own rounds, as the database does."""
+    """Whether a column of this type takes the values. A column with its own precision rounds, as the database does."""
     try:
         python = there.python_type
     except NotImplementedError:
@@ -73,7 +73,7 @@ def fits(field: pa.Field, there: TypeEngine[Any], is_mysql: bool) -> bool:
             wide = pa.types.is_float64(field.type)
             return isinstance(there, sa.Double) or (not wide and isinstance(there, sa.Float))
         case Kind.DECIMAL:
-            # SQLAlchemy gives what MariaDB has in a DOUBLE as decimals, too.
+            # SQLAlchemy returns the values of a MariaDB DOUBLE as decimals, too.
             return isinstance(there, sa.Numeric) and not isinstance(there, sa.Float)
         case Kind.TEXT:
             return python is str
@@ -91,11 +91,11 @@ def fits(field: pa.Field, there: TypeEngine[Any], is_mysql: bool) -> bool:
 
 
 def _values(kind: Kind, array: pa.Array) -> list[object]:
-    """The values for the driver. Raises one of `BAD_VALUES` for what Python, or JSON, does not have."""
+    """Return the values for the driver. Raises one of `BAD_VALUES` for a value that Python, or JSON, does not have."""
     if kind is Kind.JSON:
         return list(json_texts(array))
     if kind is Kind.TIMESTAMP:
-        # MariaDB's drivers leave the zone out, whichever it is.
+        # MariaDB's drivers omit every zone.
         array = array.cast(pa.timestamp("us", "UTC"))
     elif kind is Kind.LOCAL_TIMESTAMP:
         array = array.cast(pa.timestamp("us"))
@@ -103,19 +103,19 @@ def _values(kind: Kind, array: pa.Array) -> list[object]:
 
 
 MAX_NAME_CHARACTERS = 255
-"""Of a job: MariaDB's indexes take no more."""
+"""The longest name of a job: MariaDB's indexes take no more."""
 
 LOCK_TIMEOUT_SECONDS = 30
-"""How long to wait for another transaction, where the database can be told (MariaDB and MySQL)."""
+"""The longest wait for another transaction, if the database has such a setting (MariaDB and MySQL)."""
 
 IDLE_TIMEOUT_SECONDS = 60
-"""How long a transaction may stand still, where the database can be told (MariaDB)."""
+"""The longest idle time of a transaction, if the database has such a setting (MariaDB)."""
 
 _MYSQL_SESSION = (
-    # Else a value that does not fit is cut, or becomes 0, with a warning.
+    # Otherwise a value that does not fit is cut, or becomes 0, with a warning.
     "SET SESSION sql_mode = 'TRADITIONAL,NO_AUTO_VALUE_ON_ZERO', time_zone = '+00:00', "
     f"innodb_lock_wait_timeout = {LOCK_TIMEOUT_SECONDS}"
-    # In MariaDB alone: who changes a table waits no longer for a transaction whose process has stopped.
+    # Only in MariaDB: a session that changes a table waits no longer than this for a transaction of a stopped process.
     f"/*M!100300 , idle_transaction_timeout = {IDLE_TIMEOUT_SECONDS} */"
 )
 
@@ -127,7 +127,7 @@ _MYSQL_TRANSACTIONS = sa.text(
 """Whether a table's engine has transactions, and commits them together with those of other engines."""
 
 _CREATE_ATTEMPTS = 5
-"""Of those who make the same table at once one does, and the others find it there when they look again."""
+"""If several make the same table at once, one succeeds. The others find the table when they look again."""
 
 _NAMES_A_STATEMENT = 1000
 
@@ -152,16 +152,16 @@ _PARAMETERS: dict[str, TypeEngine[Any]] = {
     **dict.fromkeys(("job", "topic", "table"), name_type()),
     "drops": sa.Boolean(),
 }
-"""The types of parameters in statements, where a value of Python's does not say it."""
+"""The types of parameters in statements for which a Python value is not enough."""
 
 
 class GeneralStore(SqlStore[sa.Connection]):
     """Rows and positions in one database, by an SQLAlchemy URL with the driver's name (`mysql+pymysql://…`).
 
-    The database has to have transactions, and to say how many rows an UPDATE has found: of MariaDB and MySQL every
-    table is looked at, of others it is believed. `write` holds all rows of a transaction in memory, and inserts them as
-    the driver does many. Times with a zone are stored in UTC, maps, lists and structs as JSON. Raises INVALID_OPTION if
-    the URL cannot be used, which never quotes a password.
+    The database must have transactions, and must report the number of rows that an UPDATE has found. For MariaDB and
+    MySQL every table is checked; other databases are trusted. `write` holds all rows of a transaction in memory, and
+    inserts them with the driver's call for many rows. Times with a zone are stored in UTC, maps, lists and structs as
+    JSON. Raises INVALID_OPTION if the URL cannot be used, which never quotes a password.
     """
 
     raises = (SQLAlchemyError,)
@@ -241,7 +241,8 @@ class GeneralStore(SqlStore[sa.Connection]):
         return True
 
     def _check_kept(self, connection: sa.Connection, names: Iterable[str]) -> None:
-        """Raises INVALID_OUTPUT if rows and positions would not be committed, and be there after a crash, together."""
+        """Raise INVALID_OUTPUT if rows and positions would not be committed together, or not survive a crash
+        together."""
         for name in names if self._is_mysql else ():
             schema, last = _split(name)
             row = connection.execute(_MYSQL_TRANSACTIONS, {"schema": schema, "name": last}).one_or_none()
@@ -255,7 +256,7 @@ class GeneralStore(SqlStore[sa.Connection]):
             tables.check_outlives_a_crash(connection.execute(asked, {"names": quoted_names}).first())
 
     def _check_fits(self, connection: sa.Connection, table: str, schemas: Iterable[pa.Schema]) -> None:
-        # Its columns stay as they are until the end of the transaction, where reading a table locks what it is.
+        # If reading a table locks its definition, the columns do not change until the end of the transaction.
         connection.execute(sa.select(sa.literal(1)).select_from(_named(table)).limit(0))
         super()._check_fits(connection, table, schemas)
 
@@ -288,7 +289,7 @@ class GeneralStore(SqlStore[sa.Connection]):
         statement, rows = _insertion(table, batch)
 
         def take(some: Sequence[dict[str, Any]]) -> DBAPIError | None:
-            """Why the database does not take these, after which none of them is there."""
+            """Return why the database does not take these rows. After that, none of them is there."""
             try:
                 with connection.begin_nested():
                     connection.execute(statement, some)
@@ -350,7 +351,7 @@ def _split(name: str) -> tuple[str | None, str]:
 
 
 def _named(name: str, columns: Sequence[str] = ()) -> sa.TableClause:
-    """A table of this name, with these columns of it."""
+    """Return a table of this name, with these columns of it."""
     schema, last = _split(name)
     return sa.table(quoted_name(last, True), *(sa.column(quoted_name(one, True)) for one in columns), schema=schema)
 
@@ -361,7 +362,7 @@ def _is_required(found: Any) -> bool:
 
 
 def _insertion(table: str, batch: pa.RecordBatch) -> tuple[sa.Insert, list[dict[str, Any]]]:
-    """The statement, and its parameters for each row."""
+    """Return the statement, and its parameters for each row."""
     names = batch.schema.names
     into = _named(table, names)
     # Parameters by number: a column's name may be anything.
@@ -375,8 +376,8 @@ def _insertion(table: str, batch: pa.RecordBatch) -> tuple[sa.Insert, list[dict[
 
 
 def _first_refused(rows: Sequence[dict[str, Any]], take: Callable[[Sequence[dict[str, Any]]], object]) -> int:
-    """The first row that is not taken, of rows of which one is not. Those before it are taken: it may be one of them
-    that it cannot stand beside."""
+    """Return the first row that is not taken; one of the rows is not. The rows before it are taken: it may conflict
+    with one of them."""
     first, count = 0, len(rows)
     while count > 1:
         half = count // 2

@@ -1,6 +1,7 @@
-"""What all stores share: kinds of Arrow types, when a table fits a schema, and errors that name a value's row.
+"""The common part of all stores: kinds of Arrow types, the test whether a table fits a schema, and errors that name a
+value's row.
 
-Begin with `check_table`, which says whether a table takes rows, and `converted`, which makes a column of what it takes.
+Begin with `check_table`, which decides whether a table takes rows, and `converted`, which converts a column for it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 
 class Kind(Enum):
-    """The Arrow types that a store tells apart, but for their width."""
+    """The Arrow types that a store distinguishes, without their width."""
 
     NULL = auto()
     BOOLEAN = auto()
@@ -55,16 +56,16 @@ _KINDS: tuple[tuple[Kind, Callable[[pa.DataType], bool]], ...] = (
 
 
 class Column(NamedTuple):
-    """A column of a table that is there."""
+    """A column of an existing table."""
 
     type: Any
-    """As the database names it, or what is shown so."""
+    """The type as the database names it, or an object that is shown so."""
     is_required: bool
     """Whether it takes no null and has no default."""
 
 
 def kind_of(field: pa.Field) -> Kind:
-    """The kind of a column. Raises INVALID_OUTPUT if no store takes it."""
+    """Return the kind of a column. Raises INVALID_OUTPUT if no store takes it."""
     for kind, belongs in _KINDS:
         if belongs(field.type):
             return kind
@@ -72,7 +73,7 @@ def kind_of(field: pa.Field) -> Kind:
 
 
 def check_schema(schema: pa.Schema) -> None:
-    """Raises INVALID_OUTPUT if no table can have these columns."""
+    """Raise INVALID_OUTPUT if no table can have these columns."""
     if not len(schema):
         raise error("INVALID_OUTPUT", "the rows have no columns")
     doubled = sorted({name for name in schema.names if schema.names.count(name) > 1})
@@ -89,7 +90,7 @@ def check_table(
     fits: Callable[[pa.Field, Any], bool],
     hint: str | None = None,
 ) -> None:
-    """Raises INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
+    """Raise INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
     problems = []
     for field in schema:
         column = columns.get(field.name)
@@ -107,11 +108,12 @@ def check_table(
 
 
 BAD_VALUES = (pa.ArrowException, KeyError, TypeError, ValueError)
-"""What conversion raises for a value that cannot be converted."""
+"""The exceptions of conversion for a value that cannot be converted."""
 
 
 def converted(name: str, convert: Callable[[pa.Array], T], column: pa.Array) -> T:
-    """What is made of a column of this name. Raises INVALID_OUTPUT with the row of the first value that cannot be."""
+    """Return the converted column of this name. Raises INVALID_OUTPUT with the row of the first value that cannot
+    be."""
     try:
         return convert(column)
     except BAD_VALUES as e:
@@ -119,13 +121,13 @@ def converted(name: str, convert: Callable[[pa.Array], T], column: pa.Array) -> 
 
 
 def bad_value(name: str, row: int, cause: object) -> SeqdedupeError:
-    """The error for a column with a value that cannot be written."""
+    """Return the error for a column with a value that cannot be written."""
     what = f"column {name!r} has a value that cannot be written: {one_line(cause)}"
     return error("INVALID_OUTPUT", what, row=row)
 
 
 def _first_bad(convert: Callable[[pa.Array], object], column: pa.Array) -> int:
-    """The row of the first value that cannot be converted, of a column that has one."""
+    """Return the row of the first value that cannot be converted. The column has one."""
     first, count = 0, len(column)
     while count > 1:
         half = count // 2
@@ -139,13 +141,13 @@ def _first_bad(convert: Callable[[pa.Array], object], column: pa.Array) -> int:
 
 
 def one_line(cause: object) -> str:
-    """What a database says, on one line."""
+    """Return a database's message on one line."""
     return " ".join(str(cause).split())
 
 
 @contextmanager
 def in_batch(number: int) -> Iterator[None]:
-    """Completes an error that names a row: it is one of this batch."""
+    """Add the number of this batch to an error that names a row."""
     try:
         yield
     except SeqdedupeError as e:

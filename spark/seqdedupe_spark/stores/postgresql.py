@@ -37,7 +37,7 @@ from seqdedupe_spark.stores.sql import (
     split_name,
 )
 
-# -- How rows go into PostgreSQL: which of its types take which Arrow types, and a batch as binary COPY.
+# -- The way of rows into PostgreSQL: the types that take each Arrow type, and a batch as binary COPY.
 
 _TYPES: dict[Kind, tuple[str, ...]] = {
     Kind.BOOLEAN: ("boolean",),
@@ -52,7 +52,7 @@ _TYPES: dict[Kind, tuple[str, ...]] = {
     Kind.JSON: ("jsonb", "json", "text", "character varying"),
     Kind.NULL: ("text",),
 }
-"""Which types take a kind; the first is what a new table gets."""
+"""The types that take a kind. A new table gets the first one."""
 
 _NARROW = {
     pa.int8(): "smallint",
@@ -64,15 +64,15 @@ _NARROW = {
     pa.float16(): "real",
     pa.float32(): "real",
 }
-"""What a new table gets instead."""
+"""The types that a new table gets instead."""
 
 _EPOCH_DAYS = 10_957
-"""PostgreSQL's first day, 2000-01-01, in days after that of Arrow."""
+"""PostgreSQL's first day, 2000-01-01, in days after Arrow's first day."""
 
 _EPOCH_MICROSECONDS = _EPOCH_DAYS * 86_400_000_000
 
-# For a type: what Arrow casts to, with a look at each value; and the type that has the same bytes in COPY. Times go as
-# the numbers that they are there, so no row costs a datetime.
+# For a type: the Arrow type to cast to, with a check of each value; and the type with the same bytes in COPY. Times go
+# as the numbers that PostgreSQL uses, so no row costs a datetime.
 _CASTS: dict[str, tuple[pa.DataType | None, str]] = {
     "boolean": (None, "bool"),
     "smallint": (pa.int16(), "int2"),
@@ -89,7 +89,7 @@ _CASTS: dict[str, tuple[pa.DataType | None, str]] = {
 
 
 def copy_in(connection: Connection, table: str, batch: pa.RecordBatch, columns: Mapping[str, Column]) -> None:
-    """Sends the rows, in one COPY. Raises INVALID_OUTPUT for a value that its column cannot take."""
+    """Send the rows, in one COPY. Raises INVALID_OUTPUT for a value that its column cannot take."""
     sent, types = [], []
     for field, column in zip(batch.schema, batch.columns, strict=True):
         values, wire = converted(field.name, partial(_sendable, field, _base(columns[field.name].type)), column)
@@ -116,7 +116,7 @@ def _first_nul(column: pa.Array) -> int | None:
 
 
 def _sendable(field: pa.Field, base: str, column: pa.Array) -> tuple[list[Any], str]:
-    """The values for a column of that type, and the type that they are to be sent as."""
+    """Return the values for a column of that type, and the type in which to send them."""
     if kind_of(field) is Kind.JSON:
         values, wire = json_texts(column), "text"
     else:
@@ -129,13 +129,13 @@ def _sendable(field: pa.Field, base: str, column: pa.Array) -> tuple[list[Any], 
             column = pc.subtract_checked(column.cast(pa.int32()), _EPOCH_DAYS)
         values = column.to_pylist()
     if base == "jsonb":
-        # The version of its form, which stands before the text.
+        # The version number of jsonb's binary form, which comes before the text.
         values = [value if value is None else "\1" + value for value in values]
     return values, wire
 
 
 def _base(declared: str) -> str:
-    """The type without its precision or length."""
+    """Return the type without its precision or length."""
     return re.sub(r"\([\d,-]+\)", "", declared)
 
 
@@ -147,27 +147,27 @@ def fits(field: pa.Field, declared: str) -> bool:
 
 
 def declared_type(field: pa.Field) -> str:
-    """The type of a new column."""
+    """Return the type of a new column."""
     return _NARROW.get(field.type, _TYPES[kind_of(field)][0])
 
 
 IDLE_TIMEOUT_SECONDS = 60
-"""So long may the next batch of rows be in coming; then the server ends the transaction, and lets go of its locks."""
+"""The longest wait for the next batch of rows. After it the server ends the transaction, and releases its locks."""
 
 LOCK_TIMEOUT_SECONDS = 30
-"""How long to wait for another transaction, such as one that moves the same position."""
+"""The longest wait for another transaction, such as one that moves the same position."""
 
 GIVE_WAY_SECONDS = 5.0
-"""A transaction that another session waits for this long, as an ALTER TABLE does, is rolled back between two batches;
-its range is written again after that session."""
+"""A transaction for which another session waits this long, as for an ALTER TABLE, is rolled back between two batches.
+Its range is written again after that session."""
 
 _LOOK_SECONDS = 1.0
-"""How often a transaction looks whether another session waits for it."""
+"""The time between two looks whether another session waits for the transaction."""
 
 _APPLICATION = {"application_name": "seqdedupe"}
 
 _SESSION = (
-    # With it a statement that has waited for another transaction looks at what that has made.
+    # With it a statement that has waited for another transaction sees the result of that transaction.
     "SET default_transaction_isolation = 'read committed'; "
     f"SET idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_SECONDS}s'; "
     f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'; "
@@ -175,10 +175,10 @@ _SESSION = (
 )
 
 _LINE = re.compile(r"^COPY .*, line (\d+)", re.MULTILINE)
-"""Where PostgreSQL says which row of a COPY it refuses."""
+"""The place where PostgreSQL names the row of a COPY that it refuses."""
 
 _PREPARE_LOCK = 0x5E9DED09E
-"""The advisory lock of those who make tables: CREATE TABLE IF NOT EXISTS alone fails when two run it at once."""
+"""The advisory lock of sessions that make tables: CREATE TABLE IF NOT EXISTS alone fails when two run it at once."""
 
 _OWN_TYPES = {kind: kind for kind in ("bigint", "integer", "boolean")} | {"name": "text", "position": "text"}
 
@@ -198,7 +198,7 @@ _WAITING = (
 _PARAMETER = re.compile(r":(\w+)")
 
 _MOVE = (
-    # It fails with a division by zero, and takes the transaction with it, unless it changes one row.
+    # Unless it changes one row, it fails with a division by zero, and ends the transaction.
     "WITH moved AS (UPDATE seqdedupe_positions SET (epoch, incarnation, message_index, position) = (%s, %s, %s, %s) "
     "WHERE job = %s AND topic = %s AND (epoch, incarnation, message_index, position) = (%s, %s, %s, %s) RETURNING 1) "
     "SELECT 1 / count(*) FROM moved; "
@@ -213,20 +213,20 @@ class PostgresStore(SqlStore[Connection]):
     """Rows and positions in one PostgreSQL database, reached by a URL or a libpq connection string.
 
     It connects when it is first used, and again after the connection was lost. Rows are sent while they are read, one
-    COPY for each batch, so that between batches the server may end a transaction that stalls. How durable a commit is
-    the server's `synchronous_commit` says.
+    COPY for each batch, so that between batches the server may end a transaction that stalls. The server's
+    `synchronous_commit` decides how durable a commit is.
     """
 
     database = "PostgreSQL"
     raises = (psycopg.Error,)
 
     def __init__(self, dsn: str) -> None:
-        """Raises ConfigurationError (INVALID_OPTION), which does not quote the password."""
+        """Raise ConfigurationError (INVALID_OPTION) for an invalid URL, without quoting the password."""
         super().__init__("the PostgreSQL database")
         try:
             self._dsn = make_conninfo("", **(CONNECTION | _APPLICATION | conninfo_to_dict(dsn)))
         except psycopg.ProgrammingError:
-            # What libpq says here may quote it.
+            # libpq's message may quote it.
             raise error("INVALID_OPTION", "the store's PostgreSQL URL cannot be read") from None
         self._open: Connection | None = None
 
@@ -263,7 +263,8 @@ class PostgresStore(SqlStore[Connection]):
     def _making(self, table: str | None = None, schema: pa.Schema | None = None) -> Iterator[Connection]:
         with self._transaction() as connection:
             if not all(self._columns_of(connection, one) for one in {table or JOBS, JOBS}):
-                # CREATE TABLE IF NOT EXISTS alone fails when two run it at once, and for who may not make tables.
+                # CREATE TABLE IF NOT EXISTS alone fails when two run it at once, and for a user who may not make
+                # tables.
                 connection.execute("SELECT pg_advisory_xact_lock(%s)", (_PREPARE_LOCK,))
                 self._make_own(connection, _OWN_TYPES, {})
                 if table is not None:
@@ -303,7 +304,7 @@ class PostgresStore(SqlStore[Connection]):
         rows = 0
         columns: dict[str, Column] | None = None
         with self._errors():
-            # This very connection until the end: after a new one the rows sent so far would be missing.
+            # The same connection until the end: a new one would not have the rows sent so far.
             connection = self._connection()
         others = _Others(connection)
         try:
@@ -363,8 +364,8 @@ class PostgresStore(SqlStore[Connection]):
         copy_in(connection, table, batch, self._lock(connection, table))
 
     def _lock(self, connection: Connection, table: str) -> dict[str, Column]:
-        """The columns of a table, which stay as they are until the end of the transaction; begins one if there is
-        none."""
+        """Return the columns of a table, and lock them until the end of the transaction. Begin a transaction if there
+        is none."""
         connection.execute(f"{_begin(connection)}LOCK TABLE ONLY {_quoted(table)} IN ROW EXCLUSIVE MODE".encode())
         return self._columns_of(connection, table)
 
@@ -377,7 +378,7 @@ class PostgresStore(SqlStore[Connection]):
 
 
 def _move(connection: Connection, job: str, moves: list[tuple[Advance, Watermarks]]) -> None:
-    """Moves the positions, which must be the starts of the ranges, raises the watermarks, and commits."""
+    """Move the positions, which must be the starts of the ranges, raise the watermarks, and commit."""
     statements, values = "", []
     # In one order, so that two never wait for each other.
     for advance, watermarks in sorted(moves, key=lambda move: move[0].range.topic):
@@ -400,15 +401,15 @@ def _move(connection: Connection, job: str, moves: list[tuple[Advance, Watermark
 
 
 def _is_ours(failure: psycopg.errors.DivisionByZero) -> bool:
-    """Whether one of our statements has divided, not a trigger: PostgreSQL names the function that one is in."""
+    """Whether one of our statements has divided, not a trigger: for a trigger, PostgreSQL names the function."""
     return not failure.diag.context
 
 
 def _commit(connection: Connection, statements: str, values: Sequence[object]) -> None:
-    """Runs the statements and commits, in one message to the server.
+    """Run the statements and commit, in one message to the server.
 
-    It takes the locks that others wait for and lets go of them with no word from here in between: a writer that stalls
-    holds none of them.
+    The server takes the locks that others wait for, and releases them, without a message from here in between. So a
+    writer that stalls holds none of them.
     """
     psycopg.ClientCursor(connection).execute((_begin(connection) + statements + "COMMIT").encode(), values)
 
@@ -418,13 +419,13 @@ def _quoted(table: str) -> str:
 
 
 def _begin(connection: Connection) -> str:
-    """What a statement begins with that needs a transaction."""
+    """Return the beginning of a statement that needs a transaction."""
     return "BEGIN; " if connection.info.transaction_status is TransactionStatus.IDLE else ""
 
 
 def _check_landed(connection: Connection) -> None:
-    """Raises INVALID_OUTPUT if what this transaction has written to, and our own tables, which it then writes to, would
-    not be there together after the server has crashed."""
+    """Raise INVALID_OUTPUT if this transaction's tables and our own tables, which it writes to next, would not survive
+    a crash of the server together."""
     statements = (
         f"{_begin(connection)}LOCK TABLE {POSITIONS}, {WATERMARKS} IN ROW EXCLUSIVE MODE; {POSTGRESQL_UNSAFE_WRITES}"
     )
@@ -443,7 +444,7 @@ class _Others:
         self._since: float | None = None
 
     def give_way(self) -> None:
-        """Raises OUTPUT_UNAVAILABLE if somebody has waited for GIVE_WAY_SECONDS to change a table."""
+        """Raise OUTPUT_UNAVAILABLE if a session has waited for GIVE_WAY_SECONDS to change a table."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -459,7 +460,7 @@ class _Others:
 
 
 def _roll_back(connection: Connection) -> None:
-    """Ends a transaction that is open."""
+    """End a transaction that is open."""
     if connection.info.transaction_status is not TransactionStatus.IDLE:
         try:
             connection.rollback()

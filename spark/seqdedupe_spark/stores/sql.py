@@ -1,8 +1,8 @@
-"""The store in an SQL database: what all of them do alike, said once. A dialect says what differs.
+"""The common part of all stores in an SQL database. A dialect adds the differences.
 
-`SqlStore` is the flow of every call; begin with its `write`. SQLite (`SqliteStore`, here), PostgreSQL (`postgresql`,
-where rows go in by binary COPY), and MariaDB, MySQL and all others that SQLAlchemy speaks (`general`) fill in how they
-open a transaction, make tables, insert rows and say what columns there are. Below it: names and values as SQL has them.
+`SqlStore` is the flow of every call; begin with its `write`. The dialects are SQLite (`SqliteStore`, here), PostgreSQL
+(`postgresql`, where rows go in by binary COPY), and MariaDB, MySQL and all others that SQLAlchemy supports (`general`).
+They open a transaction, make tables, insert rows and list columns. At the end come names and values as SQL has them.
 """
 
 import base64
@@ -59,8 +59,8 @@ OWN_TABLES: Mapping[str, tuple[int, Mapping[str, str]]] = {
     WATERMARKS: (3, {"job": "name", "topic": "name", "producer_name": "name", "sequence_id": "bigint"}),
     JOBS: (1, {"job": "name", "format_version": "integer", "output_table": "name", "deduplicate": "boolean"}),
 }
-"""The tables that a job's positions are kept in: how many of the first columns are the key, and the columns, none of
-which is null. What they are declared as a dialect says."""
+"""The tables for a job's positions: the number of key columns, which come first, and the columns, none of which is
+null. The dialect declares their types."""
 
 _BIND = f"INSERT INTO {JOBS} (job, format_version, output_table, deduplicate) VALUES (:job, :version, :table, :drops)"
 _BOUND = f"SELECT format_version, output_table, deduplicate FROM {JOBS} WHERE job = :job"
@@ -89,62 +89,64 @@ _FORGET = f"DELETE FROM {WATERMARKS} WHERE job = :job AND topic = :topic"
 class SqlStore(OutputStore, Generic[C]):
     """Rows and positions in one SQL database; `C` is the dialect's connection.
 
-    Where nothing else is said, `write` holds all rows of a transaction in memory: the transaction begins when the last
-    one has been read, and is short.
+    By default, `write` holds all rows of a transaction in memory. The transaction begins when the last row has been
+    read, and is short.
     """
 
     database = "the database"
-    """What refuses rows, in an error."""
+    """The name, in an error, of the database that refuses rows."""
     raises: tuple[type[Exception], ...] = ()
-    """What the driver raises."""
+    """The exceptions of the driver."""
 
     def __init__(self, place: str, format_place: str | None = None) -> None:
-        """`place` cannot be used, in an error, and positions in `format_place` are of another format."""
+        """Take the names for errors. `place` cannot be used; positions in `format_place` have another format."""
         self._place = place
         self._format_place = format_place or place
 
-    # -- What a dialect says.
+    # -- The part of a dialect.
 
     @abstractmethod
     def _reading(self) -> AbstractContextManager[C]:
-        """A connection on which one statement is run. What the driver raises is translated, as by `_errors`."""
+        """Return a connection on which one statement is run. Exceptions of the driver are translated, as by
+        `_errors`."""
 
     @abstractmethod
     def _transaction(self) -> AbstractContextManager[C]:
-        """One transaction that writes: durable when the block ends, or nothing of it is."""
+        """Begin one transaction that writes: all of it is durable when the block ends, or nothing."""
 
     @abstractmethod
     def _making(self, table: str | None = None, schema: pa.Schema | None = None) -> AbstractContextManager[C]:
-        """A transaction, when our own tables and that one are made where they are missing."""
+        """Begin a transaction after our own tables and that one are made, if they were missing."""
 
     @abstractmethod
     def _execute(self, connection: C, statement: str, values: Values) -> Any:
-        """Runs a statement with values for `:name`, or with each of several; what it returns has `rowcount` and, of a
-        query, `fetchall`."""
+        """Run a statement with values for `:name`, or with each of several. The result has `rowcount` and, for a query,
+        `fetchall`."""
 
     @abstractmethod
     def _columns_of(self, connection: C, table: str) -> dict[str, Column]:
-        """The columns of a table; none if it is missing."""
+        """Return the columns of a table; none if it is missing."""
 
     @abstractmethod
     def _fits(self, field: pa.Field, there: Any) -> bool:
-        """Whether a column of this type takes the field's values and gives them back."""
+        """Whether a column of this type takes the field's values and returns them unchanged."""
 
     def _check_kept(self, connection: C, tables: Iterable[str]) -> None:
-        """Raises INVALID_OUTPUT if rows and positions would not be committed, and be there after a crash, together."""
+        """Raise INVALID_OUTPUT if rows and positions would not be committed together, or not survive a crash
+        together."""
 
     def _look_first(self, connection: C, job: str, tables: Sequence[str], advances: Sequence[Advance]) -> None:
-        """What is looked at in the transaction of a write, before its rows."""
+        """Check, in the transaction of a write, before its rows."""
 
     def _look_last(self, connection: C) -> None:
-        """What is looked at before it commits."""
+        """Check, in the transaction of a write, before it commits."""
 
     @abstractmethod
     def _insert(self, connection: C, table: str, batch: pa.RecordBatch) -> None:
-        """All rows. Raises INVALID_OUTPUT with the row that the database refuses."""
+        """Insert all rows. Raises INVALID_OUTPUT with the row that the database refuses."""
 
     def _raise(self, connection: C, job: str, topic: str, watermarks: Watermarks) -> None:
-        """Stores watermarks in the place of those that are there."""
+        """Store watermarks in place of the present ones."""
         rows = [
             {"job": job, "topic": topic, "producer": name, "sequence_id": sequence_id}
             for name, sequence_id in watermarks.items()
@@ -152,7 +154,7 @@ class SqlStore(OutputStore, Generic[C]):
         if rows:
             self._execute(connection, _RAISE, rows)
 
-    # -- What all of them do.
+    # -- The common part.
 
     def bind(self, job: str, binding: Binding) -> Binding:
         values = {"job": job, "version": FORMAT_VERSION, "table": binding.table, "drops": binding.deduplicate}
@@ -200,9 +202,14 @@ class SqlStore(OutputStore, Generic[C]):
         advances: Sequence[Advance],
         beside: Beside | None = None,
     ) -> int:
-        """1. All rows are read, then the watermarks and the rows beside them.
-        2. In the transaction, the tables are looked at; they stay so until its end.
+        """Write in four steps:
+
+        1. All rows are read, then the watermarks and the rows of `beside`.
+
+        2. In the transaction, the tables are checked; they do not change until its end.
+
         3. The rows are inserted.
+
         4. Each position is compared and moved, and the watermarks are raised: last, and in one order for all writers.
         """
         # 1.
@@ -224,7 +231,7 @@ class SqlStore(OutputStore, Generic[C]):
                         self._insert(connection, table, batch)
             if beside and others:
                 self._insert(connection, beside.table, others)
-            # 4. Of two that move the same positions neither holds what the other waits for.
+            # 4. If two writers move the same positions, neither holds a lock that the other waits for.
             for advance, watermarks in sorted(zip(advances, changed, strict=True), key=lambda one: one[0].range.topic):
                 self._advance(connection, job, advance)
                 self._raise(connection, job, advance.range.topic, watermarks)
@@ -232,13 +239,13 @@ class SqlStore(OutputStore, Generic[C]):
         return sum(map(len, collected))
 
     def _advance(self, connection: C, job: str, advance: Advance) -> None:
-        """Moves a position, which is locked from then on. Raises POSITION_CHANGED."""
+        """Move a position, which is locked from then on. Raises POSITION_CHANGED."""
         start, end = Stored(advance.range.start, advance.epoch), Stored(advance.range.end, advance.epoch)
         if not self._move(connection, job, advance.range.topic, start, end):
             raise error("POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {advance.range}")
 
     def _move(self, connection: C, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
-        """The compare-and-set: whether what was expected was there."""
+        """Compare and set. Return whether the expected state was there."""
         values = {"job": job, "topic": topic, **cells(new)}
         if expected is None:
             return self._add(connection, _STORE, values)
@@ -246,7 +253,7 @@ class SqlStore(OutputStore, Generic[C]):
         return bool(self._execute(connection, _MOVE, values | old).rowcount == 1)
 
     def _add(self, connection: C, statement: str, values: Mapping[str, object]) -> bool:
-        """Inserts a row; whether there was none with its key."""
+        """Insert a row. Return whether there was none with its key."""
         return bool(self._execute(connection, statement + " ON CONFLICT DO NOTHING", values).rowcount == 1)
 
     def _rows(self, connection: C, statement: str, **values: object) -> list[Any]:
@@ -254,13 +261,13 @@ class SqlStore(OutputStore, Generic[C]):
         return found
 
     def _check_fits(self, connection: C, table: str, schemas: Iterable[pa.Schema]) -> None:
-        """Raises INVALID_OUTPUT if the table does not take such rows."""
+        """Raise INVALID_OUTPUT if the table does not take such rows."""
         columns = self._columns_of(connection, table)
         for schema in schemas:
             check_table(table, schema, columns, self._fits)
 
     def _make_own(self, connection: C, types: Mapping[str, str], suffixes: Mapping[str, str]) -> None:
-        """Makes our own tables where they are missing."""
+        """Make our own tables if they are missing."""
         self._check_format_of_positions(connection)
         for table, (key, columns) in OWN_TABLES.items():
             declared = "".join(f"{name} {types[kind]} NOT NULL, " for name, kind in columns.items())
@@ -290,18 +297,18 @@ class SqlStore(OutputStore, Generic[C]):
 
 
 def cells(stored: Stored) -> dict[str, object]:
-    """Epoch, incarnation, index and the whole position, as the table of positions has them."""
+    """Return epoch, incarnation, index and the whole position, as the table of positions has them."""
     position = stored.position
     return dict(zip(_CELLS, (stored.epoch, position.incarnation, position.index, str(position)), strict=True))
 
 
 def from_cells(epoch: int, position: str) -> Stored:
-    """What is stored, of the cells that say it all."""
+    """Return the stored state from the two cells that have all of it."""
     return Stored(Position.parse(position), epoch)
 
 
 def split_name(table: str) -> list[str]:
-    """The parts of `name` or `schema.name`. Raises INVALID_OUTPUT."""
+    """Return the parts of `name` or `schema.name`. Raises INVALID_OUTPUT."""
     parts = table.split(".")
     if len(parts) > 2 or not all(parts) or "\0" in table:
         raise error("INVALID_OUTPUT", f"the table's name {table[:80]!r} is not name or schema.name")
@@ -309,14 +316,15 @@ def split_name(table: str) -> list[str]:
 
 
 def quoted(*parts: str) -> str:
-    """These parts of one name, for SQL."""
+    """Return these parts of one name, for SQL."""
     return ".".join('"' + part.replace('"', '""') + '"' for part in parts)
 
 
 def json_texts(column: pa.Array) -> list[str | None]:
-    """Maps (as objects), lists and structs as JSON: bytes in base64, times in ISO 8601, decimals as text.
+    """Return maps (as objects), lists and structs as JSON: bytes in base64, times in ISO 8601, decimals as text.
 
-    Raises KeyError for a key that a map has twice, TypeError or ValueError for what JSON does not have, such as NaN.
+    Raises KeyError for a key that a map has twice, TypeError or ValueError for values that JSON does not have, such as
+    NaN.
     """
     values = column.to_pylist(maps_as_pydicts="strict")
     return [
@@ -338,12 +346,12 @@ def _plain(value: object) -> str:
 # -- SQLite: the store that needs no server, one writer at a time. The smallest dialect.
 
 BUSY_TIMEOUT_SECONDS = 60.0
-"""How long to wait for another writer. A transaction reads no input, so each is short."""
+"""The longest wait for another writer. A transaction reads no input, so each is short."""
 
 _RETRY_SECONDS = 0.01
 
 _PRIMARY = 0xFF
-"""The bits of an error code that say what went wrong; the others say where."""
+"""The bits of an error code for the kind of error. The other bits are for the place."""
 
 _DECLARED = dict.fromkeys(Kind, "TEXT") | {
     Kind.BOOLEAN: "INTEGER",
@@ -357,16 +365,16 @@ _OWN_TYPES = dict.fromkeys(("name", "position"), "TEXT") | dict.fromkeys(("bigin
 _AS_TEXT = frozenset({Kind.DECIMAL, Kind.TIMESTAMP, Kind.LOCAL_TIMESTAMP, Kind.DATE})
 
 _EXACT_DIGITS = 15
-"""Up to so many digits a decimal in a column of numbers stays what it was."""
+"""The number of digits up to which a decimal does not change in a column of numbers."""
 
 
 class SqliteStore(SqlStore[sqlite3.Connection]):
-    """Rows and positions in one SQLite file, which is made if it is missing, unless `create` is off; its folder is not.
+    """Rows and positions in one SQLite file. A missing file is made, unless `create` is off; a missing folder is not.
 
-    Booleans are stored as 0 and 1, times in ISO 8601 (UTC with a Z where the type has a zone), decimals as text, maps,
-    lists and structs as JSON; NaN, which SQLite does not know, as null. `write` holds all rows of a transaction in
-    memory. Raises INVALID_OPTION if the folder, or the file that is not to be made, is not there, OUTPUT_UNAVAILABLE
-    if the file cannot be opened.
+    Booleans are stored as 0 and 1, times in ISO 8601 (UTC with a Z if the type has a zone), decimals as text, maps,
+    lists and structs as JSON. NaN, which SQLite does not have, is stored as null. `write` holds all rows of a
+    transaction in memory. Raises INVALID_OPTION if the folder is not there, or the file is not and must not be made;
+    OUTPUT_UNAVAILABLE if the file cannot be opened.
     """
 
     is_local = True
@@ -392,7 +400,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
                 raise
 
     def _use_wal(self, deadline: float) -> None:
-        # This alone does not wait for others that do it at the same time.
+        # This statement alone does not wait for others that do it at the same time.
         while True:
             try:
                 self._connection.execute("PRAGMA journal_mode=WAL")
@@ -467,7 +475,7 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
         return row and from_cells(*row)
 
     def _advance(self, connection: sqlite3.Connection, job: str, advance: Advance) -> None:
-        # Nobody else writes since it was looked at.
+        # No other writer has written since the check.
         values = (job, advance.range.topic, *cells(Stored(advance.range.end, advance.epoch)).values())
         connection.execute(f"INSERT OR REPLACE INTO {POSITIONS} VALUES (?, ?, ?, ?, ?, ?)", values)
 
@@ -485,13 +493,13 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
                     zip(taken, *columns[1:], strict=True),
                 )
         except ConfigurationError as e:
-            # What is left of a column's values says how far it came.
+            # The number of values left in a column shows the row.
             if (left := length_hint(taken)) < len(batch):
                 e.numbers["row"] = str(len(batch) - left - 1)
             raise
 
     def _error(self, cause: Exception) -> SeqdedupeError:
-        # Of a value that it has no type for, an error of the driver's own: no connection was lost.
+        # For a value without a type here, the driver raises its own error: no connection was lost.
         if isinstance(cause, sqlite3.InterfaceError):
             return error("INVALID_OUTPUT", f"{self.database} refuses: {one_line(cause)}")
         return super()._error(cause)
@@ -507,7 +515,8 @@ class SqliteStore(SqlStore[sqlite3.Connection]):
 
 
 def _affinity(declared: str) -> str:
-    """What a column makes of a value, by the rules of https://sqlite.org/datatype3.html#determination_of_column_affinity."""
+    """Return how a column converts a value, by the rules of
+    https://sqlite.org/datatype3.html#determination_of_column_affinity."""
     declared = declared.upper()
     for words, affinity in (
         (("INT",), "INTEGER"),
@@ -528,7 +537,7 @@ def _values(kind: Kind, column: pa.Array) -> list[object]:
 
 def _texts(column: pa.Array, kind: Kind) -> pa.Array:
     if kind is Kind.TIMESTAMP:
-        # By way of numbers, which are in UTC: Arrow is fifty times as slow with a time zone to think of.
+        # Through numbers, which are in UTC: with a time zone, Arrow is fifty times as slow.
         column = column.cast(pa.int64()).cast(pa.timestamp(column.type.unit))
     texts = column.cast(pa.string())
     # For years that ISO 8601 has no four digits for, Arrow prints a remark in angle brackets.

@@ -1,4 +1,4 @@
-"""The store that a URL names."""
+"""The store at a URL."""
 
 import re
 from functools import partial
@@ -23,12 +23,13 @@ _FORMS = (
 
 
 def from_url(url: str, *, create: bool = True) -> StoreFactory:
-    """What opens the store of this URL; nothing is opened yet. With `create` off a SQLite file has to be there then.
+    """Return the function that opens the store of this URL. Nothing is opened yet. With `create` off a SQLite file must
+    be there then.
 
-    `sqlite:///file.db` (from the folder that the job is started in) or `sqlite:////folder/file.db`;
-    `postgresql://user:password@host:port/database?…`, as libpq has it; `delta:///folder/table` or
-    `delta+s3://bucket/folder/table`, where the output table's name has to be `table`, with the options
-    `?partitionBy=column,…&mergeSchema=true`; and `database+driver://…` for all others, as SQLAlchemy has it. Raises
+    `sqlite:///file.db` (from the folder in which the job is started) or `sqlite:////folder/file.db`;
+    `postgresql://user:password@host:port/database?…`, as for libpq; `delta:///folder/table` or
+    `delta+s3://bucket/folder/table`, where the output table's name must be `table`, with the options
+    `?partitionBy=column,…&mergeSchema=true`; and `database+driver://…` for all others, as for SQLAlchemy. Raises
     ConfigurationError (INVALID_OPTION, UNSUPPORTED_STORE), which never quotes a password.
     """
     scheme, _, rest = url.partition("://")
