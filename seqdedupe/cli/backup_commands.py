@@ -136,6 +136,7 @@ class _Care:
 
     def copy(self) -> None:
         """Verify every byte, here and at the copy's place."""
+        prepare()
         from seqdedupe.transfer.backup_places import BucketPlace
 
         for place in self._places:
@@ -150,6 +151,7 @@ class _Care:
 
     def remove(self) -> None:
         """Remove older backups, from both places."""
+        prepare()
         from seqdedupe.transfer.backup_places import BucketPlace
 
         for place in self._places if self.keep else ():
