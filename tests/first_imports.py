@@ -93,8 +93,9 @@ def _is_of_main(node: ast.AST) -> bool:
 
 def _is_prepare(node: ast.AST) -> bool:
     """Whether kernels are kept after this call, or not compiled at all."""
-    name = isinstance(node, ast.Call) and (getattr(node.func, "attr", "") or getattr(node.func, "id", ""))
-    return name in ("prepare", "compile_later")
+    if not isinstance(node, ast.Call):
+        return False
+    return (getattr(node.func, "attr", "") or getattr(node.func, "id", "")) in ("prepare", "compile_later")
 
 
 def _at_once(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
