@@ -87,7 +87,7 @@ def test_options_and_environment_come_before_it(run: Run, home: Path, shared_sid
     # What is empty counts as not said.
     run("topics", "--profile", "here", SEQDEDUPE_ADDRESS="", SEQDEDUPE_TOKEN="", SEQDEDUPE_TOKEN_FILE="")
     # The option chooses, and nothing is left of what the environment chose, also where a group was told first.
-    said = run("topics", "show", "a", "--profile", "here", SEQDEDUPE_PROFILE="nowhere", status=1).stderr
+    said = run("topics", "show", "never-made", "--profile", "here", SEQDEDUPE_PROFILE="nowhere", status=1).stderr
     assert b"[TOPIC_NOT_FOUND]" in said
     write(home / ".config", (home / ".config/seqdedupe/profiles.toml").read_text() + "\n[bare]\n")
     asked = ("topics", "show", "no-such", "--address", shared_sidecar.address)
@@ -151,6 +151,6 @@ def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path, m
 
 def test_an_unknown_profile_ends_the_command(run: Run, home: Path) -> None:
     for options, more in ((("--profile", "her"), {}), ((), {"SEQDEDUPE_PROFILE": "her"})):
-        said = run("topics", *options, status=1, **more).stderr
+        said = run("topics", *options, status=2, **more).stderr
         assert b"there is no profile 'her'" in said
         assert b"do you mean here? [INVALID_CONFIGURATION]" in said

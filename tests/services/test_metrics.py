@@ -295,16 +295,16 @@ def test_a_command_serves_until_it_ends(shared_sidecar: Sidecar, topic: str, tmp
 
 
 @pytest.mark.parametrize(
-    ("listen", "reason"),
+    ("listen", "reason", "status"),
     [
-        ("taken", "INVALID_CONFIGURATION"),
-        ("0.0.0.0:0", "INSECURE_LISTEN"),
-        ("unix:/x", "INVALID_CONFIGURATION"),
-        ("x", "INVALID_CONFIGURATION"),
+        ("taken", "CANNOT_LISTEN", 1),
+        ("0.0.0.0:0", "INSECURE_LISTEN", 2),
+        ("unix:/x", "INVALID_CONFIGURATION", 2),
+        ("x", "INVALID_CONFIGURATION", 2),
     ],
 )
 def test_where_it_cannot_serve_nothing_is_done(
-    shared_sidecar: Sidecar, client: Client, topic: str, tmp_path: Path, listen: str, reason: str
+    shared_sidecar: Sidecar, client: Client, topic: str, tmp_path: Path, listen: str, reason: str, status: int
 ) -> None:
     url = outbox(tmp_path, 1)
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -313,7 +313,7 @@ def test_where_it_cannot_serve_nothing_is_done(
         arguments = relay(shared_sidecar, url, topic, "--once", "--json", "--metrics-listen", listen)
         command = [sys.executable, "-c", MAIN, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LAST_RESORT_SECONDS, check=False)
-    assert done.returncode == 1
+    assert done.returncode == status
     assert json.loads(done.stderr)["error"]["reason"] == reason
     assert topic_name(topic) not in [one.name for one in client.admin.topics()]
     # Control: the same without it.

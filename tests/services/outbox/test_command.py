@@ -77,7 +77,7 @@ def test_what_is_amiss_is_one_line(shared_sidecar: Sidecar, topic: str, tmp_path
         "postgresql://root:secret@127.0.0.1:1/shop": "OUTBOX_UNAVAILABLE",
     }
     for url, reason in urls.items():
-        said = run("relay", "--database", url, *relay, status=1).stderr
+        said = run("relay", "--database", url, *relay, status=2 if reason == "INVALID_CONFIGURATION" else 1).stderr
         assert f"[{reason}]" in said
         assert "secret" not in said
         assert said.count("\n") == 1
