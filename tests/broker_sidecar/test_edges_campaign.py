@@ -42,4 +42,4 @@ def test_callers_with_narrow_rights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bug", ["who may publish may attach", "who may read may move each cursor"])
 def test_control_callers_that_may_do_more(tmp_path: Path, bug: str) -> None:
     with pytest.raises((AssertionError, grpc.RpcError)):
-        attack_by_callers(tmp_path, 60, seed=1, bug=bug)
+        attack_by_callers(tmp_path, 60, seed=2, bug=bug)
