@@ -260,7 +260,9 @@ class Reader(Messages):
     async def _connect(self) -> bool:
         """Begin to read at the next index. Return false if there is nothing to read, or the reader was closed."""
         channel = self._channel = channel_to(self._sidecars, self._route.address)
-        if self._incarnation is None or self._next_index is None or (self._stops_at_end and not self._is_at_stop):
+        # Without a next index, what is before the stop may all be trimmed.
+        may_be_trimmed = self._next_index is None and self._stop_index is not None
+        if self._incarnation is None or may_be_trimmed or (self._stops_at_end and not self._is_at_stop):
             await self._look_at_the_ends(channel)
         if self._is_at_stop or self._closed:
             return False
