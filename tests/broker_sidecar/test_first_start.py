@@ -44,9 +44,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def sidecar(home: Path, tmp_path: Path) -> Iterator[Sidecar]:
-    """One whose process that compiles was told to stand still as soon as it was there: it serves with plain functions,
-    until it may go on."""
-    sidecar = Sidecar(tmp_path / "sidecar", metrics_listen="127.0.0.1:0")
+    with compiling_stopped(Sidecar(tmp_path / "sidecar", metrics_listen="127.0.0.1:0"), home) as sidecar:
+        yield sidecar
+
+
+@contextlib.contextmanager
+def compiling_stopped(sidecar: Sidecar, home: Path) -> Iterator[Sidecar]:
+    """A sidecar whose compiling process is stopped as soon as it exists. The sidecar serves with plain functions until
+    that process continues."""
     with contextlib.closing(sidecar):
         sidecar.spawn()
         patience = Patience("a process that compiles")
@@ -190,11 +195,11 @@ def test_it_does_not_outlive_the_sidecar(sidecar: Sidecar, ends: object) -> None
 
 
 def test_a_process_that_hangs_is_ended_and_the_log_says_so(home: Path, tmp_path: Path) -> None:
-    # Any process that compiles takes longer than this limit: it is as one that hangs.
     environment = with_constants.environment(kernels__COMPILE_LIMIT_SECONDS=0.001)
-    with Sidecar(
+    hanging = Sidecar(
         tmp_path / "sidecar", module=with_constants.MODULE, environment=environment, metrics_listen="127.0.0.1:0"
-    ) as sidecar:
+    )
+    with compiling_stopped(hanging, home) as sidecar:
         wait_until_said(sidecar, "compiling for this machine was ended: it took more than 0.001 s")
         with Client(sidecar.address) as client:
             client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
