@@ -24,7 +24,7 @@ from broker_sidecar.services.statistics import replay_left_messages, snapshot_ag
 from broker_sidecar.streams import Streams
 from seqdedupe.errors import REASONS
 from seqdedupe.exposition import Exposition, by_label, counter_of, cumulated, gauge_of, histogram_of
-from seqdedupe.figures import Buckets
+from seqdedupe.figures import Buckets, first_unread
 from seqdedupe.format import jit
 from seqdedupe.http_server import on_loop
 from seqdedupe.topic.base import State, TopicBase
@@ -204,8 +204,7 @@ def _look_at(topic: TopicBase, now: Now) -> None:
         now.window_imported_missing += topic.ids.imported.is_missing
         for cursor in topic.policy.cursors:
             # A cursor of another incarnation, or topic, is before all of this.
-            is_of_this = cursor.position.incarnation == topic.incarnation
-            first_index = max(topic.log.first_index, cursor.position.index + 1 if is_of_this else 0)
+            first_index = first_unread(cursor.position, topic.incarnation, topic.log.first_index)
             now.max_cursor_lag_messages = max(now.max_cursor_lag_messages, topic.readable_index - first_index)
     if isinstance(topic, Topic) and (frames := len(topic.flight)):
         now.in_flight_frames += frames

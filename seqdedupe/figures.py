@@ -3,6 +3,7 @@ the page."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Protocol
 
 from seqdedupe.v1 import admin_pb2
 
@@ -75,12 +76,30 @@ def beyond_snapshot(topic: admin_pb2.Topic) -> int | None:
     return topic.last.index + 1 - topic.snapshot_index if is_open(topic) else None
 
 
+class _Place(Protocol):
+    """A position, or its message on the wire."""
+
+    @property
+    def incarnation(self) -> int: ...
+
+    @property
+    def index(self) -> int: ...
+
+
+def first_unread(position: _Place, incarnation: int, first_index: int) -> int:
+    """Return the first index that a reader at this position has not read, in a topic that begins at `first_index`.
+
+    If a topic was deleted and created again, a position of the old topic is before all its messages.
+    """
+    is_of_this = position.incarnation == incarnation
+    return max(first_index, position.index + 1 if is_of_this else 0)
+
+
 def cursor_lag(cursor: admin_pb2.TopicCursor, topic: admin_pb2.Topic) -> int | None:
     """Return the number of messages after the position that a cursor keeps; None if it is not known."""
     if not is_open(topic):
         return None
-    is_of_this = cursor.position.incarnation == topic.last.incarnation
-    first_index = max(topic.first_index, cursor.position.index + 1 if is_of_this else 0)
+    first_index = first_unread(cursor.position, topic.last.incarnation, topic.first_index)
     return max(0, topic.last.index + 1 - first_index)
 
 

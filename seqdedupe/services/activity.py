@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from seqdedupe.client import Client, TopicEnds
+from seqdedupe.client import Client
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError
+from seqdedupe.figures import first_unread
 from seqdedupe.message_id import Position
 
 T = TypeVar("T")
@@ -176,15 +177,10 @@ async def lag_after(client: Client, topic: str, position: Position) -> Lag:
     of `Client.ends` and of readers, but not for messages that retention has dropped. Those do not count.
     """
     ends = await client.ends(topic)
-    first_index = _first_after(position, ends)
+    first_index = first_unread(position, ends.last.incarnation, ends.first_index)
     if first_index > ends.last.index:
         return NO_LAG
     return Lag(ends.last.index + 1 - first_index, await _publish_time_ms(client, topic, first_index))
-
-
-def _first_after(position: Position, ends: TopicEnds) -> int:
-    is_of_this = position.incarnation == ends.last.incarnation
-    return max(position.index + 1 if is_of_this else 0, ends.first_index)
 
 
 async def _publish_time_ms(client: Client, topic: str, index: int) -> int | None:
