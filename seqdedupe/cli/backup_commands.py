@@ -19,7 +19,7 @@ from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from seqdedupe.transfer.backup import Manifest
-    from seqdedupe.transfer.backup_places import FolderPlace, KeptBackup
+    from seqdedupe.transfer.backup_places import BucketPlace, FolderPlace, KeptBackup
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _MAKE = "make"
@@ -104,7 +104,8 @@ class _Care:
     why_not: str = "something was damaged where it was taken"
     copied_to: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
-    _places: "list[FolderPlace]" = field(default_factory=list)
+    _places: "list[tuple[FolderPlace, BucketPlace | None]]" = field(default_factory=list)
+    """The folders with the backup, each with the place of its copy."""
 
     def begin(self, made: list[admin_pb2.BackupResponse]) -> bool:
         """Return whether the backup can be verified: it is in folders that this command can read.
@@ -122,27 +123,27 @@ class _Care:
                 raise error("INVALID_REQUEST", f"the backup is made, and not verified: {self.why_not}", hint=hint)
             return False
         prepare()
-        from seqdedupe.transfer.backup_places import FolderPlace
+        from seqdedupe.transfer.backup_places import BucketPlace, FolderPlace
 
-        self._places = [FolderPlace(folder.parent) for folder in folders]
+        for folder in folders:
+            # With several sidecars, each has a prefix: the name of its folder of backups.
+            below = f"/{folder.parent.name}" if len(folders) > 1 else ""
+            bucket = BucketPlace(f"{self.to.rstrip('/')}{below}") if self.to else None
+            self._places.append((FolderPlace(folder.parent), bucket))
         return True
 
     def locked(self) -> ExitStack:
         """Keep other commands from copying or removing backups of these folders, until the result is closed."""
         stack = ExitStack()
-        for place in self._places if self.keep or self.to else ():
+        for place, _ in self._places if self.keep or self.to else ():
             stack.enter_context(place.locked())
         return stack
 
     def copy(self) -> None:
         """Verify every byte, here and at the copy's place."""
-        prepare()
-        from seqdedupe.transfer.backup_places import BucketPlace
-
-        for place in self._places:
+        for place, bucket in self._places:
             place.check(self.name)
-            if self.to:
-                bucket = BucketPlace(self._url_of(place))
+            if bucket is not None:
                 bucket.upload(Path(place.url, self.name), self.name)
                 # Its files were read back already.
                 bucket.check(self.name, reads_all=False)
@@ -151,18 +152,12 @@ class _Care:
 
     def remove(self) -> None:
         """Remove older backups, from both places."""
-        prepare()
-        from seqdedupe.transfer.backup_places import BucketPlace
-
-        for place in self._places if self.keep else ():
-            buckets = [BucketPlace(self._url_of(place))] if self.to else []
-            for one in (place, *buckets):
-                self.removed += [f"{one.url}/{name}" for name in one.keep(self.name, self.keep or 1)]
-
-    def _url_of(self, place: "FolderPlace") -> str:
-        """Return the URL for a folder. With several sidecars, each has a prefix: the name of its folder."""
-        below = f"/{Path(place.url).name}" if len(self._places) > 1 else ""
-        return f"{(self.to or '').rstrip('/')}{below}"
+        if self.keep is None:
+            return
+        for places in self._places:
+            for one in places:
+                if one is not None:
+                    self.removed += [f"{one.url}/{name}" for name in one.keep(self.name, self.keep)]
 
 
 @backup.command("list", short_help="List the backups in a place, and say which are good.")

@@ -21,6 +21,7 @@ import google_crc32c
 
 from seqdedupe.errors import INSTALL_HINT, SeqdedupeError, error
 from seqdedupe.files import UNFINISHED, sync_folder
+from seqdedupe.locks import Lock
 from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
 from seqdedupe.transfer.backup import (
     LOCK_FILE,
@@ -221,17 +222,16 @@ class FolderPlace(BackupPlace):
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other commands from copying or removing backups meanwhile. Raises BACKUP_FAILED if one does; OSError."""
-        lock = os.open(self._folder / COMMAND_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as e:
-                what = f"another command copies or removes backups in {self._folder} at the moment"
-                hint = "This backup is made, but not verified. Let that command end, and make another backup."
-                raise error("BACKUP_FAILED", what, hint=hint) from e
+            lock = Lock.take(self._folder / COMMAND_LOCK_FILE)
+        except BlockingIOError as e:
+            what = f"another command copies or removes backups in {self._folder} at the moment"
+            hint = "This backup is made, but not verified. Let that command end, and make another backup."
+            raise error("BACKUP_FAILED", what, hint=hint) from e
+        try:
             yield
         finally:
-            os.close(lock)
+            lock.close()
 
     def keep(self, new: str, count: int) -> list[str]:
         self._remove_leftovers(new)
