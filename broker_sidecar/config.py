@@ -506,10 +506,7 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
 
     Raises INVALID_CONFIGURATION.
     """
-    config, problems = examine(file, environment, flags)
-    for problem in problems:
-        raise problem
-    return config
+    return _accepted(*_given(file, environment, flags))
 
 
 def examine(
@@ -546,6 +543,14 @@ def _examined(values: Mapping[str, Any], sources: Mapping[str, str]) -> tuple[Co
     of_values = {problem.numbers["key"] for problem in problems}
     problems += [problem for problem in problems_of(config) if problem.numbers.get("key") not in of_values]
     return config, [_with_source(problem, sources) for problem in problems]
+
+
+def _accepted(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
+    """Return the configuration. Raise its first problem."""
+    config, problems = _examined(values, sources)
+    for problem in problems:
+        raise problem
+    return config
 
 
 def _with_source(problem: SeqdedupeError, sources: Mapping[str, str]) -> SeqdedupeError:
@@ -600,10 +605,7 @@ def for_dev(file: Path | None, flags: Mapping[str, Any], folder: str, listen: st
             )
     # No warning that messages are kept for ever is needed: they are not.
     dev = {"listen": listen, "log_format": "text", "default_retention_size_in_mb": -1}
-    config, problems = _examined(dev | values | {"data_directory": folder, "authentication": "none"}, sources)
-    for problem in problems:
-        raise problem
-    return config
+    return _accepted(dev | values | {"data_directory": folder, "authentication": "none"}, sources)
 
 
 def _in_file(file: Path) -> dict[str, Any]:

@@ -97,7 +97,6 @@ def _own_token(config: Config) -> Iterator[Problem]:
 
 def _token_keys(config: Config) -> Iterator[Problem]:
     if config.token_keys_file:
-        jit.compile_later()  # what is checked is small
         from broker_sidecar.security.tokens import read_keys
 
         read_keys(Path(config.token_keys_file))
@@ -106,7 +105,6 @@ def _token_keys(config: Config) -> Iterator[Problem]:
 
 def _tls(config: Config) -> Iterator[Problem]:
     if config.tls_certificate_file:
-        jit.compile_later()  # what is checked is small
         from broker_sidecar.security.authentication import Certificates
 
         Certificates(config)
@@ -115,7 +113,6 @@ def _tls(config: Config) -> Iterator[Problem]:
 
 def _revoked(config: Config) -> Iterator[Problem]:
     if config.tls_client_crl_file:
-        jit.compile_later()  # what is checked is small
         from broker_sidecar.security.authentication import Revoked
 
         Revoked(Path(config.tls_client_crl_file), Path(config.tls_client_ca_file), lambda: None)
@@ -124,7 +121,7 @@ def _revoked(config: Config) -> Iterator[Problem]:
 
 def _rules(config: Config) -> Iterator[Problem]:
     if config.rules_file:
-        jit.compile_later()  # what is checked is small
+        jit.compile_later()  # rules match names by kernels, and these are few
         from broker_sidecar.security.rules import read_rules
 
         read_rules(Path(config.rules_file))
@@ -148,7 +145,6 @@ def _pulsar(config: Config) -> Iterator[Problem]:
         hint = INSTALL_HINT.format("sidecar,pulsar")
         yield Problem(error("INVALID_CONFIGURATION", what, hint=hint, key="log"))
     if path := config.pulsar.tls_trust_certs_file_path:
-        jit.compile_later()  # what is checked is small
         from broker_sidecar.security.authentication import bytes_of, certificates_in
 
         certificates_in(Path(path), bytes_of(Path(path)))

@@ -75,8 +75,7 @@ def compile_first(data_directory: str = "") -> None:
 
     If this fails, kernels are plain functions, and the log has the reason."""
     with _Progress() as progress:
-        _import_all()
-        progress.kernels = jit.plain_kernels()
+        progress.kernels = _import_all()
         if _compile_now():
             compiled(data_directory)
 
@@ -96,8 +95,7 @@ def compile_for_installation() -> Path:
     if not (folder / _COMPLETE).exists():
         jit.keep_compiled(folder)
         with _Progress() as progress:
-            _import_all()
-            progress.kernels = jit.plain_kernels()
+            progress.kernels = _import_all()
             jit.compile_now()
         (folder / _COMPLETE).touch()
     if is_for_all:
@@ -106,9 +104,11 @@ def compile_for_installation() -> Path:
     return folder
 
 
-def _import_all() -> None:
+def _import_all() -> int:
+    """Import all kernels as plain functions. Return how many they are."""
     jit.compile_later()
     importlib.import_module(_NEEDS_ALL)
+    return jit.plain_kernels()
 
 
 def _compile_now(goes_on: Callable[[], bool] = lambda: True) -> bool:
