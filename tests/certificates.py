@@ -2,6 +2,8 @@
 
 import datetime
 import ipaddress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+from seqdedupe.testing import Sidecar
 
 NOW = datetime.datetime.now(datetime.UTC)
 DAY = datetime.timedelta(days=1)
@@ -89,3 +93,16 @@ def _builder(
 
 def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+@contextmanager
+def guarded_sidecar(folder: Path, authority: Authority) -> Iterator[Sidecar]:
+    """A sidecar that asks for its own token, over TLS."""
+    own = authority.issue("sidecar", "127.0.0.1")
+    with Sidecar(
+        folder,
+        authentication="token",
+        tls_certificate_file=own.certificate_file,
+        tls_key_file=own.key_file,
+    ) as sidecar:
+        yield sidecar

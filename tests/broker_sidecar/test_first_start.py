@@ -155,6 +155,17 @@ def kernels_compiled(sidecar: Sidecar) -> float:
     return scrape(sidecar).value("seqdedupe_kernels_compiled")
 
 
+def goes_on_without_kernels(sidecar: Sidecar) -> None:
+    """It publishes and reads with plain functions, says so, and stops as it should."""
+    assert kernels_compiled(sidecar) == 0
+    with Client(sidecar.address) as client:
+        client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
+        publish(client, 0)
+        check_all(client, ROWS)
+    assert kernels_compiled(sidecar) == 0
+    assert sidecar.stop() == 0
+
+
 @pytest.mark.parametrize(
     ("ends_with", "said", "level"),
     [
@@ -171,12 +182,7 @@ def test_the_sidecar_goes_on_without_it(sidecar: Sidecar, ends_with: signal.Sign
     wait_until_said(sidecar, said)
     assert [entry["level"] for entry in sidecar.log if said in str(entry["event"])] == [level]
     assert not [line for line in sidecar.errors if "Traceback" in line]
-    assert kernels_compiled(sidecar) == 0
-    with Client(sidecar.address) as client:
-        client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
-        publish(client, 0)
-        check_all(client, ROWS)
-    assert sidecar.stop() == 0
+    goes_on_without_kernels(sidecar)
 
 
 @pytest.mark.parametrize("ends", [Sidecar.stop, Sidecar.kill])
@@ -201,12 +207,7 @@ def test_a_process_that_hangs_is_ended_and_the_log_says_so(home: Path, tmp_path:
     )
     with compiling_stopped(hanging, home) as sidecar:
         wait_until_said(sidecar, "compiling for this machine was ended: it took more than 0.001 s")
-        with Client(sidecar.address) as client:
-            client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
-            publish(client, 0)
-            check_all(client, ROWS)
-        assert kernels_compiled(sidecar) == 0
-        assert sidecar.stop() == 0
+        goes_on_without_kernels(sidecar)
 
 
 def test_kernels_that_cannot_be_compiled_stay_plain_and_one_line_says_why(home: Path, tmp_path: Path) -> None:
@@ -217,12 +218,7 @@ def test_kernels_that_cannot_be_compiled_stay_plain_and_one_line_says_why(home: 
         assert "Traceback" not in json.dumps(entry)
         assert not [line for line in sidecar.errors if "Traceback" in line]
         assert not has_said(sidecar, COMPILED)
-        with Client(sidecar.address) as client:
-            client.admin.create_topic("by-id", deduplication_mode="deduplication-id")
-            publish(client, 0)
-            check_all(client, ROWS)
-        assert kernels_compiled(sidecar) == 0
-        assert sidecar.stop() == 0
+        goes_on_without_kernels(sidecar)
 
 
 def test_where_no_process_can_be_started_it_compiles_first(home: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from seqdedupe.cli.commands import cli
 from seqdedupe.testing import Sidecar
 from tests import warm
-from tests.certificates import Authority
+from tests.certificates import Authority, guarded_sidecar
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run, lines
 
 FILES = ("--token-file", "--tls-ca-file", "--tls-certificate-file", "--tls-key-file")
@@ -25,13 +25,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def shared_sidecar(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[Sidecar]:
-    own = authority.issue("sidecar", "127.0.0.1")
-    with Sidecar(
-        tmp_path_factory.mktemp("cli"),
-        authentication="token",
-        tls_certificate_file=own.certificate_file,
-        tls_key_file=own.key_file,
-    ) as sidecar:
+    with guarded_sidecar(tmp_path_factory.mktemp("cli"), authority) as sidecar:
         yield sidecar
 
 

@@ -10,7 +10,7 @@ import pytest
 from seqdedupe import profiles
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import Sidecar
-from tests.certificates import Authority
+from tests.certificates import Authority, guarded_sidecar
 from tests.cli.conftest import Run
 
 NOBODY = "127.0.0.1:1"
@@ -23,13 +23,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def shared_sidecar(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[Sidecar]:
-    own = authority.issue("sidecar", "127.0.0.1")
-    with Sidecar(
-        tmp_path_factory.mktemp("cli"),
-        authentication="token",
-        tls_certificate_file=own.certificate_file,
-        tls_key_file=own.key_file,
-    ) as sidecar:
+    with guarded_sidecar(tmp_path_factory.mktemp("cli"), authority) as sidecar:
         yield sidecar
 
 

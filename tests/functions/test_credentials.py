@@ -11,7 +11,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.functions.deployment import settings_of
 from seqdedupe.functions.instance import credentials_of
 from seqdedupe.testing import Sidecar
-from tests.certificates import Authority
+from tests.certificates import Authority, guarded_sidecar
 from tests.functions.runtime import TIMEOUT_SECONDS, Ended, Runtime, details, inputs
 
 COUNT = 20
@@ -24,13 +24,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[Sidecar]:
-    own = authority.issue("sidecar", "127.0.0.1")
-    with Sidecar(
-        tmp_path_factory.mktemp("guarded"),
-        authentication="token",
-        tls_certificate_file=own.certificate_file,
-        tls_key_file=own.key_file,
-    ) as sidecar:
+    with guarded_sidecar(tmp_path_factory.mktemp("guarded"), authority) as sidecar:
         yield sidecar
 
 

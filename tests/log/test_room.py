@@ -59,6 +59,21 @@ async def refused(log: EmbeddedLog, term: int) -> str:
     return owner.why
 
 
+async def refused_by_the_disk(log: EmbeddedLog, term: int, limit_files: LimitFiles) -> None:
+    """Has the log refuse a batch for which there is no room. Afterwards there is room again."""
+    limit_files(BATCH_BYTES // 2)
+    assert "too large" in await refused(log, term)
+    limit_files(None)
+
+
+async def log_with_a_refusal(make_logs: MakeLogs, limit_files: LimitFiles) -> EmbeddedLog:
+    """A new log that was opened with term 1, and has refused a batch with term 2."""
+    log = await new_log(make_logs())
+    await Owner(log, 1).open()
+    await refused_by_the_disk(log, 2, limit_files)
+    return log
+
+
 async def opened(log: EmbeddedLog, term: int) -> str:
     """Why it cannot be opened; empty if it was."""
     try:
@@ -137,10 +152,8 @@ async def test_logs_of_one_disk_share_its_room(
     all_of_them = [await new_log(logs, INCARNATION + i) for i in range(7)]
     for log in all_of_them:
         await Owner(log, 1).open()
-    limit_files(BATCH_BYTES // 2)
     for log in all_of_them:
-        assert "too large" in await refused(log, 2)
-    limit_files(None)
+        await refused_by_the_disk(log, 2, limit_files)
     monkeypatch.setattr(Room, "_why_trial_fails", counted)
     monkeypatch.setattr(Room, "_free_bytes", lambda self: 4 * room.SHARE_BYTES - 1)
     monkeypatch.setattr(room, "TRIAL_SECONDS", 3600.0)
@@ -160,11 +173,7 @@ async def test_a_share_is_enough_for_a_higher_term(
     make_logs: MakeLogs, limit_files: LimitFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever finds a marker of a higher term opens the log again. It would take the shares of others, or have none."""
-    log = await new_log(make_logs())
-    await Owner(log, 1).open()
-    limit_files(BATCH_BYTES // 2)
-    assert "too large" in await refused(log, 2)
-    limit_files(None)
+    log = await log_with_a_refusal(make_logs, limit_files)
     monkeypatch.setattr(Room, "_free_bytes", lambda self: room.SHARE_BYTES)
     monkeypatch.setattr(room, "TRIAL_SECONDS", 3600.0)
     assert [await opened(log, term) for term in (3, 4)] == ["", ""]
@@ -174,16 +183,10 @@ async def test_a_share_is_enough_for_a_higher_term(
 async def test_what_is_refused_takes_back_what_the_trial_found(
     make_logs: MakeLogs, limit_files: LimitFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = await new_log(make_logs())
-    await Owner(log, 1).open()
-    limit_files(BATCH_BYTES // 2)
-    assert "too large" in await refused(log, 2)
-    limit_files(None)
+    log = await log_with_a_refusal(make_logs, limit_files)
     monkeypatch.setattr(room, "TRIAL_SECONDS", 3600.0)
     assert await opened(log, 3) == ""
-    limit_files(BATCH_BYTES // 2)
-    assert "too large" in await refused(log, 4)
-    limit_files(None)
+    await refused_by_the_disk(log, 4, limit_files)
     assert "other topics go first" in await opened(log, 5)
     await log.close()
 
@@ -192,11 +195,7 @@ async def test_shares_that_nobody_took_do_not_last(
     make_logs: MakeLogs, limit_files: LimitFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody else may have filled the disk since."""
-    log = await new_log(make_logs())
-    await Owner(log, 1).open()
-    limit_files(BATCH_BYTES // 2)
-    assert "too large" in await refused(log, 2)
-    limit_files(None)
+    log = await log_with_a_refusal(make_logs, limit_files)
     assert await opened(log, 3) == ""
     with monkeypatch.context() as patch:
         patch.setattr(Room, "_free_bytes", lambda self: room.SHARE_BYTES - 1)
@@ -234,9 +233,7 @@ async def test_after_a_refusal_no_group_is_larger_than_the_trial(
     log = await new_log(make_logs())
     await Owner(log, 1).open()
     if was_refused:
-        limit_files(BATCH_BYTES // 2)
-        assert "too large" in await refused(log, 2)
-        limit_files(None)
+        await refused_by_the_disk(log, 2, limit_files)
     sizes: list[int] = []
     really, may_write = os.pwritev, threading.Event()
 

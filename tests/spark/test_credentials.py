@@ -18,7 +18,7 @@ from seqdedupe_spark import audit_job, bootstrap_job
 from seqdedupe_spark.options import parse
 from seqdedupe_spark.service import SidecarService as Shown
 from seqdedupe_spark.session import run_command
-from tests.certificates import Authority
+from tests.certificates import Authority, guarded_sidecar
 from tests.spark.jobs import JOB, TABLE
 from tests.spark.run_job import QUICK
 
@@ -32,13 +32,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[Sidecar]:
-    own = authority.issue("sidecar", "127.0.0.1")
-    with Sidecar(
-        tmp_path_factory.mktemp("guarded"),
-        authentication="token",
-        tls_certificate_file=own.certificate_file,
-        tls_key_file=own.key_file,
-    ) as sidecar:
+    with guarded_sidecar(tmp_path_factory.mktemp("guarded"), authority) as sidecar:
         shows = Credentials(token_file=sidecar.token_file, tls_ca_file=authority.ca_file)
         with Client(sidecar.address, shows) as client, client.producer("t", "p") as producer:
             for _ in range(COUNT):
