@@ -110,7 +110,7 @@ _SERVICE = ("kind", "name")
 
 _COUNTED = {
     "messages": ("seqdedupe_service_messages", "Messages that a service has processed."),
-    "duplicates": ("seqdedupe_service_duplicates", "Messages that had been processed already, and were skipped."),
+    "duplicates": ("seqdedupe_service_duplicates", "Messages skipped because they had been processed before."),
     "set_aside": ("seqdedupe_service_set_aside_messages", "Messages put aside: parked, dead letters, rows set aside."),
 }
 
@@ -122,15 +122,15 @@ def of_services(activities: Sequence[Activity]) -> Iterator[Metric]:
         for one in activities:
             counter.add_metric((one.kind, one.name), getattr(one, name))
         yield counter
-    about = "Failures of a service, by reason; what is tried again counts each time."
+    about = "Failures of a service, by reason; each retry counts."
     failures = CounterMetricFamily("seqdedupe_service_failures", about, labels=(*_SERVICE, "reason"))
     about = "What a service does: 1 for its state, 0 for the others."
     states = GaugeMetricFamily("seqdedupe_service_state", about, labels=(*_SERVICE, "state", "reason"))
-    about = "When a service has processed a message last; 0 if it has not."
+    about = "When a service last processed a message, or 0."
     success = GaugeMetricFamily("seqdedupe_service_last_success_timestamp_seconds", about, labels=_SERVICE)
     about = "Messages that a service has not processed yet."
     messages = GaugeMetricFamily("seqdedupe_service_lag_messages", about, labels=_SERVICE)
-    about = "Age of the oldest message that a service has not processed; 0 if there is none."
+    about = "Age of the oldest unprocessed message of a service, or 0."
     seconds = GaugeMetricFamily("seqdedupe_service_lag_seconds", about, labels=_SERVICE)
     for one in activities:
         service = one.kind, one.name
