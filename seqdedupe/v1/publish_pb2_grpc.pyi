@@ -61,8 +61,8 @@ class PublishServiceStub:
        answer of `Open`.
     10. A client that asks for `early_receipts` keeps a message with such a receipt until it is durable
         (`Receipt.durable_at`). After a resume it resends what is above the answered `persisted`, as if it had no
-        receipt. The same holds after duty 6, for which only receipts count that were durable at once or have become
-        durable. Indexes and message IDs may then be different.
+        receipt. Indexes and message IDs may then be different. Duty 6 counts only receipts that were durable at once or
+        have become durable.
     11. A client that publishes deduplication IDs has no sessions. It finds lost data by answers that have receipts:
         another incarnation; a lower term from all addresses; on a new stream a `durable_index` below what was durable
         before; or `NOT_DUP` at an index that was given before. Then stop and report it. A low index alone proves
@@ -166,8 +166,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
        answer of `Open`.
     10. A client that asks for `early_receipts` keeps a message with such a receipt until it is durable
         (`Receipt.durable_at`). After a resume it resends what is above the answered `persisted`, as if it had no
-        receipt. The same holds after duty 6, for which only receipts count that were durable at once or have become
-        durable. Indexes and message IDs may then be different.
+        receipt. Indexes and message IDs may then be different. Duty 6 counts only receipts that were durable at once or
+        have become durable.
     11. A client that publishes deduplication IDs has no sessions. It finds lost data by answers that have receipts:
         another incarnation; a lower term from all addresses; on a new stream a `durable_index` below what was durable
         before; or `NOT_DUP` at an index that was given before. Then stop and report it. A low index alone proves
@@ -267,8 +267,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
        answer of `Open`.
     10. A client that asks for `early_receipts` keeps a message with such a receipt until it is durable
         (`Receipt.durable_at`). After a resume it resends what is above the answered `persisted`, as if it had no
-        receipt. The same holds after duty 6, for which only receipts count that were durable at once or have become
-        durable. Indexes and message IDs may then be different.
+        receipt. Indexes and message IDs may then be different. Duty 6 counts only receipts that were durable at once or
+        have become durable.
     11. A client that publishes deduplication IDs has no sessions. It finds lost data by answers that have receipts:
         another incarnation; a lower term from all addresses; on a new stream a `durable_index` below what was durable
         before; or `NOT_DUP` at an index that was given before. Then stop and report it. A low index alone proves
