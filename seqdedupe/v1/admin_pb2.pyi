@@ -30,21 +30,21 @@ class _TopicStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TopicState
     """Never sent."""
     TOPIC_STATE_RECOVERING: _TopicState.ValueType  # 1
     """Its log is being read, or cannot be read now; publishes are refused with `RECOVERING`, and readers get what is
-    certain. Or, as `why` says, nobody has used it since a start with very many topics: whoever does opens it, and of
-    what it holds nothing is said until then.
+    certain. Or, as `why` says, nobody has used it since a start with very many topics: its first use opens it, and its
+    content is not shown until then.
     """
     TOPIC_STATE_SERVING: _TopicState.ValueType  # 2
     """It takes and gives messages."""
     TOPIC_STATE_READ_ONLY: _TopicState.ValueType  # 3
-    """Its log refuses writes; it is read as before, and tried again by itself."""
+    """Its log refuses writes. Reading is as before, and writing is retried automatically."""
     TOPIC_STATE_DRAINING: _TopicState.ValueType  # 4
     """The sidecar is shutting down."""
     TOPIC_STATE_DAMAGED: _TopicState.ValueType  # 5
-    """For good, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
+    """Permanent, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
     TOPIC_STATE_STANDBY: _TopicState.ValueType  # 6
     """Another sidecar owns its log: publishes are refused with `NOT_OWNER`, and readers get what is certain here."""
     TOPIC_STATE_TERMINATED: _TopicState.ValueType  # 7
-    """For good: an operator of Pulsar has terminated the topic that is its log. Publishes are refused with
+    """Permanent: an operator of Pulsar has terminated the topic that is its log. Publishes are refused with
     `TOPIC_TERMINATED`; readers get all that it holds.
     """
 
@@ -55,21 +55,21 @@ TOPIC_STATE_UNSPECIFIED: TopicState.ValueType  # 0
 """Never sent."""
 TOPIC_STATE_RECOVERING: TopicState.ValueType  # 1
 """Its log is being read, or cannot be read now; publishes are refused with `RECOVERING`, and readers get what is
-certain. Or, as `why` says, nobody has used it since a start with very many topics: whoever does opens it, and of
-what it holds nothing is said until then.
+certain. Or, as `why` says, nobody has used it since a start with very many topics: its first use opens it, and its
+content is not shown until then.
 """
 TOPIC_STATE_SERVING: TopicState.ValueType  # 2
 """It takes and gives messages."""
 TOPIC_STATE_READ_ONLY: TopicState.ValueType  # 3
-"""Its log refuses writes; it is read as before, and tried again by itself."""
+"""Its log refuses writes. Reading is as before, and writing is retried automatically."""
 TOPIC_STATE_DRAINING: TopicState.ValueType  # 4
 """The sidecar is shutting down."""
 TOPIC_STATE_DAMAGED: TopicState.ValueType  # 5
-"""For good, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
+"""Permanent, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
 TOPIC_STATE_STANDBY: TopicState.ValueType  # 6
 """Another sidecar owns its log: publishes are refused with `NOT_OWNER`, and readers get what is certain here."""
 TOPIC_STATE_TERMINATED: TopicState.ValueType  # 7
-"""For good: an operator of Pulsar has terminated the topic that is its log. Publishes are refused with
+"""Permanent: an operator of Pulsar has terminated the topic that is its log. Publishes are refused with
 `TOPIC_TERMINATED`; readers get all that it holds.
 """
 Global___TopicState: _TypeAlias = TopicState  # noqa: Y015
@@ -83,21 +83,21 @@ class _OverlapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Overlap
     OVERLAP_POLICY_UNSPECIFIED: _OverlapPolicy.ValueType  # 0
     """Never sent."""
     OVERLAP_POLICY_PULSAR: _OverlapPolicy.ValueType  # 1
-    """Pulsar's own answer: `DUP`. The IDs that are new are lost."""
+    """Pulsar's answer: `DUP`. The new IDs are lost."""
     OVERLAP_POLICY_REJECT: _OverlapPolicy.ValueType  # 2
-    """It is refused with `OVERLAP`: the broker or its producer has to split it."""
+    """It is refused with `OVERLAP`: the broker or its producer must split it."""
 
 class OverlapPolicy(_OverlapPolicy, metaclass=_OverlapPolicyEnumTypeWrapper):
-    """What becomes of a range of sequence IDs that begins at or below `persisted` and ends above it, where the log is a
+    """The treatment of a range of sequence IDs that begins at or below `persisted` and ends above it, if the log is a
     broker's own (see `DedupeService`).
     """
 
 OVERLAP_POLICY_UNSPECIFIED: OverlapPolicy.ValueType  # 0
 """Never sent."""
 OVERLAP_POLICY_PULSAR: OverlapPolicy.ValueType  # 1
-"""Pulsar's own answer: `DUP`. The IDs that are new are lost."""
+"""Pulsar's answer: `DUP`. The new IDs are lost."""
 OVERLAP_POLICY_REJECT: OverlapPolicy.ValueType  # 2
-"""It is refused with `OVERLAP`: the broker or its producer has to split it."""
+"""It is refused with `OVERLAP`: the broker or its producer must split it."""
 Global___OverlapPolicy: _TypeAlias = OverlapPolicy  # noqa: Y015
 
 class _GapPolicy:
@@ -111,10 +111,12 @@ class _GapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GapPolicy.V
     GAP_POLICY_ALLOW: _GapPolicy.ValueType  # 1
     """It is taken."""
     GAP_POLICY_REJECT: _GapPolicy.ValueType  # 2
-    """Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
+    """Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin
+    anywhere.
+    """
 
 class GapPolicy(_GapPolicy, metaclass=_GapPolicyEnumTypeWrapper):
-    """What becomes of a message whose sequence ID is above all of its producer, and is not the next one. Where the log is a
+    """The treatment of a message whose sequence ID is above all of its producer, and is not the next one. If the log is a
     broker's own, the lowest ID of a range counts.
     """
 
@@ -123,7 +125,9 @@ GAP_POLICY_UNSPECIFIED: GapPolicy.ValueType  # 0
 GAP_POLICY_ALLOW: GapPolicy.ValueType  # 1
 """It is taken."""
 GAP_POLICY_REJECT: GapPolicy.ValueType  # 2
-"""Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin anywhere."""
+"""Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin
+anywhere.
+"""
 Global___GapPolicy: _TypeAlias = GapPolicy  # noqa: Y015
 
 class _DeduplicationMode:
@@ -133,21 +137,21 @@ class _DeduplicationMode:
 class _DeduplicationModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeduplicationMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DEDUPLICATION_MODE_UNSPECIFIED: _DeduplicationMode.ValueType  # 0
-    """The default where a topic is created; of a topic, that it is not known yet."""
+    """The default when a topic is created. In a topic: not known yet."""
     DEDUPLICATION_MODE_SEQUENCE_ID: _DeduplicationMode.ValueType  # 1
     """A producer's name and a sequence ID, in rising order."""
     DEDUPLICATION_MODE_DEDUPLICATION_ID: _DeduplicationMode.ValueType  # 2
-    """An ID of the message's own, in no order. There are no producers, sessions or links."""
+    """An ID of each message, in no order. There are no producers, sessions or links."""
 
 class DeduplicationMode(_DeduplicationMode, metaclass=_DeduplicationModeEnumTypeWrapper):
-    """By what the messages of a topic are told from each other: chosen when it is created, for good."""
+    """What identifies the messages of a topic: chosen permanently when it is created."""
 
 DEDUPLICATION_MODE_UNSPECIFIED: DeduplicationMode.ValueType  # 0
-"""The default where a topic is created; of a topic, that it is not known yet."""
+"""The default when a topic is created. In a topic: not known yet."""
 DEDUPLICATION_MODE_SEQUENCE_ID: DeduplicationMode.ValueType  # 1
 """A producer's name and a sequence ID, in rising order."""
 DEDUPLICATION_MODE_DEDUPLICATION_ID: DeduplicationMode.ValueType  # 2
-"""An ID of the message's own, in no order. There are no producers, sessions or links."""
+"""An ID of each message, in no order. There are no producers, sessions or links."""
 Global___DeduplicationMode: _TypeAlias = DeduplicationMode  # noqa: Y015
 
 class _DeduplicationRoute:
@@ -157,23 +161,25 @@ class _DeduplicationRoute:
 class _DeduplicationRouteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeduplicationRoute.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DEDUPLICATION_ROUTE_UNSPECIFIED: _DeduplicationRoute.ValueType  # 0
-    """Of a topic: it has no partitions, or is one of sequence IDs, or that is not known yet."""
+    """In a topic: it has no partitions, or is one of sequence IDs, or that is not known yet."""
     DEDUPLICATION_ROUTE_ID: _DeduplicationRoute.ValueType  # 1
     """By its deduplication ID: a copy always meets its original, and there is no order by key. The default."""
     DEDUPLICATION_ROUTE_KEY: _DeduplicationRoute.ValueType  # 2
-    """By its key, which every message has to have: what has one key is in one partition, and a copy has to carry the key
+    """By its key, which every message must have. All messages with a key are in one partition. A copy must have the key
     of its original, or it is new.
     """
 
 class DeduplicationRoute(_DeduplicationRoute, metaclass=_DeduplicationRouteEnumTypeWrapper):
-    """By what a message of a partitioned topic of deduplication IDs finds its partition: chosen when it is created, for good."""
+    """What selects the partition of a message in a partitioned topic of deduplication IDs: chosen permanently when it is
+    created.
+    """
 
 DEDUPLICATION_ROUTE_UNSPECIFIED: DeduplicationRoute.ValueType  # 0
-"""Of a topic: it has no partitions, or is one of sequence IDs, or that is not known yet."""
+"""In a topic: it has no partitions, or is one of sequence IDs, or that is not known yet."""
 DEDUPLICATION_ROUTE_ID: DeduplicationRoute.ValueType  # 1
 """By its deduplication ID: a copy always meets its original, and there is no order by key. The default."""
 DEDUPLICATION_ROUTE_KEY: DeduplicationRoute.ValueType  # 2
-"""By its key, which every message has to have: what has one key is in one partition, and a copy has to carry the key
+"""By its key, which every message must have. All messages with a key are in one partition. A copy must have the key
 of its original, or it is new.
 """
 Global___DeduplicationRoute: _TypeAlias = DeduplicationRoute  # noqa: Y015
@@ -185,17 +191,17 @@ class _EntryFormat:
 class _EntryFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EntryFormat.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ENTRY_FORMAT_UNSPECIFIED: _EntryFormat.ValueType  # 0
-    """The sidecar's default where a topic is created; of a topic, that its log is not Pulsar's, or not known yet."""
+    """The sidecar's default when a topic is created. In a topic: its log is not Pulsar's, or that is not known yet."""
     ENTRY_FORMAT_PLAIN: _EntryFormat.ValueType  # 1
     """An entry is a message, which every consumer can read."""
     ENTRY_FORMAT_PACKED: _EntryFormat.ValueType  # 2
     """An entry is a batch."""
 
 class EntryFormat(_EntryFormat, metaclass=_EntryFormatEnumTypeWrapper):
-    """How the entries of a Pulsar topic are laid out, see docs/internals/formats-pulsar.md."""
+    """The layout of entries of a Pulsar topic, see docs/internals/formats-pulsar.md."""
 
 ENTRY_FORMAT_UNSPECIFIED: EntryFormat.ValueType  # 0
-"""The sidecar's default where a topic is created; of a topic, that its log is not Pulsar's, or not known yet."""
+"""The sidecar's default when a topic is created. In a topic: its log is not Pulsar's, or that is not known yet."""
 ENTRY_FORMAT_PLAIN: EntryFormat.ValueType  # 1
 """An entry is a message, which every consumer can read."""
 ENTRY_FORMAT_PACKED: EntryFormat.ValueType  # 2
@@ -219,8 +225,8 @@ class _MessageStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MessageS
     MESSAGE_STATE_STORED: _MessageState.ValueType  # 4
     """It is in the log, or was until retention dropped it. Sent now, it is `DUP`."""
     MESSAGE_STATE_BELOW_WATERMARK: _MessageState.ValueType  # 5
-    """Its ID is not above the producer's highest persisted one, and it was not found where it was looked for, among the
-    last messages of the topic: it may have been stored, or never sent. Sent now, it is `DUP`.
+    """Its ID is not above the producer's highest persisted one, and it was not found among the last messages of the
+    topic: it may have been stored, or never sent. Sent now, it is `DUP`.
     """
     MESSAGE_STATE_IMPORTED: _MessageState.ValueType  # 6
     """Its deduplication ID came with an imported window: the system before this one had it. Sent now, it is `DUP`."""
@@ -239,8 +245,8 @@ MESSAGE_STATE_PASSED_OVER: MessageState.ValueType  # 3
 MESSAGE_STATE_STORED: MessageState.ValueType  # 4
 """It is in the log, or was until retention dropped it. Sent now, it is `DUP`."""
 MESSAGE_STATE_BELOW_WATERMARK: MessageState.ValueType  # 5
-"""Its ID is not above the producer's highest persisted one, and it was not found where it was looked for, among the
-last messages of the topic: it may have been stored, or never sent. Sent now, it is `DUP`.
+"""Its ID is not above the producer's highest persisted one, and it was not found among the last messages of the
+topic: it may have been stored, or never sent. Sent now, it is `DUP`.
 """
 MESSAGE_STATE_IMPORTED: MessageState.ValueType  # 6
 """Its deduplication ID came with an imported window: the system before this one had it. Sent now, it is `DUP`."""
@@ -255,37 +261,37 @@ class _StatisticsOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stati
     STATISTICS_ORDER_UNSPECIFIED: _StatisticsOrder.ValueType  # 0
     """As `STATISTICS_ORDER_RATE`."""
     STATISTICS_ORDER_RATE: _StatisticsOrder.ValueType  # 1
-    """What took the most rows of all verdicts in the last interval comes first, then in all intervals."""
+    """The most rows of all verdicts in the last interval come first, then in all intervals."""
     STATISTICS_ORDER_NAME: _StatisticsOrder.ValueType  # 2
     """By name."""
     STATISTICS_ORDER_STATE: _StatisticsOrder.ValueType  # 3
-    """What does not serve comes first."""
+    """Topics that do not serve come first."""
     STATISTICS_ORDER_TROUBLE: _StatisticsOrder.ValueType  # 4
-    """What had the most rows `UNKNOWN` and frames refused in all intervals comes first."""
+    """The most rows `UNKNOWN` and frames refused in all intervals come first."""
     STATISTICS_ORDER_SNAPSHOT: _StatisticsOrder.ValueType  # 5
-    """What has the most messages that no durable snapshot covers comes first."""
+    """The most messages that no durable snapshot covers come first."""
 
 class StatisticsOrder(_StatisticsOrder, metaclass=_StatisticsOrderEnumTypeWrapper):
-    """In which order topics are listed; by name where they are equal in that."""
+    """The order in which topics are listed; by name if they are equal."""
 
 STATISTICS_ORDER_UNSPECIFIED: StatisticsOrder.ValueType  # 0
 """As `STATISTICS_ORDER_RATE`."""
 STATISTICS_ORDER_RATE: StatisticsOrder.ValueType  # 1
-"""What took the most rows of all verdicts in the last interval comes first, then in all intervals."""
+"""The most rows of all verdicts in the last interval come first, then in all intervals."""
 STATISTICS_ORDER_NAME: StatisticsOrder.ValueType  # 2
 """By name."""
 STATISTICS_ORDER_STATE: StatisticsOrder.ValueType  # 3
-"""What does not serve comes first."""
+"""Topics that do not serve come first."""
 STATISTICS_ORDER_TROUBLE: StatisticsOrder.ValueType  # 4
-"""What had the most rows `UNKNOWN` and frames refused in all intervals comes first."""
+"""The most rows `UNKNOWN` and frames refused in all intervals come first."""
 STATISTICS_ORDER_SNAPSHOT: StatisticsOrder.ValueType  # 5
-"""What has the most messages that no durable snapshot covers comes first."""
+"""The most messages that no durable snapshot covers come first."""
 Global___StatisticsOrder: _TypeAlias = StatisticsOrder  # noqa: Y015
 
 @_typing.final
 class TopicPolicy(_message.Message):
-    """What an operator may set for a topic, for a namespace and, by its configuration, for a sidecar. For each value that of
-    the topic counts before that of its namespace, and that before the sidecar's. What is left out is not set.
+    """What an operator may set for a topic, for a namespace and, by its configuration, for a sidecar. A topic's value
+    precedes its namespace's, which precedes the sidecar's. What is omitted is not set.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -306,43 +312,44 @@ class TopicPolicy(_message.Message):
     deduplication_enabled: _builtins.bool
     """False: rows that would be `DUP` or `UNKNOWN` are appended as `NOT_DUP`. Sessions, links and numbers stay."""
     overlap: Global___OverlapPolicy.ValueType
-    """What becomes of ranges that are persisted in part. It can be set only where the log is a broker's own."""
+    """The treatment of ranges that are persisted in part. It can be set only if the log is a broker's own."""
     deduplication_entries_interval: _builtins.int
-    """A snapshot is taken after so many stored batches, 1 or more."""
+    """The number of stored batches after which a snapshot is taken, 1 or more."""
     deduplication_snapshot_interval_seconds: _builtins.int
-    """A snapshot is taken so many seconds after the first news since the last one; 0: not by time."""
+    """The number of seconds between the first news since the last snapshot and the next snapshot; 0: not by time."""
     retention_size_in_mb: _builtins.int
-    """At most so many MB of messages are kept; control records do not count. -1: no limit. Where the log is a broker's own, its retention is the
-    broker's, and this cannot be set.
+    """The most MB of messages that are kept; control records do not count. -1: no limit. If the log is a broker's own,
+    its retention is the broker's, and this cannot be set.
     """
     retention_time_in_minutes: _builtins.int
-    """Messages are kept for so many minutes; -1: no limit. See `retention_size_in_mb`."""
+    """The number of minutes for which messages are kept; -1: no limit. See `retention_size_in_mb`."""
     gap: Global___GapPolicy.ValueType
-    """What becomes of gaps."""
+    """The treatment of gaps."""
     deduplication_producer_inactivity_timeout_minutes: _builtins.int
-    """A producer that nobody has used for so many minutes of the sidecar's running time is forgotten; 0: never. What it
-    then sends again is new. One with a connected stream that used it, or with something in flight, stays.
+    """The number of minutes of the sidecar's running time after which an unused producer is forgotten; 0: never. What it
+    then sends again is new. A producer with a connected stream that used it, or with something in flight, stays.
     """
     log_flush_interval_messages: _builtins.int
-    """The log is synced as soon as so many messages are written and not synced, 1 or more, or `log_flush_interval_ms` is
-    over: with 1, the default, by every commit. Otherwise publishers that ask for `early_receipts` get them before the
-    sync, and a power cut may take what has such a receipt of a producer that has ended: fewer messages than this, of
-    the last `log_flush_interval_ms`. Where the log is not the sidecar's own, this cannot be set.
+    """The log is synced as soon as this number of messages is written and not synced, 1 or more, or
+    `log_flush_interval_ms` is over. With 1, the default, every commit is synced. Otherwise publishers that ask for
+    `early_receipts` get them before the sync, and a power cut may take what has such a receipt, if its producer has
+    ended: fewer messages than this number, of the last `log_flush_interval_ms`. If the log is not the sidecar's own,
+    this cannot be set.
     """
     log_flush_interval_ms: _builtins.int
-    """And as soon as the first of them was written so many milliseconds ago, 0 to 10,000: with 0, the default, by every
-    commit. See `log_flush_interval_messages`.
+    """The log is also synced as soon as the first of these messages was written this number of milliseconds ago, 0 to
+    10,000. With 0, the default, every commit is synced. See `log_flush_interval_messages`.
     """
     deduplication_window_max_messages: _builtins.int
-    """In a topic of deduplication IDs: a copy is known at least as long as fewer messages than this came after its
-    original, 1 or more. The window of IDs that are known moves forward by this limit, or by one of the two that follow,
-    whichever is reached first, by a part of it at a time. Topics of sequence IDs do not heed them, and so they cannot be
-    set for one; nor where the log is not the sidecar's own.
+    """In a topic of deduplication IDs: a copy is known at least while fewer messages than this came after its original, 1
+    or more. The window of known IDs moves forward by a part at a time, by this limit or one of the next two, the first
+    that is reached. They cannot be set for a topic of sequence IDs, which ignores them, nor if the log is not the
+    sidecar's own.
     """
     deduplication_window_max_bytes: _builtins.int
-    """And as long as the IDs that came after it have fewer bytes than this together, 1 or more; -1: no limit."""
+    """And while the IDs that came after it have fewer bytes than this together, 1 or more; -1: no limit."""
     deduplication_window_max_minutes: _builtins.int
-    """And as long as its original was published less than so many minutes ago, 1 or more; -1: no limit."""
+    """And while its original was published less than this number of minutes ago, 1 or more; -1: no limit."""
     def __init__(
         self,
         *,
@@ -484,7 +491,7 @@ class Topic(_message.Message):
     snapshot_index: _builtins.int
     """The next index at the last durable snapshot; recovery starts there."""
     not_dup: _builtins.int
-    """Rows since the topic was opened, by verdict: by the start, or again by an import or a rebuilding."""
+    """Rows since the topic was opened (by the start, or again by an import or a rebuilding), by verdict."""
     dup: _builtins.int
     """See `not_dup`."""
     unknown: _builtins.int
@@ -498,80 +505,83 @@ class Topic(_message.Message):
     purged: _builtins.int
     """Producers forgotten by the inactivity policy since the topic was opened."""
     resumed_after_purge: _builtins.int
-    """Sessions that were resumed since then of which nothing was left: what they send again is new."""
+    """Sessions that were resumed since then although nothing was left of them: what they send again is new."""
     damaged_places: _builtins.int
-    """Places of the log that are damaged, as far as the scrub in the background has found any since the topic was
-    opened. It goes on to serve; readers that meet one get `LOG_DAMAGED`, or skip it.
+    """Damaged places of the log that the scrub in the background has found since the topic was opened. The topic serves;
+    readers that meet one get `LOG_DAMAGED`, or skip it.
     """
     damaged_messages: _builtins.int
     """The messages there, which cannot be read."""
     entry_format: Global___EntryFormat.ValueType
-    """How its entries are laid out, for good."""
+    """The layout of its entries, permanently."""
     deduplication_mode: Global___DeduplicationMode.ValueType
-    """By what its messages are told from each other, for good."""
+    """What identifies its messages, permanently."""
     window_first_index: _builtins.int
     """Of a topic of deduplication IDs: the IDs of all messages from this index on are known."""
     window_first_publish_time_ms: _builtins.int
-    """When the first of these was published, in milliseconds since 1970; 0 if there never was one. Where all have been
-    forgotten, the time of the answer. Of a partitioned topic the latest of those of its partitions that have forgotten any,
-    so that all of them know what was published since; 0 if none has.
+    """When the first of these was published, in milliseconds since 1970; 0 if there never was one. If all have been
+    forgotten, the time of the answer. In a partitioned topic, the latest value of the partitions that have forgotten
+    any, so that all of them know what was published since; 0 if none has.
     """
     window_messages: _builtins.int
-    """So many IDs of stored messages are known."""
+    """The number of known IDs of stored messages."""
     window_forgotten: _builtins.int
-    """So many have been forgotten since the topic was created: copies of these are new."""
+    """The number of IDs forgotten since the topic was created: copies of these are new."""
     window_memory_bytes: _builtins.int
     """The memory that the window takes."""
     deduplication_route: Global___DeduplicationRoute.ValueType
-    """By what its messages find their partitions, for good; also of each partition."""
+    """What selects the partition of its messages, permanently; also in each partition."""
     window_messages_on_disk: _builtins.int
-    """So many of the IDs that are known lie on disk, and not in memory."""
+    """The number of known IDs that are on disk, not in memory."""
     window_imported: _builtins.int
-    """So many deduplication IDs were imported (`ImportWindow`), until all of them have expired."""
+    """The number of imported deduplication IDs (`ImportWindow`), until all of them have expired."""
     window_imported_missing: _builtins.bool
-    """Whether these are not there any more: frames are refused (`WINDOW_MISSING`) until the same window is imported again."""
+    """Whether these are missing: frames are refused (`WINDOW_MISSING`) until the same window is imported again."""
     partitions: _builtins.int
-    """How many partitions it has; 0 if it is not partitioned. Each is a topic of its own, `name-partition-0` and on. What
-    stands here of a partitioned topic is its name, the worst state of its partitions with the reason, and the sums of
-    their numbers of bytes, rows, frames, resets, producers forgotten, damage and entries that do not count; its
-    policy is that of its partitions, or of one that has deduplication off. Calls that are for one log answer
-    `TOPIC_IS_PARTITIONED` to its name.
+    """The number of its partitions; 0 if it is not partitioned. Each is a separate topic, `name-partition-0` and on. A
+    partitioned topic shows its name, the worst state of its partitions with the reason, and the sums of their numbers
+    of bytes, rows, frames, resets, producers forgotten, damage and entries that do not count. Its policy is that of
+    its partitions, or of one that has deduplication off. Calls that are for one log answer `TOPIC_IS_PARTITIONED` to
+    its name.
     """
     partition_of: _builtins.str
-    """The name of the partitioned topic of which it is a partition; empty if it is none."""
+    """The name of the partitioned topic that it belongs to; empty if it is no partition."""
     unused_partitions: _builtins.int
-    """How many partitions Pulsar has added to the topic later. They are not used: the number is for good."""
+    """The number of partitions that Pulsar has added to the topic later. They are not used: the number is permanent."""
     log_void: _builtins.int
-    """Entries of a Pulsar topic that are no part of the log, as far as they were met since it was opened: of an owner that
-    had lost the topic.
+    """Entries of a Pulsar topic that are no part of the log, as far as they were met since it was opened: those of an
+    owner that had lost the topic.
     """
     log_repeats: _builtins.int
     """The same: stored twice, and skipped once."""
     log_foreign: _builtins.int
-    """The same: of somebody who is no sidecar, after the topic had an owner. They are not shown to readers."""
+    """The same: of a producer that is no sidecar, after the topic had an owner. They are not shown to readers."""
     log_earlier: _builtins.int
-    """The same, before it had one. The highest sequence IDs of their producers count, as far as Pulsar's client shows them."""
+    """The same, before the topic had an owner. The highest sequence IDs of their producers count, as far as Pulsar's
+    client shows them.
+    """
     may_lose_messages: _builtins.int
-    """Fewer than `log_flush_interval_messages`: so many messages at most have an early receipt and are not durable, so that a
-    power cut may take them; 0 where every commit is synced. Their producers send them again, unless they have ended.
+    """The most messages that have an early receipt and are not durable, so that a power cut may take them: fewer than
+    `log_flush_interval_messages`. 0 if every commit is synced. Their producers send them again, unless they have
+    ended.
     """
     may_lose_ms: _builtins.int
-    """So long at most, and the time of a sync, a message with an early receipt is not durable."""
+    """The longest time, in addition to the time of a sync, for which a message with an early receipt is not durable."""
     not_durable_messages: _builtins.int
-    """So many have one, and are not durable, now."""
+    """The number of messages that have an early receipt and are not durable now."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """What is in force, each value of it."""
 
     @_builtins.property
     def last(self) -> _batch_pb2.Position:
-        """The position of the last message, or, while it is not known where the topic ends, of the last one that is certain;
-        its index is -1 if there is none.
+        """The position of the last message. While the topic's end is not known, that of the last certain one. Its index is -1
+        if there is none.
         """
 
     @_builtins.property
     def set_policy(self) -> Global___TopicPolicy:
-        """What of the policy was set for this topic; the rest is inherited."""
+        """The values of the policy that were set for this topic; the rest is inherited."""
 
     def __init__(
         self,
@@ -677,26 +687,27 @@ class CreateTopicRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     partitions: _builtins.int
-    """0: it is not partitioned. Otherwise how many partitions it has, for good: 1 to 1,024."""
+    """0: it is not partitioned. Otherwise the number of its partitions, permanently: 1 to 1,024."""
     entry_format: Global___EntryFormat.ValueType
-    """How its entries are laid out, for good. It can be chosen only where the log is Pulsar's: `INVALID_REQUEST` elsewhere."""
+    """The layout of its entries, permanently. It can be chosen only if the log is Pulsar's: `INVALID_REQUEST` elsewhere."""
     deduplication_mode: Global___DeduplicationMode.ValueType
-    """By what its messages are told from each other, for good; left out, by sequence IDs. Deduplication IDs only where the
-    log is the sidecar's own: `INVALID_REQUEST` elsewhere.
+    """What identifies its messages, permanently; omitted: sequence IDs. Deduplication IDs only if the log is the
+    sidecar's own: `INVALID_REQUEST` elsewhere.
     """
     deduplication_route: Global___DeduplicationRoute.ValueType
-    """By what messages find their partitions, for good; left out, by their IDs. Only of a topic of deduplication IDs with
-    partitions: `INVALID_REQUEST` elsewhere.
+    """What selects the partition of its messages, permanently; omitted: their IDs. Only for a topic of deduplication IDs
+    with partitions: `INVALID_REQUEST` elsewhere.
     """
     schema: _builtins.str
-    """What consumers of Pulsar's own clients decode its messages by: the JSON object that `pulsar-admin schemas upload`
-    takes, with `type`, `schema` and `properties`. Only where the log is Pulsar's and entries are `ENTRY_FORMAT_PLAIN`:
-    `INVALID_REQUEST` elsewhere. Whoever publishes gives payloads that are encoded by it: the sidecar does not look.
+    """The schema by which consumers of Pulsar's own clients decode its messages: the JSON object that
+    `pulsar-admin schemas upload` takes, with `type`, `schema` and `properties`. Only if the log is Pulsar's and
+    entries are `ENTRY_FORMAT_PLAIN`: `INVALID_REQUEST` elsewhere. Publishers must encode their payloads by it: the
+    sidecar does not check them.
     """
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """Its policy, or that of each partition. Left out: all of it is inherited. Partitions cannot have
-        `GAP_POLICY_REJECT`: sequence IDs count over all of them, so that each has gaps.
+        """Its policy, or that of each partition. Omitted: all of it is inherited. Partitions cannot have `GAP_POLICY_REJECT`:
+        sequence IDs count over all of them, so that each has gaps.
         """
 
     def __init__(
@@ -792,7 +803,7 @@ class ListTopicsRequest(_message.Message):
     after: _builtins.str
     """List names after this one. Empty: from the first."""
     only_here: _builtins.bool
-    """Only those that this process has itself. Else the topics of all shards are listed, or there is an error."""
+    """Only topics of this process. Otherwise the topics of all shards are listed, or there is an error."""
     def __init__(
         self,
         *,
@@ -1049,7 +1060,7 @@ class SetNamespacePolicyRequest(_message.Message):
     namespace: _builtins.str
     """The namespace: `tenant/namespace`."""
     only_here: _builtins.bool
-    """Only in this process. Else, where topics are spread over several, all of them set it."""
+    """Only in this process. Otherwise, if topics are spread over several, all of them set it."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """The values to set, at least one."""
@@ -1227,7 +1238,7 @@ class ListProducersRequest(_message.Message):
     offset: _builtins.int
     """0 for the first page, else the `next_offset` of the page before: it is opaque."""
     limit: _builtins.int
-    """At most so many, up to 1,000; 0: 1,000."""
+    """The most producers to answer, up to 1,000; 0: 1,000."""
     def __init__(
         self,
         *,
@@ -1252,8 +1263,9 @@ class ListProducersResponse(_message.Message):
     PRODUCERS_FIELD_NUMBER: _builtins.int
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     next_offset: _builtins.int
-    """What to give as `offset` for the next page; 0 if this is the last. When names of forgotten producers have been freed
-    since, or the sidecar has started anew, the next page is the first one again: a name may come twice, none is left out.
+    """What to give as `offset` for the next page; 0 if this is the last. If names of forgotten producers have been freed
+    since, or the sidecar has started again, the next page is the first one again: a name may come twice, none is
+    omitted.
     """
     @_builtins.property
     def producers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Producer]:
@@ -1359,7 +1371,7 @@ Global___GetMessageStateRequest: _TypeAlias = GetMessageStateRequest  # noqa: Y0
 
 @_typing.final
 class GetMessageStateResponse(_message.Message):
-    """What is known of it. What would be answered if it were sent now holds where the topic deduplicates."""
+    """What is known of it. The answers to sending it now hold if the topic deduplicates."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1374,14 +1386,16 @@ class GetMessageStateResponse(_message.Message):
     in_flight_ms: _builtins.int
     """How long it has been in flight, in milliseconds, if it is."""
     publish_time_ms: _builtins.int
-    """When the log took it, in milliseconds since 1970, if it is `MESSAGE_STATE_STORED` and still there; 0 if that is not known."""
+    """When the log took it, in milliseconds since 1970, if it is `MESSAGE_STATE_STORED` and still there; 0 if that is not
+    known.
+    """
     pushed: _builtins.int
     """The producer's highest sequence ID handed to the log, -1 if there is none."""
     persisted: _builtins.int
     """The producer's highest sequence ID confirmed by the log, -1 if there is none."""
     @_builtins.property
     def position(self) -> _batch_pb2.Position:
-        """Where it stands, if it is `MESSAGE_STATE_STORED`. Of several with this ID it is the newest."""
+        """Its position, if it is `MESSAGE_STATE_STORED`. If several have this ID, it is the newest."""
 
     def __init__(
         self,
@@ -1403,7 +1417,7 @@ Global___GetMessageStateResponse: _TypeAlias = GetMessageStateResponse  # noqa: 
 
 @_typing.final
 class ListInFlightRequest(_message.Message):
-    """A topic to look for what is in flight in."""
+    """A topic in which to look for messages in flight."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1412,7 +1426,7 @@ class ListInFlightRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     longer_than_ms: _builtins.int
-    """Only what has been in flight for at least so long, 0 or higher."""
+    """Only messages that have been in flight for at least this time, 0 or higher."""
     def __init__(
         self,
         *,
@@ -1440,11 +1454,11 @@ class InFlight(_message.Message):
     producer_name: _builtins.str
     """Its name."""
     first_sequence_id: _builtins.int
-    """The lowest sequence ID in flight for so long."""
+    """The lowest sequence ID in flight for at least that time."""
     last_sequence_id: _builtins.int
-    """The highest sequence ID in flight for so long."""
+    """The highest sequence ID in flight for at least that time."""
     in_flight_ms: _builtins.int
-    """How long the oldest of them has been, in milliseconds."""
+    """How long the oldest of them has been in flight, in milliseconds."""
     def __init__(
         self,
         *,
@@ -1470,7 +1484,7 @@ class ListInFlightResponse(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     PRODUCERS_FIELD_NUMBER: _builtins.int
     producers: _builtins.int
-    """The number of producers that have something in flight for so long; those that are not listed too."""
+    """The number of producers that have something in flight for at least that time, including those that are not listed."""
     @_builtins.property
     def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___InFlight]:
         """The longest first."""
@@ -1667,7 +1681,7 @@ class ImportWatermarksRequest(_message.Message):
     producer_names: _builtins.bytes
     """The names, without control characters."""
     producers: _builtins.int
-    """In the last message, how many producers all messages have. Without it nothing is taken over."""
+    """In the last message, the number of producers in all messages. Without it nothing is imported."""
     @_builtins.property
     def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """See `ExportWatermarksResponse`. None in a message without producers."""
@@ -1719,8 +1733,8 @@ Global___ImportWatermarksResponse: _TypeAlias = ImportWatermarksResponse  # noqa
 
 @_typing.final
 class ImportWindowRequest(_message.Message):
-    """A part of a file of deduplication IDs (`docs/internals/formats-window.md`), whose blocks come as they stand there, in their order,
-    one or none a message.
+    """A part of a file of deduplication IDs (`docs/internals/formats-window.md`). Its blocks come unchanged and in their
+    order, one or none per message.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1736,7 +1750,7 @@ class ImportWindowRequest(_message.Message):
     block: _builtins.bytes
     """A block."""
     ids: _builtins.int
-    """In the last message, how many IDs all blocks have. Without it nothing is taken over."""
+    """In the last message, the number of IDs in all blocks. Without it nothing is imported."""
     def __init__(
         self,
         *,
@@ -1779,7 +1793,7 @@ Global___ImportWindowResponse: _TypeAlias = ImportWindowResponse  # noqa: Y015
 
 @_typing.final
 class SnapshotHead(_message.Message):
-    """Whose snapshot it is, and of when."""
+    """The topic of a snapshot, and its moment."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1796,8 +1810,8 @@ class SnapshotHead(_message.Message):
     term: _builtins.int
     """The term of its owner."""
     broker_position: _builtins.bytes
-    """The position of the last entry in a broker's own log, empty if there is none; of a topic of Pulsar's its place
-    (docs/internals/formats-pulsar.md); empty for the embedded log.
+    """The position of the last entry in a broker's own log, empty if there is none. For a Pulsar topic its place
+    (docs/internals/formats-pulsar.md). Empty for the embedded log.
     """
     producers: _builtins.int
     """How many producers it has."""
@@ -1805,7 +1819,7 @@ class SnapshotHead(_message.Message):
     """Whether producers were ever forgotten, by the inactivity policy."""
     @_builtins.property
     def position(self) -> _batch_pb2.Position:
-        """The position of the last message that it covers, with the topic's incarnation. Where the log is a broker's own, its
+        """The position of the last message that it covers, with the topic's incarnation. If the log is a broker's own, its
         index counts that log's entries.
         """
 
@@ -1839,7 +1853,7 @@ Global___SnapshotHead: _TypeAlias = SnapshotHead  # noqa: Y015
 
 @_typing.final
 class SnapshotPart(_message.Message):
-    """A part of a snapshot: its head, in the first part alone, and some producers in columns, in the order of their numbers."""
+    """A part of a snapshot: its head, only in the first part, and some producers in columns, in the order of their numbers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1869,7 +1883,7 @@ class SnapshotPart(_message.Message):
 
     @_builtins.property
     def stated(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """From which index on the log states both of each, -1 if that is not known."""
+        """The index from which on the log states both of each, -1 if that is not known."""
 
     def __init__(
         self,
@@ -1989,7 +2003,7 @@ Global___ImportSnapshotResponse: _TypeAlias = ImportSnapshotResponse  # noqa: Y0
 
 @_typing.final
 class RebuildTopicRequest(_message.Message):
-    """A topic whose records are to be made anew."""
+    """A topic whose records are to be built again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2095,18 +2109,16 @@ class ClusterSidecar(_message.Message):
     subscriptions: _builtins.int
     """The topics on which it has a subscription."""
     kept_entries: _builtins.int
-    """The entries that its subscriptions keep, of all topics."""
+    """The entries that its subscriptions keep, in all topics."""
     kept_bytes: _builtins.int
     """Their bytes."""
     is_this: _builtins.bool
     """Whether it is the one that was asked."""
     shards: _builtins.str
-    """The shards that it has, as `0-15,20`, where its log is its own. Then its name is its address."""
+    """The shards that it has, as `0-15,20`, if its log is its own. Then its name is its address."""
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Where it can be reached, as far as that is known. Two addresses may be two sidecars that have one name, which must
-        not be.
-        """
+        """Its known addresses. Two addresses may be two sidecars that have one name, which must not be."""
 
     def __init__(
         self,
@@ -2130,7 +2142,7 @@ Global___ClusterSidecar: _TypeAlias = ClusterSidecar  # noqa: Y015
 
 @_typing.final
 class ForgetSidecarRequest(_message.Message):
-    """A sidecar that is gone for good."""
+    """A sidecar that is gone permanently."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2185,7 +2197,7 @@ class MoveTopicRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     to: _builtins.str
-    """The address of the sidecar; empty: whichever takes it first."""
+    """The address of the sidecar; empty: the first one that takes it."""
     def __init__(
         self,
         *,
@@ -2263,7 +2275,7 @@ Global___TakeTopicResponse: _TypeAlias = TakeTopicResponse  # noqa: Y015
 
 @_typing.final
 class MovedTopic(_message.Message):
-    """What a topic is that is moved."""
+    """The identity of a topic that is moved."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2277,11 +2289,11 @@ class MovedTopic(_message.Message):
     incarnation: _builtins.int
     """The topic's incarnation, which stays."""
     secret: _builtins.bytes
-    """What makes the records of its log its own."""
+    """The key of its records' tags."""
     log_format_version: _builtins.int
-    """Of the log's records. One that takes the topic in has to have the same."""
+    """The version of the log's records. The receiver must have the same."""
     store_format_version: _builtins.int
-    """Of the store's records, as above."""
+    """The version of the store's records. The receiver must have the same."""
     def __init__(
         self,
         *,
@@ -2301,7 +2313,7 @@ Global___MovedTopic: _TypeAlias = MovedTopic  # noqa: Y015
 
 @_typing.final
 class LogPart(_message.Message):
-    """A part of a segment of a log: it goes on where the part before it ended."""
+    """A part of a segment of a log. It continues where the part before it ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2311,9 +2323,9 @@ class LogPart(_message.Message):
     base_index: _builtins.int
     """The index with which the segment begins."""
     offset: _builtins.int
-    """From where on in the segment's file."""
+    """The place in the segment's file."""
     data: _builtins.bytes
-    """What stands there."""
+    """The bytes there."""
     def __init__(
         self,
         *,
@@ -2341,13 +2353,13 @@ class ReceiveTopicRequest(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     SNAPSHOT_END_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.bytes
-    """Of a durable snapshot, which the log goes on from: all its records in the store, one after the other, in pieces of
-    any size. Of each record the lengths of key and value, as 32 bits (little-endian), then key and value as they are in
-    the store.
+    """A piece, of any size, of a durable snapshot from which the log continues: all its records in the store, one after
+    the other. Each record has the lengths of key and value, as 32 bits (little-endian), then key and value as they are
+    in the store.
     """
     snapshot_end: _builtins.bool
-    """All of the snapshot has come, which is answered when the asked sidecar has read it. Only to one whose first answer
-    `reads_snapshot`; any other one reads it at the end.
+    """All of the snapshot has come. It is answered when the asked sidecar has read the snapshot. Only for a sidecar whose
+    first answer has `reads_snapshot`; any other one reads it at the end.
     """
     @_builtins.property
     def head(self) -> Global___MovedTopic:
@@ -2402,14 +2414,14 @@ Global___MovedEnd: _TypeAlias = MovedEnd  # noqa: Y015
 
 @_typing.final
 class ReceiveTopicResponse(_message.Message):
-    """At first: it takes the topic. After `snapshot_end`: it has read the snapshot. At last: it has the topic."""
+    """First: it takes the topic. After `snapshot_end`: it has read the snapshot. Last: it has the topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RECEIVER_FIELD_NUMBER: _builtins.int
     READS_SNAPSHOT_FIELD_NUMBER: _builtins.int
     receiver: _builtins.bytes
-    """Which data directory takes it, 16 bytes, and by which move, 16 bytes."""
+    """The data directory that takes it, 16 bytes, and the move, 16 bytes."""
     reads_snapshot: _builtins.bool
     """Whether it answers `snapshot_end`."""
     def __init__(
@@ -2443,7 +2455,7 @@ class SettleMoveRequest(_message.Message):
     receiver: _builtins.bytes
     """As `ReceiveTopicResponse` said."""
     is_known: _builtins.bool
-    """Whether who asks knows that it has the topic, durably."""
+    """Whether the caller knows that the asked sidecar has the topic, durably."""
     def __init__(
         self,
         *,
@@ -2462,18 +2474,18 @@ Global___SettleMoveRequest: _TypeAlias = SettleMoveRequest  # noqa: Y015
 
 @_typing.final
 class SettleMoveResponse(_message.Message):
-    """What became of that."""
+    """The outcome of the move."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HAS_IT_FIELD_NUMBER: _builtins.int
     IS_SERVING_FIELD_NUMBER: _builtins.int
     has_it: _builtins.bool
-    """Whether it has the topic, or, if who asks knows that, had it and has moved it on. It is neither deleted there nor
-    moved on before who asks has said that it knows.
+    """Whether it has the topic, or, if the caller knows that, had it and has moved it on. It neither deletes nor moves
+    the topic before the caller has said that it knows.
     """
     is_serving: _builtins.bool
-    """Whether it serves it, or has moved it on."""
+    """Whether it serves the topic, or has moved it on."""
     def __init__(
         self,
         *,
@@ -2490,7 +2502,7 @@ Global___SettleMoveResponse: _TypeAlias = SettleMoveResponse  # noqa: Y015
 
 @_typing.final
 class GetShardsRequest(_message.Message):
-    """Nothing to say."""
+    """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2517,15 +2529,15 @@ class GetShardsResponse(_message.Message):
     IS_SERVING_FIELD_NUMBER: _builtins.int
     TOPICS_FIELD_NUMBER: _builtins.int
     cluster_id: _builtins.str
-    """Which cluster it is of."""
+    """Its cluster."""
     shards: _builtins.str
     """The shards, as `0-15,20`."""
     process_id: _builtins.str
-    """Of this process alone, since it began."""
+    """An ID of this process alone, since it began."""
     is_serving: _builtins.bool
     """Whether it serves its topics, as its health says."""
     topics: _builtins.int
-    """How many topics it has."""
+    """The number of its topics."""
     def __init__(
         self,
         *,
@@ -2604,7 +2616,7 @@ Global___GetVersionResponse: _TypeAlias = GetVersionResponse  # noqa: Y015
 
 @_typing.final
 class GetStatisticsRequest(_message.Message):
-    """Which topics' statistics are asked for. Those of the whole are always answered."""
+    """A question for statistics. Those of the whole process are always answered."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2614,13 +2626,13 @@ class GetStatisticsRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     TOPIC_FIELD_NUMBER: _builtins.int
     search: _builtins.str
-    """Only topics whose full name contains this, in capitals or not; empty: all."""
+    """Only topics whose full name contains this, ignoring capitals; empty: all."""
     order: Global___StatisticsOrder.ValueType
     """The order of the topics."""
     offset: _builtins.int
-    """So many of the topics are left out at the beginning."""
+    """The number of topics to skip at the beginning."""
     limit: _builtins.int
-    """At most so many topics, up to 500; 0: 50."""
+    """The most topics to answer, up to 500; 0: 50."""
     topic: _builtins.str
     """Only this topic, see `OpenRequest.topic`; empty: all."""
     def __init__(
@@ -2667,11 +2679,11 @@ class GetStatisticsResponse(_message.Message):
     now_ms: _builtins.int
     """When it was asked, in milliseconds since 1970, by the sidecar's clock."""
     interval_ms: _builtins.int
-    """How long an interval is."""
+    """The length of an interval."""
     topics_found: _builtins.int
-    """How many there are that match `search`, on this page or not."""
+    """The number of topics that match `search`, on all pages."""
     replay_left_messages: _builtins.int
-    """So many messages topics have still to read before they serve, as far as their logs' extents are known."""
+    """The number of messages that topics must still read before they serve, as far as their logs' extents are known."""
     @_builtins.property
     def activity(self) -> Global___Activity:
         """What all topics did."""
@@ -2686,11 +2698,11 @@ class GetStatisticsResponse(_message.Message):
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Warning]:
-        """The last that it warned of, the newest first, 50 at most."""
+        """Its last warnings, the newest first, at most 50."""
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReasonCount]:
-        """Which errors callers were told in all intervals, by any call, the most frequent first."""
+        """The errors that callers received in all intervals, from any call, the most frequent first."""
 
     def __init__(
         self,
@@ -2718,9 +2730,9 @@ Global___GetStatisticsResponse: _TypeAlias = GetStatisticsResponse  # noqa: Y015
 
 @_typing.final
 class Activity(_message.Message):
-    """What happened in each of the last intervals, the oldest first, 200 of them at most: as many values in each list. The
-    lists are empty before the first interval has ended, of a topic in which nothing has happened in any of them, and of
-    those beyond the first 5,000 in which something has.
+    """What happened in each of the last intervals, the oldest first, at most 200: each list has the same number of values.
+    The lists are empty before the first interval has ended. They are also empty for a topic in which nothing has
+    happened in any of them, and for active topics beyond the first 5,000.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2769,7 +2781,7 @@ Global___Activity: _TypeAlias = Activity  # noqa: Y015
 
 @_typing.final
 class ReasonCount(_message.Message):
-    """How often callers were told an error."""
+    """How often callers received an error."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2830,10 +2842,10 @@ class TopicStatistics(_message.Message):
     REPLAY_LEFT_MESSAGES_FIELD_NUMBER: _builtins.int
     SNAPSHOT_AGE_MS_FIELD_NUMBER: _builtins.int
     replay_left_messages: _builtins.int
-    """So many messages it has still to read before it serves, as far as its log's extent is known."""
+    """The number of messages that it must still read before it serves, as far as its log's extent is known."""
     snapshot_age_ms: _builtins.int
-    """Where there are messages that no durable snapshot covers: milliseconds since the last one became durable, or since
-    the topic was opened; else 0.
+    """If there are messages that no durable snapshot covers: milliseconds since the last one became durable, or since the
+    topic was opened; else 0.
     """
     @_builtins.property
     def topic(self) -> Global___Topic:
@@ -2873,7 +2885,9 @@ class Warning(_message.Message):
     level: _builtins.str
     """How bad it is, as Python names it: warning, error or critical, in capitals."""
     message: _builtins.str
-    """What was logged; often it names a reason, see docs/reference/errors.md. It may contain names that users have chosen."""
+    """What was logged; often it names a reason, see docs/reference/errors.md. It may contain names that users have
+    chosen.
+    """
     def __init__(
         self,
         *,
@@ -2913,7 +2927,7 @@ Global___BackupRequest: _TypeAlias = BackupRequest  # noqa: Y015
 
 @_typing.final
 class BackupResponse(_message.Message):
-    """How far a backup is; the last one says that it is whole."""
+    """The progress of a backup; the last answer says that it is complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2925,22 +2939,22 @@ class BackupResponse(_message.Message):
     DAMAGED_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
-    """So much of logs and store is in it."""
+    """The bytes of logs and store that are in it."""
     linked_bytes: _builtins.int
-    """Of these, so much is shared with an earlier backup."""
+    """The bytes that it shares with an earlier backup."""
     directory: _builtins.str
-    """Of the last answer: its folder, on the sidecar's machine. Until then empty, as all that follows."""
+    """In the last answer, its folder on the sidecar's machine. Until then empty, as all that follows."""
     made_at_us: _builtins.int
-    """The moment that it is of, in microseconds since 1970."""
+    """Its moment, in microseconds since 1970."""
     topics: _builtins.int
-    """Topics that are in it, those with damage among them."""
+    """The number of topics in it, including damaged ones."""
     @_builtins.property
     def damaged(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackupFault]:
-        """Places of logs that are damaged, here as there."""
+        """Damaged places of logs, in the backup as in the original."""
 
     @_builtins.property
     def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackupFault]:
-        """Topics that are left out, because their logs cannot be read or believed."""
+        """Topics that are not in it, because their logs cannot be read or believed."""
 
     def __init__(
         self,
@@ -3002,7 +3016,7 @@ Global___ConfirmBackupResponse: _TypeAlias = ConfirmBackupResponse  # noqa: Y015
 
 @_typing.final
 class BackupFault(_message.Message):
-    """A topic that is not whole."""
+    """A damaged or missing topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3014,7 +3028,7 @@ class BackupFault(_message.Message):
     incarnation: _builtins.int
     """Its incarnation."""
     what: _builtins.str
-    """What is wrong, in words."""
+    """The problem, in words."""
     def __init__(
         self,
         *,
@@ -3091,7 +3105,7 @@ class TopicCursor(_message.Message):
     note: _builtins.str
     """Its owner's note."""
     hold_retention_in_mb: _builtins.int
-    """Retention keeps the messages after this position as long as the log is not larger than this; 0: it does not."""
+    """Retention keeps the messages after this position while the log is not larger than this; 0: it does not."""
     @_builtins.property
     def position(self) -> _batch_pb2.Position:
         """The position that it keeps."""

@@ -222,18 +222,19 @@ class AdminServiceServicer(object):
     """
 
     def CreateTopic(self, request, context):
-        """Creates a topic, with partitions or without. One with partitions is so many topics, `name-partition-0` and on,
-        made all or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `LOG_DAMAGED`
-        if one of that name is damaged; `RECOVERING` if it is still being made after 20 seconds, which goes on.
+        """Creates a topic, with partitions or without. The partitions are topics, `name-partition-0` and on, and all of them
+        are created or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`,
+        `LOG_DAMAGED` if a topic of that name is damaged; `RECOVERING` if the creation takes more than 20 seconds; it
+        continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteTopic(self, request, context):
-        """Deletes a topic, its log and its producers for good. A topic made anew under the name has another incarnation.
-        It takes nothing more from now on, and a deletion that was begun goes on when the call is given up. A partitioned
-        topic goes with all of its partitions, of which none can be deleted by itself. Errors: `TOPIC_NOT_FOUND`,
+        """Deletes a topic, its log and its producers permanently. A later topic of the name has another incarnation. The
+        topic takes nothing more from now on. A deletion that was begun continues if the call is given up. A partitioned
+        topic is deleted with all of its partitions; a single partition cannot be deleted. Errors: `TOPIC_NOT_FOUND`,
         `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -241,8 +242,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListTopics(self, request, context):
-        """All topics, by name, 1,000 a page: partitioned ones, and each of their partitions too. Where they are spread over
-        processes, those of all; errors: `SHARDS_INCOMPLETE` if one does not answer, `SHARD_CLAIMED_TWICE`.
+        """All topics, by name, 1,000 per page: partitioned ones, and also each of their partitions. If topics are spread over
+        processes, those of all. Errors: `SHARDS_INCOMPLETE` if one does not answer, `SHARD_CLAIMED_TWICE`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -256,8 +257,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetTopicPolicy(self, request, context):
-        """Sets values of a topic's policy; those that are left out stay as they are. They are durable, and in force between
-        two frames, when it is answered. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and what a topic answers that takes
+        """Sets values of a topic's policy; omitted values stay as they are. When it is answered, the values are durable, and
+        in force between two frames. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and the error of a topic that takes
         nothing now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -272,18 +273,18 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RemoveTopicPolicy(self, request, context):
-        """Values of a topic's policy that are not set any more, but inherited. As `SetTopicPolicy`.
+        """Removes values of a topic's policy, which are then inherited. As `SetTopicPolicy`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetNamespacePolicy(self, request, context):
-        """Sets values for all topics of a namespace, those to come among them; those that are left out stay as they are. They
-        are durable, and in force in every topic, when it is answered. They are in the store, not in a log: who loses the
-        store has to set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then they are as
-        they were). Where topics are spread over processes, the one that has the namespace's shard passes them on, and others
-        answer `NOT_OWNER`; if one does not answer, some may have them: do it again.
+        """Sets values for all topics of a namespace, also for later ones; omitted values stay as they are. When it is
+        answered, they are durable, and in force in every topic. They are in the store, not in a log: after a loss of the
+        store, set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then nothing has
+        changed). If topics are spread over processes, the process that has the namespace's shard passes the values on, and
+        others answer `NOT_OWNER`. If one does not answer, some may have them: repeat the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -297,14 +298,14 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RemoveNamespacePolicy(self, request, context):
-        """Values of a namespace's policy that are not set any more, but inherited. As `SetNamespacePolicy`.
+        """Removes values of a namespace's policy, which are then inherited. As `SetNamespacePolicy`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListProducers(self, request, context):
-        """The producers of a topic in the order in which they first came, 1,000 a page.
+        """The producers of a topic in the order in which they first came, 1,000 per page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -326,7 +327,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListInFlight(self, request, context):
-        """The producers that have messages in flight for long, the longest first: at most 1,000 of them. Only for topics on
+        """The producers that have messages in flight for a long time, the longest first: at most 1,000. Only for topics on
         the sidecar's own log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -336,23 +337,23 @@ class AdminServiceServicer(object):
     def ResetProducer(self, request, context):
         """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
         holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
-        answered. Whoever goes on under the name opens a new session, which learns the new number. Only for topics on the
-        sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower, or for a topic of
-        deduplication IDs; `LOG_REFUSED`: then nothing has changed, and nobody is fenced.
+        answered. A client that continues under the name opens a new session, which learns the new number. Only for topics
+        on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower, or for a
+        topic of deduplication IDs; `LOG_REFUSED`: then nothing has changed, and nobody is fenced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCursors(self, request, context):
-        """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two.
+        """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetCursorHold(self, request, context):
-        """Has retention keep the messages that a cursor has not passed, or not any more. Durable, and in force, when it is
+        """Makes retention keep the messages that a cursor has not passed, or stops that. Durable, and in force, when it is
         answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -360,7 +361,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteCursor(self, request, context):
-        """Removes a cursor: it keeps nothing any more. Error: `CURSOR_NOT_FOUND`.
+        """Removes a cursor: it keeps nothing more. Error: `CURSOR_NOT_FOUND`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -383,23 +384,23 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ImportWatermarks(self, request_iterator, context):
-        """Takes watermarks over into a topic that nobody has used yet: it has no message, and no producer has ever opened it
-        (where the log is a broker's own: it has no entry, and no broker is attached). They merge by maximum with those of
-        an earlier import. All of them are in force and durable when it is answered; before that, and whenever it is not
-        answered, none is, or all are: repeating it does no harm. Who opens the topic meanwhile wins, and the import fails.
-        Errors: `TOPIC_IN_USE`, `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and what a topic answers that
-        takes nothing now.
+        """Imports watermarks into an unused topic: it has no message, and no producer has ever opened it (if the log is a
+        broker's own: it has no entry, and no broker is attached). They merge by maximum with those of an earlier import.
+        When it is answered, all of them are in force and durable. Before that, and if it is not answered, none is, or all
+        are: repeating it does no harm. If a client opens the topic meanwhile, the import fails. Errors: `TOPIC_IN_USE`,
+        `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and the error of a topic that takes nothing now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportWindow(self, request_iterator, context):
-        """Takes a window of deduplication IDs over into a topic of these that has no message yet: from then on they are `DUP`,
-        until `deduplication_window_max_minutes` after they were published. All of it is in force and durable when it is
-        answered, or nothing is. The same window may be imported again, whenever: that mends one of which the store has lost
-        something (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE` if the topic has
-        messages or another window, `INVALID_REQUEST` for one of sequence IDs, and for what is not in order.
+        """Imports a window of deduplication IDs into a topic of such IDs that has no message yet. From then on they are
+        `DUP`, until `deduplication_window_max_minutes` after they were published. When it is answered, all of it is in
+        force and durable, or nothing is. The same window may be imported again at any time: that repairs a window of which
+        the store has lost something (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE`
+        if the topic has messages or another window, `INVALID_REQUEST` for a topic of sequence IDs, and for an invalid
+        window.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -413,21 +414,21 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ImportSnapshot(self, request_iterator, context):
-        """Puts a saved snapshot in the place of the one in the store, and opens the topic from it: its log is replayed from
-        there, so that all that came later counts, resets among it. The topic may be in any state, `TOPIC_STATE_DAMAGED`
-        too; whoever uses it comes again. It is durable when it is answered, and until then either may be in
-        force: repeating it does no harm. Where the log is a broker's own, a topic that is not there any more is made anew.
-        Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it
-        does not belong to the topic's log as it is, `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
+        """Replaces the snapshot in the store by a saved one, and opens the topic from it: its log is replayed from there, so
+        that everything later counts, resets included. The topic may be in any state, also `TOPIC_STATE_DAMAGED`; its
+        clients connect again. It is durable when it is answered. Until then either may be in force: repeating it does no
+        harm. If the log is a broker's own, a missing topic is created. Errors: `POSITION_OF_ANOTHER_INCARNATION`,
+        `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it does not belong to the topic's log as it is,
+        `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RebuildTopic(self, request, context):
-        """Makes the store's records of a topic anew from all that is left in its log, while the other topics serve: for one
-        whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics on the
-        sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not say again,
+        """Builds the store's records of a topic again from all that is left in its log, while the other topics serve. For a
+        topic whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics
+        on the sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not state again,
         `STORE_UNAVAILABLE`; repeating it does no harm.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -435,8 +436,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListSidecars(self, request, context):
-        """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All or
-        an error. Only where the log is a cluster's, as the three calls that follow, or where topics are spread over
+        """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All
+        or an error. Only if the log is a cluster's, as the three calls that follow, or if topics are spread over
         processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -444,66 +445,67 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForgetSidecar(self, request, context):
-        """Removes the subscriptions of a sidecar that is gone for good, so that the cluster need not keep anything for it.
-        Errors: `SIDECAR_NOT_FOUND` if it has none, `SIDECAR_ALIVE` if it is connected or answers; `LOG_REFUSED` if some could
-        not be removed: the others are, and the same call removes what is left.
+        """Removes the subscriptions of a sidecar that is gone permanently, so that the cluster keeps nothing for it. Errors:
+        `SIDECAR_NOT_FOUND` if it has none, `SIDECAR_ALIVE` if it is connected or answers; `LOG_REFUSED` if some could not
+        be removed: the others are, and the same call removes the rest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MoveTopic(self, request, context):
-        """Moves a topic from the sidecar that owns it to another one, and answers when that one serves it, or does so already:
-        repeating it does no harm. Nothing is taken meanwhile; what is in flight settles, or is sent again to the new owner,
-        which knows. From a sidecar with a log of its own all of the log is copied, most of it while messages are taken, and
-        `to` has to be named. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as
-        before, or takes it again as soon as it is certain that the other one has it not.
+        """Moves a topic from the sidecar that owns it to another one, and answers when the other one serves it: repeating it
+        does no harm. Nothing is taken meanwhile. What is in flight settles, or is sent again to the new owner, which knows
+        the outcome. From a sidecar with an embedded log the whole log is copied, most of it while messages are taken, and
+        `to` is required. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before,
+        or takes it again as soon as it is certain that the other one does not have it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeTopic(self, request, context):
-        """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other so. Error: `NOT_OWNER` if
-        somebody owns it.
+        """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other this. Error:
+        `NOT_OWNER` if the topic has an owner.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveTopic(self, request_iterator, context):
-        """Takes in a topic of another sidecar with a log of its own, which has it until this one says that it has: the head,
-        which is answered, then the log from its beginning and a snapshot, in parts, whose end may be answered, then the
-        end of all, which is answered when the topic is this sidecar's, durably, and is served. Sidecars call each other so. Errors: `TOPIC_EXISTS`,
-        `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and why else it cannot serve it: then
-        nothing of it is here. What came of a call that breaks `SettleMove` says.
+        """Receives a topic of another sidecar with an embedded log, which has the topic until this one says that it has it.
+        First comes the head, which is answered. Then come the log from its beginning and a snapshot, in parts, whose end
+        may be answered. Last comes the end, which is answered when the topic is this sidecar's, durably, and is served.
+        Sidecars call each other. Errors: `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`,
+        `MOVE_FAILED`, and any other reason why it cannot serve the topic: then nothing of it is here. `SettleMove` answers
+        the outcome of a call that breaks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SettleMove(self, request, context):
-        """Whether a topic that another sidecar was giving to this one is here now; if not, what is still under way of that
-        never will be. Sidecars ask each other so. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it
-        was given to another data directory than this one.
+        """Whether a topic that another sidecar was moving to this one is here now. If not, what is still under way never will
+        be. Sidecars ask each other this. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it was
+        moved to another data directory than this one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetShards(self, request, context):
-        """Which shards of its cluster's topics this process has, for good. Processes ask each other so. Error: `INVALID_REQUEST`
-        where topics are not spread over processes.
+        """Which shards of its cluster's topics this process has, permanently. Processes ask each other this. Error:
+        `INVALID_REQUEST` if topics are not spread over processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatistics(self, request, context):
-        """How this process does now and did in the last ten minutes: what its topics took and refused, which of them do not
-        serve, and what it warned of. Counting costs its topics nothing; it is looked at every few seconds, from the start on
-        where `metrics_listen` is set, else from the first such call on. It is of one process, whatever others there are.
-        Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
+        """The state of this process now and in the last ten minutes: what its topics took and refused, which of them do not
+        serve, and its warnings. Counting costs the topics nothing. Samples are taken every few seconds, from the start if
+        `metrics_listen` is set, else from the first such call. Other processes are not included. Errors:
+        `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -511,27 +513,27 @@ class AdminServiceServicer(object):
 
     def Backup(self, request, context):
         """Makes a backup of all that the sidecar has, as of one moment, in a new folder of this name below its
-        `backup_directory`, while it serves; says how far it is, and at the end what it holds. Files of logs that the newest
-        backup there has too are linked to it. Nothing is there by the name until all of it is durable; if the call is given
-        up, nothing is left. One is made at a time, the others wait. Errors: `INVALID_REQUEST` for a name that cannot be, or
-        without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is one of that name; `BACKUP_FAILED` if it cannot be
-        written; `STORE_DAMAGED`.
+        `backup_directory`, while it serves. It answers its progress, and at the end what the backup holds. Files of logs
+        that the newest backup there has too are linked to it. The name does not exist until all of it is durable; if the
+        call is given up, nothing is left. One backup is made at a time, the others wait. Errors: `INVALID_REQUEST` for an
+        invalid name, or without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is a backup of that name;
+        `BACKUP_FAILED` if it cannot be written; `STORE_DAMAGED`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmBackup(self, request, context):
-        """Notes that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it is kept.
-        Durable on return. Metrics show the newest moment that was confirmed; an older one changes nothing. Errors:
-        `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
+        """Records that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it
+        is kept. Durable when it is answered. Metrics show the newest confirmed moment; an older one changes nothing.
+        Errors: `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVersion(self, request, context):
-        """The version of the sidecar and what it has been told.
+        """The version of the sidecar and its limits and name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -20,25 +20,25 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Batch(_message.Message):
-    """A batch of messages of one topic, in columns. The form that a client sends is the form that the log
-    stores and a reader gets. It can be read alone: the producers' names are in it.
+    """A batch of messages of one topic, in columns. A client sends, the log stores, and a reader gets the same form. It
+    includes the producers' names, so it can be read alone.
 
-    P is the number of distinct producers in the batch, N the number of its rows (messages), both at least 1.
-    Blobs with offsets are laid out as Arrow lays out binary arrays: value i is
-    `blob[offsets[i]:offsets[i + 1]]`, the first offset is 0, offsets never fall, and the last one is the
-    length of the blob. Validity bitmaps are Arrow's too: bit `i % 8` of byte `i / 8` is 1 when value i is there.
+    P is the number of distinct producers in the batch, N the number of its rows (messages), both at least 1. Blobs with
+    offsets have the layout of Arrow's binary arrays: value i is `blob[offsets[i]:offsets[i + 1]]`, the first offset is
+    0, offsets never fall, and the last one is the length of the blob. Validity bitmaps are Arrow's too: bit `i % 8` of
+    byte `i / 8` is 1 if value i is there.
 
-    The canonical encoding, which the log stores, has the fields in rising order of their numbers, each at most
-    once, repeated fields packed, empty ones left out, and tags and lengths in the fewest bytes. Any other legal
-    encoding is accepted and re-encoded.
+    The log stores the canonical encoding: fields in rising order of their numbers, each at most once, repeated fields
+    packed, empty ones omitted, and tags and lengths in the fewest bytes. Any other legal encoding is accepted and
+    encoded again.
 
-    In a topic of deduplication IDs the columns of producers and sequence IDs (1 to 6) are left out, and every row has a
-    deduplication ID; in a topic of sequence IDs it is the other way round. A batch of the other kind is refused:
+    In a topic of deduplication IDs the columns of producers and sequence IDs (1 to 6) are omitted, and every row has a
+    deduplication ID. In a topic of sequence IDs it is the other way round. A batch of the other kind is refused:
     `INVALID_BATCH`.
 
-    The partition of a message in a partitioned topic is (MurmurHash3_x86_32 with seed 0, without its sign bit) modulo the
-    number of partitions: of the key where the row has one, else of the producer name. So a copy always meets its
-    original, in every language. The hash, and the partition of ten, of some keys:
+    The partition of a message in a partitioned topic is (MurmurHash3_x86_32 with seed 0, without its sign bit) modulo
+    the number of partitions. The hash is that of the key if the row has one, else of the producer name. So a copy always
+    meets its original, in every language. The hash, and the partition of ten, of some keys:
 
         "a" 1009084850 0
         "ab" 465557343 3
@@ -50,23 +50,25 @@ class Batch(_message.Message):
         "é" 269551495 5
         "日本語" 631534231 1
 
-    In one of deduplication IDs it is that of the ID, or, where `Topic.deduplication_route` says so, that of the key, which
-    every row then has to have (`INVALID_BATCH`). The same of some IDs:
+    In a partitioned topic of deduplication IDs, the hash is that of the ID. If `Topic.deduplication_route` says so, it
+    is that of the key, which every row must then have (`INVALID_BATCH`). The same of some IDs:
 
         "evt_1NG8Du2eZvKYlo2C" 2132699809 9
         16 bytes of zeros 20237816 6
         the bytes 00 ff 1565445780 0
 
     A producer of a partitioned topic has a session of the same name in each partition, and numbers its messages over all
-    of them: in a partition there are gaps. Each partition has links, verdicts, refusals and resumes of its own. With
-    every batch it says in `complete_up_to` up to which ID it will never again have to send anything, because everything
-    has its receipt, in whichever partition. One that starts reads the last message that each partition has of it
-    (`OpenResponse.persisted_indexes`), and goes on after the highest `complete_up_to` that it finds there, or from its
-    beginning: what a partition has already is `DUP` there, and what it lacks is `NOT_DUP`. Not after the lowest
-    `persisted`: a partition that no key leads to stays at -1. Nor after the highest: others may lack what is below it.
+    of them: a partition has gaps. Each partition has separate links, verdicts, refusals and resumes. With every batch
+    the producer states in `complete_up_to` the ID up to which it will never again send anything, because everything has
+    its receipt, in any partition.
 
-    Limits: a batch is at most 8 MiB encoded and has at most 65,536 rows; a payload is at most 5 MiB; a key
-    and the properties of a message are limited by the batch.
+    A producer that starts reads the last message that each partition has of it (`OpenResponse.persisted_indexes`). It
+    continues after the highest `complete_up_to` that it finds there, or from its beginning: what a partition already has
+    is `DUP` there, and what it lacks is `NOT_DUP`. Do not continue after the lowest `persisted`: a partition that no key
+    leads to stays at -1. Nor after the highest: others may lack what is below it.
+
+    Limits: a batch is at most 8 MiB encoded and has at most 65,536 rows; a payload is at most 5 MiB. The batch limits a
+    key and the properties of a message.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -95,41 +97,41 @@ class Batch(_message.Message):
     producer_names: _builtins.bytes
     """The distinct producer names of the batch, UTF-8, 1 to 255 bytes each, no name twice."""
     key_validity: _builtins.bytes
-    """Which rows have a key: a bitmap of N bits, (N + 7) / 8 bytes. Left out when all have one, or none has."""
+    """Which rows have a key: a bitmap of N bits, (N + 7) / 8 bytes. Omitted if all have one, or none has."""
     keys: _builtins.bytes
-    """The keys, one after the other. Bytes, not necessarily UTF-8."""
+    """The keys in sequence. Bytes, not necessarily UTF-8."""
     property_names: _builtins.bytes
     """The names of the properties, UTF-8."""
     property_values: _builtins.bytes
     """The values of the properties, UTF-8."""
     deduplication_ids: _builtins.bytes
-    """The deduplication IDs, one after the other."""
+    """The deduplication IDs in sequence."""
     payload_validity: _builtins.bytes
-    """Which rows have a payload: a bitmap of N bits, (N + 7) / 8 bytes. Left out when all have one."""
+    """Which rows have a payload: a bitmap of N bits, (N + 7) / 8 bytes. Omitted if all have one."""
     payloads: _builtins.bytes
-    """The payloads, one after the other."""
+    """The payloads in sequence."""
     @_builtins.property
     def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """P + 1 offsets into `producer_names`."""
 
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P epochs, as `Open` gave them: the session in which each producer sends. Without a session a publish is
-        refused: `FENCED` where a newer one owns the name, `INVALID_EPOCH` where the topic never gave that epoch.
+        """P epochs, as `Open` gave them: the session in which each producer sends. Without a session a publish is refused:
+        `FENCED` if a newer session owns the name, `INVALID_EPOCH` if the topic never gave that epoch.
         """
 
     @_builtins.property
     def previous_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P links. Per producer, the highest sequence ID below its first one in this batch that it has sent in this
-        session or that `Open` answered; -1 if there is none. Never "the one sent before": after a resend of older
-        IDs that would lose messages. It is below the first ID (`INVALID_PREDECESSOR` otherwise). -2 says that the
-        link is left out, which only the unary `Publish` accepts, and only while that producer has nothing else in
-        flight. It is stored as it was sent; where a batch was cut, it is the row before.
+        """P links. Per producer, the highest sequence ID below its first one in this batch that it has sent in this session
+        or that `Open` answered; -1 if there is none. Never "the one sent before": after a resend of older IDs that would
+        lose messages. It must be below the first ID (`INVALID_PREDECESSOR`). -2 means that the link is omitted: only the
+        unary `Publish` accepts that, and only while that producer has nothing else in flight. It is stored as sent; where
+        a batch was cut, it is the row before.
         """
 
     @_builtins.property
     def producer_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N positions in the list of producers, 0 to P - 1: whose message each row is. Left out when P is 1."""
+        """N positions in the list of producers, 0 to P - 1: the producer of each row. Omitted if P is 1."""
 
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -137,18 +139,18 @@ class Batch(_message.Message):
 
     @_builtins.property
     def event_times_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N event times in milliseconds since 1970, as the producer set them, any 64-bit number; 0 is none. Left out when no
-        row has one.
+        """N event times in milliseconds since 1970, as the producer set them, any 64-bit number; 0 is none. Omitted if no row
+        has one.
         """
 
     @_builtins.property
     def key_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N + 1 offsets into `keys`. Left out when no row has a key."""
+        """N + 1 offsets into `keys`. Omitted if no row has a key."""
 
     @_builtins.property
     def property_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N + 1 offsets into the list of properties (Arrow's map layout): row i has properties
-        `property_offsets[i]` up to, not including, `property_offsets[i + 1]`. Left out when no row has any.
+        """N + 1 offsets into the list of properties (Arrow's map layout): row i has properties `property_offsets[i]` up to,
+        not including, `property_offsets[i + 1]`. Omitted if no row has any.
         """
 
     @_builtins.property
@@ -161,14 +163,14 @@ class Batch(_message.Message):
 
     @_builtins.property
     def complete_up_to(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P sequence IDs: up to which everything of each producer is settled in every partition of a partitioned topic; -1
-        is nothing. Stored and shown. Left out when no producer says so.
+        """P sequence IDs, up to which everything of each producer is settled in every partition of a partitioned topic; -1 is
+        nothing. Stored and shown. Omitted if no producer states it.
         """
 
     @_builtins.property
     def deduplication_id_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N + 1 offsets into `deduplication_ids`: of each row an ID of 1 to 255 bytes, whatever they are (`INVALID_BATCH`
-        otherwise). Left out in a topic of sequence IDs.
+        """N + 1 offsets into `deduplication_ids`: each row has an ID of 1 to 255 bytes with any content (otherwise
+        `INVALID_BATCH`). Omitted in a topic of sequence IDs.
         """
 
     @_builtins.property
@@ -210,8 +212,8 @@ Global___Batch: _TypeAlias = Batch  # noqa: Y015
 
 @_typing.final
 class Marker(_message.Message):
-    """The start of an ownership of a topic, written to its log before anything that this owner admits. It takes no
-    index and is never shown to readers of messages.
+    """The start of an ownership of a topic, written to its log before anything that this owner admits. It takes no index
+    and is never shown to readers of messages.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -238,7 +240,7 @@ Global___Marker: _TypeAlias = Marker  # noqa: Y015
 
 @_typing.final
 class Control(_message.Message):
-    """What changes a topic's state other than by messages, written to its log before it is answered. It takes no index and
+    """A change of a topic's state other than by messages, written to its log before it is answered. It takes no index and
     is never shown to readers of messages. A kind that a reader of the log does not know is of a newer format.
     """
 
@@ -254,12 +256,12 @@ class Control(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     term: _builtins.int
-    """The term in which it was written: known also when retention has dropped the marker."""
+    """The term in which it was written: known also after retention has dropped the marker."""
     id: _builtins.int
-    """Any number that no other control record of the topic has: by it whoever wrote the record finds it again."""
+    """Any number that no other control record of the topic has. Its writer finds the record by it."""
     @_builtins.property
     def sessions(self) -> Global___ControlSessions:
-        """Sessions that were started, or are said again before retention drops what said them."""
+        """Sessions that were started, or are stated again before retention drops their records."""
 
     @_builtins.property
     def policy(self) -> Global___ControlPolicy:
@@ -267,7 +269,7 @@ class Control(_message.Message):
 
     @_builtins.property
     def purge(self) -> Global___ControlPurge:
-        """Producers that are forgotten, because nobody has used them for as long as the policy says."""
+        """Producers that are forgotten, because nobody has used them for the time in the policy."""
 
     @_builtins.property
     def reset(self) -> Global___ControlReset:
@@ -279,12 +281,14 @@ class Control(_message.Message):
 
     @_builtins.property
     def policy_of_deduplication_ids(self) -> Global___ControlPolicy:
-        """What is set for a topic of deduplication IDs from here on, as `policy`; and that it is one, for good."""
+        """What is set for a topic of deduplication IDs from here on, as `policy`; it also makes the topic one of
+        deduplication IDs, permanently.
+        """
 
     @_builtins.property
     def cursor(self) -> Global___ControlCursor:
-        """One named cursor as it is from here on; without a position: the topic has no cursor of this name. The others stay
-        as they are. A policy that comes later says all of them.
+        """One named cursor as it is from here on; without a position, the topic has no cursor of this name. The others stay
+        as they are. A later policy states all of them.
         """
 
     def __init__(
@@ -332,7 +336,7 @@ class ControlSessions(_message.Message):
 
     @_builtins.property
     def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P sequence IDs, up to which each producer's are in the log; -1 is none. Left out where only sessions are started."""
+        """P sequence IDs, up to which each producer's are in the log; -1 is none. Omitted where sessions are only started."""
 
     def __init__(
         self,
@@ -352,7 +356,7 @@ Global___ControlSessions: _TypeAlias = ControlSessions  # noqa: Y015
 
 @_typing.final
 class ControlReset(_message.Message):
-    """P producers that begin anew, in columns. What all earlier records say of their sequence IDs counts no more."""
+    """P producers that begin again, in columns. What earlier records say of their sequence IDs no longer counts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -368,7 +372,7 @@ class ControlReset(_message.Message):
 
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P epochs: from here on each producer's session, one that nobody has."""
+        """P epochs: from here on each producer's session, which nobody has."""
 
     @_builtins.property
     def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -392,8 +396,8 @@ Global___ControlReset: _TypeAlias = ControlReset  # noqa: Y015
 
 @_typing.final
 class ControlPurge(_message.Message):
-    """P producers that are forgotten, in columns: nothing that earlier records say of them counts any more. With none of
-    them it only says that producers were forgotten, before retention drops what said so.
+    """P producers that are forgotten, in columns: what earlier records say of them no longer counts. Without producers it
+    only states that some were forgotten, before retention drops the record of that.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -422,9 +426,9 @@ Global___ControlPurge: _TypeAlias = ControlPurge  # noqa: Y015
 
 @_typing.final
 class ControlImport(_message.Message):
-    """Watermarks of P producers, in columns: a part of an import, which merges with what is known by maximum. Of an import
-    nothing is in force before its last part stands in the log; one that lacks it never is, and the next one begins with
-    part 0 again. All of it stands before the topic's first message and first session.
+    """Watermarks of P producers, in columns: a part of an import, which merges with what is known by maximum. Nothing of an
+    import is in force before its last part is in the log. An import without its last part never is, and the next one
+    begins with part 0 again. The whole import is before the topic's first message and first session.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -467,7 +471,7 @@ Global___ControlImport: _TypeAlias = ControlImport  # noqa: Y015
 
 @_typing.final
 class ControlPolicy(_message.Message):
-    """All that is set for a topic: `TopicPolicy` in admin.proto, its enums as numbers. What is left out is inherited."""
+    """All that is set for a topic: `TopicPolicy` in admin.proto, its enums as numbers. What is omitted is inherited."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -488,7 +492,7 @@ class ControlPolicy(_message.Message):
     DEDUPLICATION_ROUTE_FIELD_NUMBER: _builtins.int
     IMPORTED_WINDOW_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
-    """Whether `DUP` and `UNKNOWN` rows are left out."""
+    """Whether `DUP` and `UNKNOWN` rows are not stored."""
     overlap: _builtins.int
     """An `OverlapPolicy`."""
     deduplication_entries_interval: _builtins.int
@@ -514,15 +518,15 @@ class ControlPolicy(_message.Message):
     deduplication_window_max_minutes: _builtins.int
     """See `TopicPolicy`."""
     deduplication_route: _builtins.int
-    """A `DeduplicationRoute`, of a partition of a topic of deduplication IDs, for good."""
+    """A `DeduplicationRoute`, of a partition of a topic of deduplication IDs, permanently."""
     @_builtins.property
     def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ControlCursor]:
         """All named cursors that the topic keeps, by name."""
 
     @_builtins.property
     def imported_window(self) -> Global___ControlImportedWindow:
-        """The window that was imported into a topic of deduplication IDs. It stands before the topic's first message, and goes
-        when all of it has expired.
+        """The window that was imported into a topic of deduplication IDs. It is before the topic's first message, and is
+        removed when all of it has expired.
         """
 
     def __init__(
@@ -606,7 +610,9 @@ Global___ControlPolicy: _TypeAlias = ControlPolicy  # noqa: Y015
 
 @_typing.final
 class ControlImportedWindow(_message.Message):
-    """A window of deduplication IDs from elsewhere. The IDs are not in the log: whoever lacks them gives no verdicts."""
+    """A window of deduplication IDs from another system. The IDs are not in the log: a sidecar that lacks them gives no
+    verdicts.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -614,9 +620,9 @@ class ControlImportedWindow(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     LAST_PUBLISH_TIME_MS_FIELD_NUMBER: _builtins.int
     checksum: _builtins.bytes
-    """The SHA-256 at the end of the file that they came in."""
+    """The SHA-256 at the end of the file that held them."""
     ids: _builtins.int
-    """How many there are."""
+    """The number of IDs."""
     last_publish_time_ms: _builtins.int
     """When the last of them was published, in milliseconds since 1970."""
     def __init__(
@@ -636,7 +642,7 @@ Global___ControlImportedWindow: _TypeAlias = ControlImportedWindow  # noqa: Y015
 
 @_typing.final
 class ControlCursor(_message.Message):
-    """A named cursor: how far somebody has read the topic."""
+    """A named cursor: how far a reader has read the topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -672,9 +678,9 @@ Global___ControlCursor: _TypeAlias = ControlCursor  # noqa: Y015
 
 @_typing.final
 class Record(_message.Message):
-    """A batch, a marker or a control record, as the log stores it. Fields 1 to 12 are always written, in this order, so
-    that with the tag and a length of five bytes before them they are a header of fixed width: a slice of a segment file
-    is an encoded list of records. `docs/internals/formats.md` draws it byte by byte.
+    """A batch, a marker or a control record, as the log stores it. Fields 1 to 12 are always written, in this order. With
+    the tag and a length of five bytes before them they are a header of fixed width, so a slice of a segment file is an
+    encoded list of records. `docs/internals/formats.md` draws it byte by byte.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -705,7 +711,7 @@ class Record(_message.Message):
     file_offset: _builtins.int
     """Where the record begins in the file that stores it, in bytes."""
     base_index: _builtins.int
-    """The index of the first row. Row i has index `base_index + i`. Without rows: the next message's index."""
+    """The index of the first row. Row i has index `base_index + i`. Without rows, the index of the next message."""
     publish_time_ms: _builtins.int
     """When the log took the batch, in milliseconds since 1970 by the sidecar's clock. Never falls within a topic."""
     synced_offset: _builtins.int
@@ -713,20 +719,21 @@ class Record(_message.Message):
     rows: _builtins.int
     """The number of rows; 0 in a marker and in a control record."""
     column_bytes: _builtins.int
-    """How many bytes of the encoded batch come before its payload fields (31 and up); of anything else, its length."""
+    """The bytes of the encoded batch before its payload fields (31 and up); of any other body, its length."""
     ownership: _builtins.int
-    """The first eight bytes, little-endian, of the token of the marker under which this was written; in a marker, of its
-    own.
+    """The first eight bytes, little-endian, of the token of the marker under which this was written. In a marker, of its
+    token.
     """
     column_crc32c: _builtins.int
-    """CRC32C of the record up to here (its tag and length included) followed by the tag and length of the
-    body and `column_bytes` bytes of it.
+    """CRC32C of the record up to here (its tag and length included) followed by the tag and length of the body and
+    `column_bytes` bytes of it.
     """
     payload_crc32c: _builtins.int
     """CRC32C of the rest of the body."""
     tag: _builtins.int
-    """SipHash-2-4 of all of the header but this value, by a secret of the incarnation that is never served: that the
-    sidecar wrote it there. It says nothing to readers. 0 where a batch was cut for a reader, or was given `run_rows`.
+    """SipHash-2-4 of all of the header except this value, by a secret of the incarnation that is never served. It proves
+    that the sidecar wrote the record there; readers ignore it. 0 where a batch was cut for a reader, or was given
+    `run_rows`.
     """
     @_builtins.property
     def control(self) -> Global___Control:
@@ -742,11 +749,11 @@ class Record(_message.Message):
 
     @_builtins.property
     def run_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The message IDs of the rows, as runs, where the log gives them: how many rows each run has, at least 1, together
-        `rows`. A run's first row has the ID in the next three columns; in those after it the entry counts up where the
-        batch index is -1 (an entry is one message), else the batch index does. They rise from row to row.
-        Left out, with the next three, where the index says them, as in the embedded log: row i has ledger `incarnation`,
-        entry `base_index + i`, batch index -1. The embedded log never stores them.
+        """The message IDs of the rows, as runs, where the log gives them: the number of rows of each run, at least 1,
+        together `rows`. A run's first row has the ID in the next three columns. In the rows after it the entry counts up
+        if the batch index is -1 (an entry is one message), else the batch index does. IDs rise from row to row. Omitted,
+        with the next three, where the index gives the IDs, as in the embedded log, which never stores them: row i has
+        ledger `incarnation`, entry `base_index + i`, batch index -1.
         """
 
     @_builtins.property
@@ -796,7 +803,7 @@ Global___Record: _TypeAlias = Record  # noqa: Y015
 
 @_typing.final
 class MessageId(_message.Message):
-    """Where a message stands in the log. Ordered by ledger, entry, batch index."""
+    """The place of a message in the log. Ordered by ledger, entry, batch index."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -808,7 +815,7 @@ class MessageId(_message.Message):
     entry_id: _builtins.int
     """The entry in the ledger. In the embedded log, the index of the message."""
     batch_index: _builtins.int
-    """The place within an entry that holds several messages; -1 where an entry is one message."""
+    """The place within an entry that holds several messages; -1 if an entry is one message."""
     def __init__(
         self,
         *,
@@ -826,7 +833,7 @@ Global___MessageId: _TypeAlias = MessageId  # noqa: Y015
 
 @_typing.final
 class Position(_message.Message):
-    """Where a reader is: after this message. Positions of two incarnations are unequal and never ordered."""
+    """The place of a reader: after this message. Positions of two incarnations are unequal and never ordered."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -839,13 +846,13 @@ class Position(_message.Message):
     index: _builtins.int
     """The index of that message, 0 or higher; -1 at the start."""
     ownership: _builtins.int
-    """`Record.ownership` of that message: another one at that index is another history (`POSITION_DIVERGED`). 0 at the
-    start, and where it is not known: then it is not checked.
+    """`Record.ownership` of that message: another value at that index means another history (`POSITION_DIVERGED`). 0 at
+    the start, and if it is not known: then it is not checked.
     """
     @_builtins.property
     def message_id(self) -> Global___MessageId:
-        """The ID of the message at the position. Left out where there is no message yet (the start), and where it is not
-        known: then it is not checked.
+        """The ID of the message at the position. Omitted if there is no message yet (the start), and if it is not known: then
+        it is not checked.
         """
 
     def __init__(

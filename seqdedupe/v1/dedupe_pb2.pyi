@@ -73,8 +73,8 @@ Global___DedupeServiceGetProducerResponse: _TypeAlias = DedupeServiceGetProducer
 
 @_typing.final
 class AttachRequest(_message.Message):
-    """What a broker says. A message may carry several steps: they are done in the order of the fields. Small checks that are
-    ready together travel together, and with them the report of what was checked before.
+    """A broker's message. It may carry several steps, which are done in the order of the fields. Send small checks that are
+    ready together in one message, with the report of what was checked before.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -112,7 +112,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def report(self) -> Global___Report:
-        """What became of admissions."""
+        """The outcome of admissions."""
 
     @_builtins.property
     def reset(self) -> Global___Reset:
@@ -120,7 +120,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Check]:
-        """Messages that were received; at most 256 checks, each judged by itself."""
+        """Messages that were received; at most 256 checks, each judged separately."""
 
     def __init__(
         self,
@@ -175,9 +175,9 @@ class Register(_message.Message):
     PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
     PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
     first_handle: _builtins.int
-    """The handle of the first one: as many names have been registered before."""
+    """The handle of the first one, which is the number of names registered before."""
     producer_names: _builtins.bytes
-    """The names one after the other, UTF-8 without control characters, 1 to 255 bytes each; at most 65,536 names."""
+    """The names in sequence, UTF-8 without control characters, 1 to 255 bytes each; at most 65,536 names."""
     @_builtins.property
     def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Where each name starts and the last one ends: one value more than there are names, from 0."""
@@ -223,7 +223,7 @@ Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class Replay(_message.Message):
-    """Entries of the log, as columns with one value an entry."""
+    """Entries of the log, as columns with one value per entry."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -236,14 +236,14 @@ class Replay(_message.Message):
     PREVIOUS_POSITION_OFFSETS_FIELD_NUMBER: _builtins.int
     PREVIOUS_POSITIONS_FIELD_NUMBER: _builtins.int
     passes: _builtins.bytes
-    """1 where an entry passes, else 0, a byte each; left out if none does."""
+    """1 if an entry passes, else 0, one byte each; omitted if none does."""
     positions: _builtins.bytes
-    """The positions one after the other."""
+    """The positions in sequence."""
     previous_positions: _builtins.bytes
     """See `previous_position_offsets`."""
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Whose they are; anything where an entry passes."""
+        """Their producers; any value if an entry passes."""
 
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -251,7 +251,7 @@ class Replay(_message.Message):
 
     @_builtins.property
     def highest_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The highest; left out where each is the lowest."""
+        """The highest; omitted if each is the lowest."""
 
     @_builtins.property
     def position_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -305,7 +305,7 @@ Global___EndReplay: _TypeAlias = EndReplay  # noqa: Y015
 
 @_typing.final
 class Check(_message.Message):
-    """Messages to be judged, as columns with one value a message, at most 65,536."""
+    """Messages to be judged, as columns with one value per message, at most 65,536."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -349,7 +349,7 @@ Global___Check: _TypeAlias = Check  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
-    """What became of the oldest admissions in flight."""
+    """The outcome of the oldest admissions in flight."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -360,11 +360,11 @@ class Report(_message.Message):
     first_admission: _builtins.int
     """The number of the oldest one."""
     persisted: _builtins.int
-    """So many are persisted, from that one on."""
+    """The number of persisted admissions, from that one on."""
     position: _builtins.bytes
     """The position of the last of them; empty if there is none."""
     failed: _builtins.int
-    """So many after them have failed."""
+    """The number of failed admissions after them."""
     def __init__(
         self,
         *,
@@ -400,7 +400,7 @@ Global___Reset: _TypeAlias = Reset  # noqa: Y015
 
 @_typing.final
 class AttachResponse(_message.Message):
-    """What the sidecar says."""
+    """The sidecar's message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -411,8 +411,8 @@ class AttachResponse(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     trim_position: _builtins.bytes
-    """The entries up to here, itself included, are covered by a durable snapshot; empty: none. When it has moved, and there
-    is nothing else to say, a message comes with this alone.
+    """A durable snapshot covers the entries up to here, itself included; empty: none. When it has moved, and there is no
+    other answer, a message has only this.
     """
     @_builtins.property
     def attached(self) -> Global___Attached:
@@ -432,8 +432,8 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def end(self) -> Global___End:
-        """The last message of an attachment that an error ends: what the status of the stream says too, which gRPC's clients may
-        lose while they are writing.
+        """In the last message of an attachment that an error ends. The status of the stream says the same, but gRPC's clients
+        may lose it while they are writing.
         """
 
     def __init__(
@@ -466,7 +466,7 @@ class End(_message.Message):
     reason: _builtins.str
     """The stable reason, see docs/reference/errors.md."""
     message: _builtins.str
-    """One line for a person."""
+    """One line for people."""
     retry_delay_ms: _builtins.int
     """After which attaching again may help; -1: it cannot, as it is."""
     def __init__(
@@ -494,7 +494,7 @@ class Attached(_message.Message):
     REPLAY_AFTER_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     token: _builtins.int
-    """To be said in every message from now on."""
+    """Every later message must have it."""
     replay_after: _builtins.bytes
     """The last entry that the sidecar knows; empty: none."""
     incarnation: _builtins.int
@@ -551,7 +551,7 @@ class Checked(_message.Message):
     """The number of the first admission among them; -1 if there is none. The others follow it."""
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedScalarFieldContainer[_publish_pb2.Verdict.ValueType]:
-        """One a message."""
+        """One per message."""
 
     def __init__(
         self,
@@ -589,9 +589,9 @@ class CheckRefusal(_message.Message):
     `INVALID_SEQUENCE_ID`, `INVALID_REQUEST`, `QUEUE_FULL`.
     """
     message: _builtins.str
-    """One line for a person."""
+    """One line for people."""
     row: _builtins.int
-    """Which message is the cause, by its place in the check; -1 if none is."""
+    """The place in the check of the message that is the cause; -1 if none is."""
     pushed: _builtins.int
     """The numbers of its producer, -1 where there are none."""
     persisted: _builtins.int

@@ -27,58 +27,60 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DedupeServiceStub:
-    """For a broker that has a log of its own. The sidecar keeps the numbers of the topic's producers, gives verdicts by
-    Apache Pulsar's rule, takes snapshots, and after a crash of either side is told again what the log holds since the
-    last one. What it promises: if the broker keeps to the duty below, its log holds a message (producer name, sequence
-    ID) at most once.
+    """For a broker that keeps its log itself. The sidecar keeps the numbers of the topic's producers, gives verdicts by
+    Apache Pulsar's rule, and takes snapshots. After a crash of either side, the broker replays what the log holds since
+    the last snapshot. The sidecar promises: if the broker keeps to the duty below, its log holds a message (producer
+    name, sequence ID) at most once.
 
-    What the broker's log must have: an order, a *position* of each entry (1 to 255 bytes that mean something to the
-    broker alone; none twice in a topic), and the prefix property: when an entry is stored, so is every one that was
-    handed to the log before it.
+    The broker's log must have an order and a *position* of each entry: 1 to 255 bytes that only the broker understands,
+    none twice in a topic. It must have the prefix property: when an entry is stored, so is every entry that was handed
+    to the log before it.
 
-    A broker's whole duty, per topic:
+    A broker's complete duty, per topic:
 
     1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
        attachment of the topic ends an older one.
-    2. `Attached` answers a `token`, to be said in every message from here on, and `replay_after`: the position up to
-       which the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token
-       is still being written. Then send every entry after that position, in the log's order, as `Replay`, each with the
-       position of the entry before it in the log; then `EndReplay` with the position of the log's last entry, which the
-       log has to say, whether anything was replayed or not: a log that has lost its end is found out by it. Make durable
-       first what a crash has left in the log, as if it were written now. If entries right after `replay_after` are gone,
-       the topic cannot be attached: delete it here and begin with the log's first.
-    3. `Register` the names of the producers that publish. A name's *handle* is its place in the order in which names were
-       registered in this attachment, from 0. Register what `Replay` needs too. `Release` it when its producer disconnects.
+    2. `Attached` answers a `token`, which every later message must have, and `replay_after`: the position up to which
+       the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token is
+       still being written. Make durable what a crash has left in the log, as if it were written now. Then send every
+       entry after that position, in the log's order, as `Replay`, each with the position of the entry before it in the
+       log. Then send `EndReplay` with the position of the log's last entry, even if nothing was replayed: this shows
+       whether a log has lost its end. If entries right after `replay_after` are gone, the topic cannot be attached:
+       delete it here and begin with the log's first entry.
+    3. `Register` the names of the producers that publish, and those that `Replay` needs. A name's *handle* is its place
+       in the order in which names were registered in this attachment, from 0. `Release` it when its producer
+       disconnects.
     4. Before a message is written, `Check` it. `NOT_DUP`: write it, in the order of the answers. `DUP`: acknowledge it,
-       write nothing. `UNKNOWN`: a copy is in flight: tell its producer to send it again, write nothing. Each `NOT_DUP`
-       is an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. A message
-       that gets no verdict (its check is refused, or the topic is not attached) *sends its producer back*: take nothing
-       more of what it has sent, and drop its connection, so that it sends again, in order, from its first
-       unacknowledged message. To tell it that this one failed is not enough: a later one may be on its way, would be
-       `NOT_DUP`, and the earlier one, sent again, `DUP`: it would be lost.
-    5. `Report` what became of the admissions, in their order: so many are persisted, the last of them at this position; so
-       many after them have failed. An admission of which nothing is reported within 30 seconds ends the attachment.
+       write nothing. `UNKNOWN`: a copy is in flight; ask its producer to send it again, write nothing. Each `NOT_DUP` is
+       an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. If a message
+       gets no verdict (its check is refused, or the topic is not attached), *send its producer back*: take nothing more
+       of what it has sent, and drop its connection. Then it sends again, in order, from its first unacknowledged
+       message. It is not enough to answer that this message failed: a later one may be on its way, and would be
+       `NOT_DUP`. The earlier one, sent again, would be `DUP`, and lost.
+    5. `Report` the outcome of the admissions, in their order: the number of persisted ones, with the position of the
+       last of them, and the number of failed ones after them. An admission of which nothing is reported within 30
+       seconds ends the attachment.
     6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
        producers back, then send `Reset`: it takes back what was pushed and not persisted.
-    7. Never trim an entry after `trim_position`, which every answer names. Entries up to it, itself included, are covered
-       by a snapshot and may go.
+    7. Never trim an entry after `trim_position`, which every answer names. A snapshot covers the entries up to it,
+       itself included: they may go.
     8. However the stream ends, no message has a verdict until the topic is attached again.
 
-    What is sent in one message is judged in its order. A *range* (a batch that nobody looks into) has its lowest sequence
-    ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
-    above it would lose or double messages whatever the verdict: the check is refused with `OVERLAP` (split the range), or,
-    where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. Where it says `GAP_POLICY_REJECT`, a
-    range above `pushed` must begin at `pushed + 1`, unless its producer has no number yet: else its check is refused with
-    `GAP`. Send that producer back, with the ID that was expected, and check the other ranges again; what the producer
-    sends next is refused as well until the missing ID comes. What is no message of its own passes:
-    markers, all chunks of a message but the last, and what came without a sequence ID from 0 up. It is `NOT_DUP`, it is
-    reported and replayed, and it leaves no trace.
-    An entry that another cluster replicated has as its producer name that of its replicator, and as its sequence ID its
-    position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
-    2^28).
+    The parts of one message are judged in its order. A *range* (a batch that nobody looks into) has a lowest sequence
+    ID, which decides, and a highest, which is recorded. If a range begins at or below `persisted` and ends above it, any
+    verdict would lose or double messages. The check is refused with `OVERLAP` (split the range), or, if the topic's
+    policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. If the policy says `GAP_POLICY_REJECT`, a range above
+    `pushed` must begin at `pushed + 1`, unless its producer has no number yet: otherwise its check is refused with
+    `GAP`. Send that producer back, with the expected ID, and check the other ranges again. What the producer sends next
+    is also refused until the missing ID comes.
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a check is
-    answered in the stream, and nothing of it is admitted; what is wrong in another message ends the attachment.
+    What is no separate message passes: markers, all chunks of a message but the last, and what came without a sequence
+    ID from 0 up. It is `NOT_DUP`, it is reported and replayed, and it leaves no trace. An entry that another cluster
+    replicated has its replicator's name as producer name. Its sequence ID is its position there, in one number that
+    rises (`ledger ID << 28 | entry ID`, if ledgers are below 2^35 and entries below 2^28).
+
+    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. An error in a check is answered
+    in the stream, and nothing of the check is admitted; an error in another message ends the attachment.
     """
 
     @_typing.overload
@@ -86,141 +88,145 @@ class DedupeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DedupeServiceAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_dedupe_pb2.AttachRequest, _dedupe_pb2.AttachResponse]
-    """Attaches a topic to the broker that sends this stream, for as long as it lasts. It needs the right to `attach` the
-    whole topic. The topic is made if it is not there
-    and `allow_auto_topic_creation` says so. Errors that end it: `NOT_ATTACHED` (a newer attachment, an old token, a
-    report that was due or out of order), `REPLAY_GAP` (an entry is missing, or the replay begins or ends elsewhere),
-    `INVALID_NAME`, `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`, …
+    """Attaches a topic to the broker that sends this stream, until the stream ends. It needs the right to `attach` the
+    whole topic. A missing topic is created if `allow_auto_topic_creation` permits it. Errors that end it:
+    `NOT_ATTACHED` (a newer attachment, an old token, a report that was due or out of order), `REPLAY_GAP` (an entry is
+    missing, or the replay begins or ends elsewhere), `INVALID_NAME`, `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`,
+    …
     """
     GetProducer: _grpc.UnaryUnaryMultiCallable[_dedupe_pb2.DedupeServiceGetProducerRequest, _dedupe_pb2.DedupeServiceGetProducerResponse]
-    """The numbers of a producer. What Pulsar answers as the last sequence ID when a producer is created is `pushed`;
-    `persisted` is the one that is safe to go on after. Errors: `NOT_ATTACHED` while they are not known,
+    """The numbers of a producer. `pushed` is what Pulsar answers as the last sequence ID when a producer is created;
+    `persisted` is the number after which it is safe to continue. Errors: `NOT_ATTACHED` while they are not known,
     `PRODUCER_NOT_FOUND`.
     """
 
 @_typing.type_check_only
 class DedupeServiceAsyncStub(DedupeServiceStub):
-    """For a broker that has a log of its own. The sidecar keeps the numbers of the topic's producers, gives verdicts by
-    Apache Pulsar's rule, takes snapshots, and after a crash of either side is told again what the log holds since the
-    last one. What it promises: if the broker keeps to the duty below, its log holds a message (producer name, sequence
-    ID) at most once.
+    """For a broker that keeps its log itself. The sidecar keeps the numbers of the topic's producers, gives verdicts by
+    Apache Pulsar's rule, and takes snapshots. After a crash of either side, the broker replays what the log holds since
+    the last snapshot. The sidecar promises: if the broker keeps to the duty below, its log holds a message (producer
+    name, sequence ID) at most once.
 
-    What the broker's log must have: an order, a *position* of each entry (1 to 255 bytes that mean something to the
-    broker alone; none twice in a topic), and the prefix property: when an entry is stored, so is every one that was
-    handed to the log before it.
+    The broker's log must have an order and a *position* of each entry: 1 to 255 bytes that only the broker understands,
+    none twice in a topic. It must have the prefix property: when an entry is stored, so is every entry that was handed
+    to the log before it.
 
-    A broker's whole duty, per topic:
+    A broker's complete duty, per topic:
 
     1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
        attachment of the topic ends an older one.
-    2. `Attached` answers a `token`, to be said in every message from here on, and `replay_after`: the position up to
-       which the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token
-       is still being written. Then send every entry after that position, in the log's order, as `Replay`, each with the
-       position of the entry before it in the log; then `EndReplay` with the position of the log's last entry, which the
-       log has to say, whether anything was replayed or not: a log that has lost its end is found out by it. Make durable
-       first what a crash has left in the log, as if it were written now. If entries right after `replay_after` are gone,
-       the topic cannot be attached: delete it here and begin with the log's first.
-    3. `Register` the names of the producers that publish. A name's *handle* is its place in the order in which names were
-       registered in this attachment, from 0. Register what `Replay` needs too. `Release` it when its producer disconnects.
+    2. `Attached` answers a `token`, which every later message must have, and `replay_after`: the position up to which
+       the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token is
+       still being written. Make durable what a crash has left in the log, as if it were written now. Then send every
+       entry after that position, in the log's order, as `Replay`, each with the position of the entry before it in the
+       log. Then send `EndReplay` with the position of the log's last entry, even if nothing was replayed: this shows
+       whether a log has lost its end. If entries right after `replay_after` are gone, the topic cannot be attached:
+       delete it here and begin with the log's first entry.
+    3. `Register` the names of the producers that publish, and those that `Replay` needs. A name's *handle* is its place
+       in the order in which names were registered in this attachment, from 0. `Release` it when its producer
+       disconnects.
     4. Before a message is written, `Check` it. `NOT_DUP`: write it, in the order of the answers. `DUP`: acknowledge it,
-       write nothing. `UNKNOWN`: a copy is in flight: tell its producer to send it again, write nothing. Each `NOT_DUP`
-       is an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. A message
-       that gets no verdict (its check is refused, or the topic is not attached) *sends its producer back*: take nothing
-       more of what it has sent, and drop its connection, so that it sends again, in order, from its first
-       unacknowledged message. To tell it that this one failed is not enough: a later one may be on its way, would be
-       `NOT_DUP`, and the earlier one, sent again, `DUP`: it would be lost.
-    5. `Report` what became of the admissions, in their order: so many are persisted, the last of them at this position; so
-       many after them have failed. An admission of which nothing is reported within 30 seconds ends the attachment.
+       write nothing. `UNKNOWN`: a copy is in flight; ask its producer to send it again, write nothing. Each `NOT_DUP` is
+       an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. If a message
+       gets no verdict (its check is refused, or the topic is not attached), *send its producer back*: take nothing more
+       of what it has sent, and drop its connection. Then it sends again, in order, from its first unacknowledged
+       message. It is not enough to answer that this message failed: a later one may be on its way, and would be
+       `NOT_DUP`. The earlier one, sent again, would be `DUP`, and lost.
+    5. `Report` the outcome of the admissions, in their order: the number of persisted ones, with the position of the
+       last of them, and the number of failed ones after them. An admission of which nothing is reported within 30
+       seconds ends the attachment.
     6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
        producers back, then send `Reset`: it takes back what was pushed and not persisted.
-    7. Never trim an entry after `trim_position`, which every answer names. Entries up to it, itself included, are covered
-       by a snapshot and may go.
+    7. Never trim an entry after `trim_position`, which every answer names. A snapshot covers the entries up to it,
+       itself included: they may go.
     8. However the stream ends, no message has a verdict until the topic is attached again.
 
-    What is sent in one message is judged in its order. A *range* (a batch that nobody looks into) has its lowest sequence
-    ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
-    above it would lose or double messages whatever the verdict: the check is refused with `OVERLAP` (split the range), or,
-    where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. Where it says `GAP_POLICY_REJECT`, a
-    range above `pushed` must begin at `pushed + 1`, unless its producer has no number yet: else its check is refused with
-    `GAP`. Send that producer back, with the ID that was expected, and check the other ranges again; what the producer
-    sends next is refused as well until the missing ID comes. What is no message of its own passes:
-    markers, all chunks of a message but the last, and what came without a sequence ID from 0 up. It is `NOT_DUP`, it is
-    reported and replayed, and it leaves no trace.
-    An entry that another cluster replicated has as its producer name that of its replicator, and as its sequence ID its
-    position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
-    2^28).
+    The parts of one message are judged in its order. A *range* (a batch that nobody looks into) has a lowest sequence
+    ID, which decides, and a highest, which is recorded. If a range begins at or below `persisted` and ends above it, any
+    verdict would lose or double messages. The check is refused with `OVERLAP` (split the range), or, if the topic's
+    policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. If the policy says `GAP_POLICY_REJECT`, a range above
+    `pushed` must begin at `pushed + 1`, unless its producer has no number yet: otherwise its check is refused with
+    `GAP`. Send that producer back, with the expected ID, and check the other ranges again. What the producer sends next
+    is also refused until the missing ID comes.
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a check is
-    answered in the stream, and nothing of it is admitted; what is wrong in another message ends the attachment.
+    What is no separate message passes: markers, all chunks of a message but the last, and what came without a sequence
+    ID from 0 up. It is `NOT_DUP`, it is reported and replayed, and it leaves no trace. An entry that another cluster
+    replicated has its replicator's name as producer name. Its sequence ID is its position there, in one number that
+    rises (`ledger ID << 28 | entry ID`, if ledgers are below 2^35 and entries below 2^28).
+
+    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. An error in a check is answered
+    in the stream, and nothing of the check is admitted; an error in another message ends the attachment.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_dedupe_pb2.AttachRequest, _dedupe_pb2.AttachResponse]  # type: ignore[assignment]
-    """Attaches a topic to the broker that sends this stream, for as long as it lasts. It needs the right to `attach` the
-    whole topic. The topic is made if it is not there
-    and `allow_auto_topic_creation` says so. Errors that end it: `NOT_ATTACHED` (a newer attachment, an old token, a
-    report that was due or out of order), `REPLAY_GAP` (an entry is missing, or the replay begins or ends elsewhere),
-    `INVALID_NAME`, `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`, …
+    """Attaches a topic to the broker that sends this stream, until the stream ends. It needs the right to `attach` the
+    whole topic. A missing topic is created if `allow_auto_topic_creation` permits it. Errors that end it:
+    `NOT_ATTACHED` (a newer attachment, an old token, a report that was due or out of order), `REPLAY_GAP` (an entry is
+    missing, or the replay begins or ends elsewhere), `INVALID_NAME`, `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`,
+    …
     """
     GetProducer: _aio.UnaryUnaryMultiCallable[_dedupe_pb2.DedupeServiceGetProducerRequest, _dedupe_pb2.DedupeServiceGetProducerResponse]  # type: ignore[assignment]
-    """The numbers of a producer. What Pulsar answers as the last sequence ID when a producer is created is `pushed`;
-    `persisted` is the one that is safe to go on after. Errors: `NOT_ATTACHED` while they are not known,
+    """The numbers of a producer. `pushed` is what Pulsar answers as the last sequence ID when a producer is created;
+    `persisted` is the number after which it is safe to continue. Errors: `NOT_ATTACHED` while they are not known,
     `PRODUCER_NOT_FOUND`.
     """
 
 class DedupeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """For a broker that has a log of its own. The sidecar keeps the numbers of the topic's producers, gives verdicts by
-    Apache Pulsar's rule, takes snapshots, and after a crash of either side is told again what the log holds since the
-    last one. What it promises: if the broker keeps to the duty below, its log holds a message (producer name, sequence
-    ID) at most once.
+    """For a broker that keeps its log itself. The sidecar keeps the numbers of the topic's producers, gives verdicts by
+    Apache Pulsar's rule, and takes snapshots. After a crash of either side, the broker replays what the log holds since
+    the last snapshot. The sidecar promises: if the broker keeps to the duty below, its log holds a message (producer
+    name, sequence ID) at most once.
 
-    What the broker's log must have: an order, a *position* of each entry (1 to 255 bytes that mean something to the
-    broker alone; none twice in a topic), and the prefix property: when an entry is stored, so is every one that was
-    handed to the log before it.
+    The broker's log must have an order and a *position* of each entry: 1 to 255 bytes that only the broker understands,
+    none twice in a topic. It must have the prefix property: when an entry is stored, so is every entry that was handed
+    to the log before it.
 
-    A broker's whole duty, per topic:
+    A broker's complete duty, per topic:
 
     1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
        attachment of the topic ends an older one.
-    2. `Attached` answers a `token`, to be said in every message from here on, and `replay_after`: the position up to
-       which the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token
-       is still being written. Then send every entry after that position, in the log's order, as `Replay`, each with the
-       position of the entry before it in the log; then `EndReplay` with the position of the log's last entry, which the
-       log has to say, whether anything was replayed or not: a log that has lost its end is found out by it. Make durable
-       first what a crash has left in the log, as if it were written now. If entries right after `replay_after` are gone,
-       the topic cannot be attached: delete it here and begin with the log's first.
-    3. `Register` the names of the producers that publish. A name's *handle* is its place in the order in which names were
-       registered in this attachment, from 0. Register what `Replay` needs too. `Release` it when its producer disconnects.
+    2. `Attached` answers a `token`, which every later message must have, and `replay_after`: the position up to which
+       the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token is
+       still being written. Make durable what a crash has left in the log, as if it were written now. Then send every
+       entry after that position, in the log's order, as `Replay`, each with the position of the entry before it in the
+       log. Then send `EndReplay` with the position of the log's last entry, even if nothing was replayed: this shows
+       whether a log has lost its end. If entries right after `replay_after` are gone, the topic cannot be attached:
+       delete it here and begin with the log's first entry.
+    3. `Register` the names of the producers that publish, and those that `Replay` needs. A name's *handle* is its place
+       in the order in which names were registered in this attachment, from 0. `Release` it when its producer
+       disconnects.
     4. Before a message is written, `Check` it. `NOT_DUP`: write it, in the order of the answers. `DUP`: acknowledge it,
-       write nothing. `UNKNOWN`: a copy is in flight: tell its producer to send it again, write nothing. Each `NOT_DUP`
-       is an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. A message
-       that gets no verdict (its check is refused, or the topic is not attached) *sends its producer back*: take nothing
-       more of what it has sent, and drop its connection, so that it sends again, in order, from its first
-       unacknowledged message. To tell it that this one failed is not enough: a later one may be on its way, would be
-       `NOT_DUP`, and the earlier one, sent again, `DUP`: it would be lost.
-    5. `Report` what became of the admissions, in their order: so many are persisted, the last of them at this position; so
-       many after them have failed. An admission of which nothing is reported within 30 seconds ends the attachment.
+       write nothing. `UNKNOWN`: a copy is in flight; ask its producer to send it again, write nothing. Each `NOT_DUP` is
+       an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. If a message
+       gets no verdict (its check is refused, or the topic is not attached), *send its producer back*: take nothing more
+       of what it has sent, and drop its connection. Then it sends again, in order, from its first unacknowledged
+       message. It is not enough to answer that this message failed: a later one may be on its way, and would be
+       `NOT_DUP`. The earlier one, sent again, would be `DUP`, and lost.
+    5. `Report` the outcome of the admissions, in their order: the number of persisted ones, with the position of the
+       last of them, and the number of failed ones after them. An admission of which nothing is reported within 30
+       seconds ends the attachment.
     6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
        producers back, then send `Reset`: it takes back what was pushed and not persisted.
-    7. Never trim an entry after `trim_position`, which every answer names. Entries up to it, itself included, are covered
-       by a snapshot and may go.
+    7. Never trim an entry after `trim_position`, which every answer names. A snapshot covers the entries up to it,
+       itself included: they may go.
     8. However the stream ends, no message has a verdict until the topic is attached again.
 
-    What is sent in one message is judged in its order. A *range* (a batch that nobody looks into) has its lowest sequence
-    ID and its highest: the lowest decides, the highest is recorded. A range that begins at or below `persisted` and ends
-    above it would lose or double messages whatever the verdict: the check is refused with `OVERLAP` (split the range), or,
-    where the topic's policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. Where it says `GAP_POLICY_REJECT`, a
-    range above `pushed` must begin at `pushed + 1`, unless its producer has no number yet: else its check is refused with
-    `GAP`. Send that producer back, with the ID that was expected, and check the other ranges again; what the producer
-    sends next is refused as well until the missing ID comes. What is no message of its own passes:
-    markers, all chunks of a message but the last, and what came without a sequence ID from 0 up. It is `NOT_DUP`, it is
-    reported and replayed, and it leaves no trace.
-    An entry that another cluster replicated has as its producer name that of its replicator, and as its sequence ID its
-    position there, in one number that rises (`ledger ID << 28 | entry ID` where ledgers are below 2^35 and entries below
-    2^28).
+    The parts of one message are judged in its order. A *range* (a batch that nobody looks into) has a lowest sequence
+    ID, which decides, and a highest, which is recorded. If a range begins at or below `persisted` and ends above it, any
+    verdict would lose or double messages. The check is refused with `OVERLAP` (split the range), or, if the topic's
+    policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. If the policy says `GAP_POLICY_REJECT`, a range above
+    `pushed` must begin at `pushed + 1`, unless its producer has no number yet: otherwise its check is refused with
+    `GAP`. Send that producer back, with the expected ID, and check the other ranges again. What the producer sends next
+    is also refused until the missing ID comes.
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. What is wrong in a check is
-    answered in the stream, and nothing of it is admitted; what is wrong in another message ends the attachment.
+    What is no separate message passes: markers, all chunks of a message but the last, and what came without a sequence
+    ID from 0 up. It is `NOT_DUP`, it is reported and replayed, and it leaves no trace. An entry that another cluster
+    replicated has its replicator's name as producer name. Its sequence ID is its position there, in one number that
+    rises (`ledger ID << 28 | entry ID`, if ledgers are below 2^35 and entries below 2^28).
+
+    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. An error in a check is answered
+    in the stream, and nothing of the check is admitted; an error in another message ends the attachment.
     """
 
     @_abc_1.abstractmethod
@@ -229,11 +235,11 @@ class DedupeServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_dedupe_pb2.AttachRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_dedupe_pb2.AttachResponse], _abc.AsyncIterator[_dedupe_pb2.AttachResponse]]:
-        """Attaches a topic to the broker that sends this stream, for as long as it lasts. It needs the right to `attach` the
-        whole topic. The topic is made if it is not there
-        and `allow_auto_topic_creation` says so. Errors that end it: `NOT_ATTACHED` (a newer attachment, an old token, a
-        report that was due or out of order), `REPLAY_GAP` (an entry is missing, or the replay begins or ends elsewhere),
-        `INVALID_NAME`, `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`, …
+        """Attaches a topic to the broker that sends this stream, until the stream ends. It needs the right to `attach` the
+        whole topic. A missing topic is created if `allow_auto_topic_creation` permits it. Errors that end it:
+        `NOT_ATTACHED` (a newer attachment, an old token, a report that was due or out of order), `REPLAY_GAP` (an entry is
+        missing, or the replay begins or ends elsewhere), `INVALID_NAME`, `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`,
+        …
         """
 
     @_abc_1.abstractmethod
@@ -242,8 +248,8 @@ class DedupeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _dedupe_pb2.DedupeServiceGetProducerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_dedupe_pb2.DedupeServiceGetProducerResponse, _abc.Awaitable[_dedupe_pb2.DedupeServiceGetProducerResponse]]:
-        """The numbers of a producer. What Pulsar answers as the last sequence ID when a producer is created is `pushed`;
-        `persisted` is the one that is safe to go on after. Errors: `NOT_ATTACHED` while they are not known,
+        """The numbers of a producer. `pushed` is what Pulsar answers as the last sequence ID when a producer is created;
+        `persisted` is the number after which it is safe to continue. Errors: `NOT_ATTACHED` while they are not known,
         `PRODUCER_NOT_FOUND`.
         """
 

@@ -31,12 +31,12 @@ class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict.Value
     VERDICT_NOT_DUP: _Verdict.ValueType  # 1
     """The message is new, and is now in the log."""
     VERDICT_DUP: _Verdict.ValueType  # 2
-    """The sequence ID is at or below the highest persisted one of this producer; nothing was appended. For a
-    producer whose IDs rise and that resends from its first message without a receipt, the log holds the message.
-    Otherwise only a receipt with the message ID proves that.
+    """The sequence ID is at or below the producer's highest persisted one; nothing was appended. If the producer's IDs
+    rise and it resends from its first message without a receipt, the log holds the message. Otherwise only a receipt
+    with the message ID proves that.
     """
     VERDICT_UNKNOWN: _Verdict.ValueType  # 3
-    """A copy is in flight and its outcome not known yet; nothing was appended. Send it again."""
+    """A copy is in flight and its outcome is not known yet; nothing was appended. Send it again."""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper):
     """The answer for one message."""
@@ -46,12 +46,12 @@ VERDICT_UNSPECIFIED: Verdict.ValueType  # 0
 VERDICT_NOT_DUP: Verdict.ValueType  # 1
 """The message is new, and is now in the log."""
 VERDICT_DUP: Verdict.ValueType  # 2
-"""The sequence ID is at or below the highest persisted one of this producer; nothing was appended. For a
-producer whose IDs rise and that resends from its first message without a receipt, the log holds the message.
-Otherwise only a receipt with the message ID proves that.
+"""The sequence ID is at or below the producer's highest persisted one; nothing was appended. If the producer's IDs
+rise and it resends from its first message without a receipt, the log holds the message. Otherwise only a receipt
+with the message ID proves that.
 """
 VERDICT_UNKNOWN: Verdict.ValueType  # 3
-"""A copy is in flight and its outcome not known yet; nothing was appended. Send it again."""
+"""A copy is in flight and its outcome is not known yet; nothing was appended. Send it again."""
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
 @_typing.final
@@ -73,7 +73,7 @@ class OpenRequest(_message.Message):
 
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Empty: start new sessions. Otherwise one epoch a name: resume those sessions."""
+        """Empty: start new sessions. Otherwise one epoch per name: resume those sessions."""
 
     def __init__(
         self,
@@ -110,18 +110,18 @@ class OpenResponse(_message.Message):
     """The term of the topic's owner. A client ignores answers of a lower term than it has seen, but not this one."""
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The epochs: `term << 32 | n`, where n counts the opens of the topic in that term, from a random number on. The newest
+        """The epochs: `term << 32 | n`, where n counts the opens of the topic in that term, from a random number. The newest
         owns the name.
         """
 
     @_builtins.property
     def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The highest sequence ID persisted, -1 if there is none. A producer goes on after it."""
+        """The highest sequence ID persisted, -1 if there is none. A producer continues after it."""
 
     @_builtins.property
     def persisted_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The indexes of the messages with those IDs; -1 where the message is gone by retention, or stands neither among
-        the topic's last 65,536 nor is asked for by one of the first 64 names.
+        """The indexes of the messages with those IDs. -1 if retention has dropped the message. Also -1 if it is not among the
+        topic's last 65,536 and the name is not among the first 64.
         """
 
     @_builtins.property
@@ -130,13 +130,13 @@ class OpenResponse(_message.Message):
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenRefusal]:
-        """The names whose sessions were not started or resumed; the others were. There the columns have epoch 0 and -1."""
+        """The names whose sessions were not started or resumed; the others were. Their columns have epoch 0 and -1."""
 
     @_builtins.property
     def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of a resume: the places in the request of the names of which the topic has nothing, where it has ever forgotten
-        producers that nobody used (`deduplication_producer_inactivity_timeout_minutes`). A session that was resumed so is
-        told again at later resumes: its client need not have heard it. See duty 6.
+        """In a resume, the places in the request of names of which the topic has nothing, if it has ever forgotten unused
+        producers (`deduplication_producer_inactivity_timeout_minutes`). Later resumes of such a session repeat this,
+        because its client may not have received it. See duty 6.
         """
 
     def __init__(
@@ -174,7 +174,7 @@ class OpenRefusal(_message.Message):
     reason: _builtins.str
     """The stable reason, see docs/reference/errors.md: `FENCED`, `INVALID_EPOCH`, `NOT_ALLOWED`."""
     message: _builtins.str
-    """One line for a person."""
+    """One line for people."""
     current_epoch: _builtins.int
     """The epoch that owns the name; 0 if nobody does."""
     def __init__(
@@ -205,7 +205,7 @@ class PublishRequest(_message.Message):
     """The topic, see `OpenRequest.topic`."""
     @_builtins.property
     def batch(self) -> _batch_pb2.Batch:
-        """The messages. Links may be left out (-2) by a producer that has nothing else in flight."""
+        """The messages. A producer that has nothing else in flight may omit links (-2)."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ Global___PublishRequest: _TypeAlias = PublishRequest  # noqa: Y015
 
 @_typing.final
 class PublishResponse(_message.Message):
-    """What became of it. A refused batch is an error status instead."""
+    """The outcome. A refused batch is an error status instead."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -256,8 +256,8 @@ Global___PublishResponse: _TypeAlias = PublishResponse  # noqa: Y015
 @_typing.final
 class PublishStreamRequest(_message.Message):
     """Frames, in the order in which they are to be judged: often one, or those that are ready at the same time. A message
-    of the stream costs both sides as much as some hundred rows do, so small frames gain from company; above 128 KiB or
-    so there is nothing more to gain. At most 16 MiB and 256 frames.
+    of the stream costs both sides as much as some hundred rows. So send small frames together, up to about 128 KiB. At
+    most 16 MiB and 256 frames.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -266,11 +266,11 @@ class PublishStreamRequest(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     EARLY_RECEIPTS_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
-    """The topic, see `OpenRequest.topic`. Required in the first message of the stream, left out in the others."""
+    """The topic, see `OpenRequest.topic`. Required in the first message of the stream, omitted in the others."""
     early_receipts: _builtins.bool
-    """In the first message of the stream: a receipt may come before its messages are durable, where the topic's policy is
-    so (`log_flush_interval_messages`). It says so (`Receipt.durable_at`), and the client keeps the messages until they are:
-    see duty 10. Without this every receipt says that its messages are durable.
+    """In the first message of the stream: a receipt may come before its messages are durable, if the topic's policy
+    permits it (`log_flush_interval_messages`). The receipt states it (`Receipt.durable_at`), and the client keeps the
+    messages until they are durable: see duty 10. Without this, every receipt means that its messages are durable.
     """
     @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
@@ -321,7 +321,7 @@ Global___Frame: _TypeAlias = Frame  # noqa: Y015
 
 @_typing.final
 class PublishStreamResponse(_message.Message):
-    """Answers to some of the frames sent on this stream: all that a commit of the log settled, in one message."""
+    """Answers to some of the frames sent on this stream: all that one commit of the log settled, in one message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -333,10 +333,10 @@ class PublishStreamResponse(_message.Message):
     incarnation: _builtins.int
     """Which creation of the topic this is."""
     term: _builtins.int
-    """The term of the topic's owner; while the topic recovers, of the last one known, 0 if there is none."""
+    """The term of the topic's owner. While the topic recovers, the last known one, 0 if there is none."""
     durable_index: _builtins.int
-    """Up to here the log is durable: the index that the next message to be confirmed will get. Where receipts come early a
-    message may have nothing but this, when it has grown.
+    """Up to here the log is durable: the index that the next confirmed message will get. If receipts come early, a
+    message may have only this, when it has grown.
     """
     @_builtins.property
     def receipts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Receipt]:
@@ -389,24 +389,23 @@ class Receipt(_message.Message):
     first_index: _builtins.int
     """The index of the first row that was stored; -1 if none was. The k-th row with `NOT_DUP` has this index + k."""
     durable_at: _builtins.int
-    """Only with `early_receipts`: the rows that were stored are written, and survive the process but not a power cut,
-    until `durable_index` in this or a later message of the stream is as high as this. Left out: they are durable. A row
-    with `DUP` always is.
+    """Only with `early_receipts`. The stored rows survive the process but not a power cut, until `durable_index` in this
+    or a later message of the stream is at least this. Omitted: they are durable. A row with `DUP` always is.
     """
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedScalarFieldContainer[Global___Verdict.ValueType]:
-        """One verdict a row. Left out when all rows are `NOT_DUP`."""
+        """One verdict per row. Omitted if all rows are `NOT_DUP`."""
 
     @_builtins.property
     def first_message_id(self) -> _batch_pb2.MessageId:
-        """Its message ID. That of the k-th `NOT_DUP` row has, where `batch_index` is -1, `entry_id` + k; otherwise
-        `batch_index` + k; as far as the first run of rows goes. Left out if no row was stored.
+        """Its message ID. The k-th `NOT_DUP` row has `entry_id` + k if `batch_index` is -1, else `batch_index` + k, as far as
+        the first run of rows goes. Omitted if no row was stored.
         """
 
     @_builtins.property
     def known_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The rows with verdict `DUP` whose original's message ID is still known (one of the topic's last 65,536):
-        proof that the log holds that very sequence ID.
+        """The rows with verdict `DUP` whose original's message ID is still known (one of the topic's last 65,536). That
+        proves that the log holds exactly this sequence ID.
         """
 
     @_builtins.property
@@ -423,13 +422,13 @@ class Receipt(_message.Message):
 
     @_builtins.property
     def known_batch_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their message IDs' batch indexes. Left out when all are -1."""
+        """Their message IDs' batch indexes. Omitted if all are -1."""
 
     @_builtins.property
     def run_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where the log could not give all stored rows IDs of one run: how many rows each run has, the first one included.
-        The rows of a run count up as said at `first_message_id`, from the ID in the next three columns. Left out when
-        there is one run.
+        """If the log could not give all stored rows IDs of one run: the number of rows of each run, including the first. The
+        rows of a run count up as described at `first_message_id`, from the ID in the next three columns. Omitted if there
+        is one run.
         """
 
     @_builtins.property
@@ -447,8 +446,8 @@ class Receipt(_message.Message):
     @_builtins.property
     def imported_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In a topic of deduplication IDs: the rows with verdict `DUP` whose ID came with an imported window
-        (`AdminService.ImportWindow`). The system before this one had the message; this topic has none with that ID, so there
-        is no index and no message ID.
+        (`AdminService.ImportWindow`). The system before this one had the message. This topic has no message with that ID,
+        so there is no index and no message ID.
         """
 
     def __init__(
@@ -480,8 +479,8 @@ Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
-    """A frame of which nothing was admitted. The other frames are not disturbed, but those after it that build on
-    it are refused with `PREDECESSOR_MISSING`.
+    """A frame of which nothing was admitted. Other frames are not affected, but later frames that build on it are refused
+    with `PREDECESSOR_MISSING`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -497,14 +496,14 @@ class Refusal(_message.Message):
     reason: _builtins.str
     """The stable reason, see docs/reference/errors.md."""
     message: _builtins.str
-    """One line for a person."""
+    """One line for people."""
     retry_delay_ms: _builtins.int
-    """How long to wait before sending again, in milliseconds. Negative: sending it again as it is cannot help."""
+    """How long to wait before sending again, in milliseconds. Negative: sending it again unchanged cannot help."""
     owner_address: _builtins.str
-    """With `NOT_OWNER`: where the topic's owner can be reached. Empty where that is not known."""
+    """With `NOT_OWNER`: the address of the topic's owner. Empty if it is not known."""
     @_builtins.property
     def producers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProducerRefusal]:
-        """The producers that were the cause, at most 16 of them."""
+        """The producers that were the cause, at most 16."""
 
     def __init__(
         self,
@@ -545,7 +544,7 @@ class ProducerRefusal(_message.Message):
     current_epoch: _builtins.int
     """The epoch that owns the name; 0 if nobody does."""
     sequence_id: _builtins.int
-    """Its first sequence ID in the frame, or the one that is wrong."""
+    """Its first sequence ID in the frame, or the invalid one."""
     previous_sequence_id: _builtins.int
     """Its link."""
     pushed: _builtins.int
@@ -553,7 +552,7 @@ class ProducerRefusal(_message.Message):
     persisted: _builtins.int
     """Its highest sequence ID confirmed by the log, -1 if there is none."""
     expected_sequence_id: _builtins.int
-    """With `GAP`, the sequence ID that should have come where a gap is."""
+    """With `GAP`, the sequence ID that should have come."""
     def __init__(
         self,
         *,

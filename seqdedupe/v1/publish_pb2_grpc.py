@@ -26,52 +26,55 @@ if _version_not_supported:
 
 
 class PublishServiceStub(object):
-    """For producers with a name. What the sidecar promises: the log of the topic holds a message (producer name,
-    sequence ID) at most once however often it is sent; and once, in order, if the producer keeps to the duty below.
+    """For producers with a name. The sidecar promises that the topic's log holds a message (producer name, sequence ID) at
+    most once, however often it is sent. If the producer keeps to the duty below, the log holds it exactly once, in
+    order.
 
-    A client's whole duty:
+    A client's complete duty:
 
-    1. `Open` the names it sends under, and number each name's messages with rising sequence IDs above the
-    `persisted` that was answered. Gaps are fine.
-    2. Give every frame a number that is unique in its process, and say in each frame, per producer, the link
+    1. `Open` the names under which it sends. Number each name's messages with rising sequence IDs above the answered
+    `persisted`. Gaps are allowed.
+    2. Give every frame a number that is unique in its process. State the link of each producer in each frame
     (`Batch.previous_sequence_ids`).
     3. Keep every message until its receipt says `NOT_DUP` or `DUP`.
-    4. On any refusal, on a verdict `UNKNOWN` and on a broken stream: resend, rising, from the first message
-    without such a receipt, after the delay that was given. What was sent later may be sent again too.
-    5. After a reconnect, `Open` again *with* the epochs that it holds, and never without: that would start a new
-    session and take the name from whoever has it. `FENCED` is the end: another process owns the name. So it
-    is when a resume answers a `persisted` above both the last ID sent and what `Open` answered before.
-    6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
-    incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so. A name in `forgotten`
-    is no such case: the topic's policy has forgotten it. Warn and go on from nothing: links count from `persisted`,
-    which is -1 (or above that, where old frames came late), as if nothing had been sent before; receipts of frames
-    that were sent before this answer and come after the question say nothing; and what is sent again is new.
-    7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
-    higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
-    messages were lost on the way: they are resent, and the links of what follows do not change.
-    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after OK,
-    CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
-    `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
-    session go on. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not yet: the name may
-    have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also where the
-    first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
-    9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
-    never one of `Open`.
-    10. Whoever asks for `early_receipts` keeps a message with such a receipt until it is durable (`Receipt.durable_at`).
-    After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
-    for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
-    11. Whoever publishes deduplication IDs has no sessions, and finds lost data by the answers that have receipts: another
-    incarnation, from all addresses a lower term, on a new stream a `durable_index` below what was durable before, or
-    `NOT_DUP` at an index that was given before. Stop and say so. A low index alone proves nothing: receipts come in any
-    order, and a `DUP` has its original's.
+    4. On any refusal, on a verdict `UNKNOWN` and on a broken stream: wait for the delay that was given. Then resend,
+    rising, from the first message without such a receipt. Messages that were sent later may be sent again too.
+    5. After a reconnect, `Open` again *with* the epochs that it holds, never without: that would start a new session and
+    take the name from its owner. `FENCED` is final: another process owns the name. The same holds if a resume answers
+    a `persisted` above both the last ID sent and what `Open` answered before.
+    6. Acknowledged data is gone if a resume answers a `persisted` below one answered before or below an ID that has a
+    receipt, another incarnation, or, from all addresses, a lower term. Stop and report it. A name in `forgotten` is
+    no such case: the topic's policy has forgotten it. Warn, and continue as if nothing had been sent before. Links
+    count from `persisted`, which is -1, or higher where old frames came late. Receipts of frames that were sent
+    before this answer and come after the request prove nothing. What is sent again is new.
+    7. A resume does not change how links count: from what this session has sent or `Open` answered, the higher of the
+    two below the batch's first ID. If a resume answers a lower `persisted` than was sent (and 6 does not apply),
+    messages were lost on the way. They are resent, and the links of later messages do not change.
+    8. However a stream ends, with a status or without, resend what has no receipt on a new one: also after OK,
+    CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a `RetryInfo`
+    (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the session
+    continue. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not final at first: the
+    name may have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also
+    if the first message without a receipt is refused with `PREDECESSOR_MISSING`: its predecessor had been there.
+    9. Ignore a refusal of an epoch that is no longer used. Ignore any answer of a lower term than one seen, except an
+    answer of `Open`.
+    10. A client that asks for `early_receipts` keeps a message with such a receipt until it is durable
+    (`Receipt.durable_at`). After a resume it resends what is above the answered `persisted`, as if it had no
+    receipt. Indexes and message IDs may then be different. Duty 6 counts only receipts that were durable at once or
+    have become durable.
+    11. A client that publishes deduplication IDs has no sessions. It finds lost data by answers that have receipts:
+    another incarnation; a lower term from all addresses; on a new stream a `durable_index` below what was durable
+    before; or `NOT_DUP` at an index that was given before. Then stop and report it. A low index alone proves
+    nothing: receipts come in any order, and a `DUP` has its original's index.
 
-    Every call says who makes it, unless the sidecar asks nobody: with a token, in the metadata `authorization` as
-    `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: it is opened again with a fresh one.
+    Every call shows who makes it, unless the sidecar does not require that: with a token, in the metadata
+    `authorization` as `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: open it
+    again with a fresh token.
 
-    Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
-    tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the
-    SHA-256 of the topic's full name, a line feed and the address, in UTF-8, and the highest weight comes first. The address
-    is `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and stay where they are when there is
+    Several sidecars may serve one log; each topic has one of them as its owner. A client that knows several tries them
+    in the topic's order, the highest weight first. The weight of an address is the first 8 bytes, as an unsigned
+    big-endian number, of the SHA-256 of the topic's full name, a line feed and the address, in UTF-8. The address is
+    `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and keep their places when there is
     a sidecar more or less. Some weights, in hexadecimal digits:
 
     "persistent://public/default/orders" "10.0.0.1:6660" 98adc381f88b0347
@@ -82,18 +85,18 @@ class PublishServiceStub(object):
     "persistent://shop/eu/order-events" "sidecar-0.sidecars.example.org:6660" 38944f7b09e151e5
     "persistent://shop/eu/order-events" "unix:/run/seqdedupe.sock" 5a883097fe1e6376
 
-    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing, and says in
-    `owner_address` (metadata of the `ErrorInfo`, a field of a refusal) who is, if it knows. The client goes there and resumes its
-    sessions with their epochs (duty 5), but only if it was told of that address or of its domain, for its credentials come
-    along; and not from one to the next for ever: after a round in which nobody served it waits, and begins again with the
-    first. If a sidecar does not answer, the next one is tried.
+    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing. If it knows the
+    owner, it states the address in `owner_address` (metadata of the `ErrorInfo`, a field of a refusal). The client
+    connects there and resumes its sessions with their epochs (duty 5), but only if its configuration names that address
+    or its domain, because it sends its credentials. It does not follow such addresses for ever: after a round in which
+    no sidecar served, it waits, and begins again with the first. If a sidecar does not answer, it tries the next one.
 
-    Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
-    `google.rpc.RetryInfo` where trying again helps. docs/reference/errors.md lists the reasons.
+    Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and
+    `google.rpc.RetryInfo` if trying again helps. docs/reference/errors.md lists the reasons.
 
-    What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
-    sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
-    sidecar answers, because its answer is never empty; a sidecar that comes back between the two calls is not told apart.
+    Another server may answer OK to any call, with an empty message. If the answer to a unary call is empty, a sidecar
+    adds the trailing metadata `seqdedupe-empty: 1`. Earlier versions do not. Then `GetVersion` shows whether a sidecar
+    answers, because its answer is never empty. A sidecar that returns between the two calls is not recognized.
     """
 
     def __init__(self, channel):
@@ -120,52 +123,55 @@ class PublishServiceStub(object):
 
 
 class PublishServiceServicer(object):
-    """For producers with a name. What the sidecar promises: the log of the topic holds a message (producer name,
-    sequence ID) at most once however often it is sent; and once, in order, if the producer keeps to the duty below.
+    """For producers with a name. The sidecar promises that the topic's log holds a message (producer name, sequence ID) at
+    most once, however often it is sent. If the producer keeps to the duty below, the log holds it exactly once, in
+    order.
 
-    A client's whole duty:
+    A client's complete duty:
 
-    1. `Open` the names it sends under, and number each name's messages with rising sequence IDs above the
-    `persisted` that was answered. Gaps are fine.
-    2. Give every frame a number that is unique in its process, and say in each frame, per producer, the link
+    1. `Open` the names under which it sends. Number each name's messages with rising sequence IDs above the answered
+    `persisted`. Gaps are allowed.
+    2. Give every frame a number that is unique in its process. State the link of each producer in each frame
     (`Batch.previous_sequence_ids`).
     3. Keep every message until its receipt says `NOT_DUP` or `DUP`.
-    4. On any refusal, on a verdict `UNKNOWN` and on a broken stream: resend, rising, from the first message
-    without such a receipt, after the delay that was given. What was sent later may be sent again too.
-    5. After a reconnect, `Open` again *with* the epochs that it holds, and never without: that would start a new
-    session and take the name from whoever has it. `FENCED` is the end: another process owns the name. So it
-    is when a resume answers a `persisted` above both the last ID sent and what `Open` answered before.
-    6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
-    incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so. A name in `forgotten`
-    is no such case: the topic's policy has forgotten it. Warn and go on from nothing: links count from `persisted`,
-    which is -1 (or above that, where old frames came late), as if nothing had been sent before; receipts of frames
-    that were sent before this answer and come after the question say nothing; and what is sent again is new.
-    7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
-    higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
-    messages were lost on the way: they are resent, and the links of what follows do not change.
-    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after OK,
-    CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
-    `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
-    session go on. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not yet: the name may
-    have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also where the
-    first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
-    9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
-    never one of `Open`.
-    10. Whoever asks for `early_receipts` keeps a message with such a receipt until it is durable (`Receipt.durable_at`).
-    After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
-    for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
-    11. Whoever publishes deduplication IDs has no sessions, and finds lost data by the answers that have receipts: another
-    incarnation, from all addresses a lower term, on a new stream a `durable_index` below what was durable before, or
-    `NOT_DUP` at an index that was given before. Stop and say so. A low index alone proves nothing: receipts come in any
-    order, and a `DUP` has its original's.
+    4. On any refusal, on a verdict `UNKNOWN` and on a broken stream: wait for the delay that was given. Then resend,
+    rising, from the first message without such a receipt. Messages that were sent later may be sent again too.
+    5. After a reconnect, `Open` again *with* the epochs that it holds, never without: that would start a new session and
+    take the name from its owner. `FENCED` is final: another process owns the name. The same holds if a resume answers
+    a `persisted` above both the last ID sent and what `Open` answered before.
+    6. Acknowledged data is gone if a resume answers a `persisted` below one answered before or below an ID that has a
+    receipt, another incarnation, or, from all addresses, a lower term. Stop and report it. A name in `forgotten` is
+    no such case: the topic's policy has forgotten it. Warn, and continue as if nothing had been sent before. Links
+    count from `persisted`, which is -1, or higher where old frames came late. Receipts of frames that were sent
+    before this answer and come after the request prove nothing. What is sent again is new.
+    7. A resume does not change how links count: from what this session has sent or `Open` answered, the higher of the
+    two below the batch's first ID. If a resume answers a lower `persisted` than was sent (and 6 does not apply),
+    messages were lost on the way. They are resent, and the links of later messages do not change.
+    8. However a stream ends, with a status or without, resend what has no receipt on a new one: also after OK,
+    CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a `RetryInfo`
+    (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the session
+    continue. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not final at first: the
+    name may have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also
+    if the first message without a receipt is refused with `PREDECESSOR_MISSING`: its predecessor had been there.
+    9. Ignore a refusal of an epoch that is no longer used. Ignore any answer of a lower term than one seen, except an
+    answer of `Open`.
+    10. A client that asks for `early_receipts` keeps a message with such a receipt until it is durable
+    (`Receipt.durable_at`). After a resume it resends what is above the answered `persisted`, as if it had no
+    receipt. Indexes and message IDs may then be different. Duty 6 counts only receipts that were durable at once or
+    have become durable.
+    11. A client that publishes deduplication IDs has no sessions. It finds lost data by answers that have receipts:
+    another incarnation; a lower term from all addresses; on a new stream a `durable_index` below what was durable
+    before; or `NOT_DUP` at an index that was given before. Then stop and report it. A low index alone proves
+    nothing: receipts come in any order, and a `DUP` has its original's index.
 
-    Every call says who makes it, unless the sidecar asks nobody: with a token, in the metadata `authorization` as
-    `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: it is opened again with a fresh one.
+    Every call shows who makes it, unless the sidecar does not require that: with a token, in the metadata
+    `authorization` as `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: open it
+    again with a fresh token.
 
-    Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
-    tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the
-    SHA-256 of the topic's full name, a line feed and the address, in UTF-8, and the highest weight comes first. The address
-    is `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and stay where they are when there is
+    Several sidecars may serve one log; each topic has one of them as its owner. A client that knows several tries them
+    in the topic's order, the highest weight first. The weight of an address is the first 8 bytes, as an unsigned
+    big-endian number, of the SHA-256 of the topic's full name, a line feed and the address, in UTF-8. The address is
+    `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and keep their places when there is
     a sidecar more or less. Some weights, in hexadecimal digits:
 
     "persistent://public/default/orders" "10.0.0.1:6660" 98adc381f88b0347
@@ -176,38 +182,38 @@ class PublishServiceServicer(object):
     "persistent://shop/eu/order-events" "sidecar-0.sidecars.example.org:6660" 38944f7b09e151e5
     "persistent://shop/eu/order-events" "unix:/run/seqdedupe.sock" 5a883097fe1e6376
 
-    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing, and says in
-    `owner_address` (metadata of the `ErrorInfo`, a field of a refusal) who is, if it knows. The client goes there and resumes its
-    sessions with their epochs (duty 5), but only if it was told of that address or of its domain, for its credentials come
-    along; and not from one to the next for ever: after a round in which nobody served it waits, and begins again with the
-    first. If a sidecar does not answer, the next one is tried.
+    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing. If it knows the
+    owner, it states the address in `owner_address` (metadata of the `ErrorInfo`, a field of a refusal). The client
+    connects there and resumes its sessions with their epochs (duty 5), but only if its configuration names that address
+    or its domain, because it sends its credentials. It does not follow such addresses for ever: after a round in which
+    no sidecar served, it waits, and begins again with the first. If a sidecar does not answer, it tries the next one.
 
-    Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
-    `google.rpc.RetryInfo` where trying again helps. docs/reference/errors.md lists the reasons.
+    Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and
+    `google.rpc.RetryInfo` if trying again helps. docs/reference/errors.md lists the reasons.
 
-    What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
-    sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
-    sidecar answers, because its answer is never empty; a sidecar that comes back between the two calls is not told apart.
+    Another server may answer OK to any call, with an empty message. If the answer to a unary call is empty, a sidecar
+    adds the trailing metadata `seqdedupe-empty: 1`. Earlier versions do not. Then `GetVersion` shows whether a sidecar
+    answers, because its answer is never empty. A sidecar that returns between the two calls is not recognized.
     """
 
     def Open(self, request, context):
-        """Starts sessions, or resumes them, for up to 10,000 names of one topic (a request has 1 MiB at most). A new session
-        fences the older ones of its name at once; the answer comes when everything those names had in flight has settled and
-        their epochs are durable in the topic's log. Each name is answered by itself: those that are fenced, name an epoch
-        that was never given, or are not the caller's to use, stand in `refusals`, and the others are open. If the call fails
-        nobody was fenced; of more than 1,000 names, which the log takes in parts, some may have been. Errors of the call as
-        a whole: `NOT_ALLOWED` if the caller may use none of the names, `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, …
-        `TOPIC_IS_PARTITIONED`, with the number of `partitions`: open each partition by its name; see batch.proto for the
-        route and the rules.
-        A topic that is not there may be made for new sessions (`allow_auto_topic_creation`), never for one that is resumed.
+        """Starts or resumes sessions for up to 10,000 names of one topic (a request has at most 1 MiB). A new session fences
+        the older ones of its name at once. The answer comes when everything that these names had in flight has settled and
+        their epochs are durable in the topic's log. Each name is answered separately. `refusals` has the names that are
+        fenced, name an epoch that was never given, or are not the caller's to use; the others are open. If the call fails,
+        no name was fenced; but with more than 1,000 names, which the log takes in parts, some may have been. Errors of the
+        whole call: `NOT_ALLOWED` if the caller may use none of the names, `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`,
+        `LOG_REFUSED`, … `TOPIC_IS_PARTITIONED`, with the number of `partitions`: open each partition by its name
+        (batch.proto has the route and the rules). A missing topic may be created for new sessions
+        (`allow_auto_topic_creation`), never for a resumed one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request, context):
-        """Publishes one small batch and answers when it is durable. For tools and for clients without streams;
-        a stream is far faster.
+        """Publishes one small batch, and answers when it is durable. For tools and for clients without streams; a stream is
+        far faster.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -215,13 +221,13 @@ class PublishServiceServicer(object):
 
     def PublishStream(self, request_iterator, context):
         """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
-        whole or not at all, `DUP` and `UNKNOWN` rows apart, whatever becomes of the others in its message. Receipts of
+        whole or not at all, `DUP` and `UNKNOWN` rows apart, independently of the other frames in its message. Receipts of
         different frames come in any order. When the queue is full the server stops reading (flow control); that is no
         error. The answer's initial metadata come when the stream is taken. Some proxies hold them back until a message
-        follows: with the metadata `seqdedupe-greeting: 1` in the call an empty one does. The client's first message comes
-        within 10 seconds.
-        Where streams or memory run out, one that has nothing under way, or whose answers are left unread, is ended with
-        `STREAM_IDLE`: `Open` with the same epochs, and begin another one, when there is something to send.
+        follows: with the metadata `seqdedupe-greeting: 1` in the call, an empty message follows. The client's first
+        message must come within 10 seconds. If streams or memory run out, a stream that has nothing under way, or whose
+        answers are not read, ends with `STREAM_IDLE`. To send again, `Open` with the same epochs, and begin another
+        stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -254,52 +260,55 @@ def add_PublishServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PublishService(object):
-    """For producers with a name. What the sidecar promises: the log of the topic holds a message (producer name,
-    sequence ID) at most once however often it is sent; and once, in order, if the producer keeps to the duty below.
+    """For producers with a name. The sidecar promises that the topic's log holds a message (producer name, sequence ID) at
+    most once, however often it is sent. If the producer keeps to the duty below, the log holds it exactly once, in
+    order.
 
-    A client's whole duty:
+    A client's complete duty:
 
-    1. `Open` the names it sends under, and number each name's messages with rising sequence IDs above the
-    `persisted` that was answered. Gaps are fine.
-    2. Give every frame a number that is unique in its process, and say in each frame, per producer, the link
+    1. `Open` the names under which it sends. Number each name's messages with rising sequence IDs above the answered
+    `persisted`. Gaps are allowed.
+    2. Give every frame a number that is unique in its process. State the link of each producer in each frame
     (`Batch.previous_sequence_ids`).
     3. Keep every message until its receipt says `NOT_DUP` or `DUP`.
-    4. On any refusal, on a verdict `UNKNOWN` and on a broken stream: resend, rising, from the first message
-    without such a receipt, after the delay that was given. What was sent later may be sent again too.
-    5. After a reconnect, `Open` again *with* the epochs that it holds, and never without: that would start a new
-    session and take the name from whoever has it. `FENCED` is the end: another process owns the name. So it
-    is when a resume answers a `persisted` above both the last ID sent and what `Open` answered before.
-    6. A resume that answers a `persisted` below one answered before, or below an ID that has a receipt, another
-    incarnation, or from all addresses a lower term: acknowledged data is gone. Stop and say so. A name in `forgotten`
-    is no such case: the topic's policy has forgotten it. Warn and go on from nothing: links count from `persisted`,
-    which is -1 (or above that, where old frames came late), as if nothing had been sent before; receipts of frames
-    that were sent before this answer and come after the question say nothing; and what is sent again is new.
-    7. After a resume the link is as before: it counts from what this session has sent or `Open` answered, whichever is
-    higher below the batch's first ID. Where a resume answered a lower `persisted` than was sent (and none of 6),
-    messages were lost on the way: they are resent, and the links of what follows do not change.
-    8. However a stream ends, with a status or without, what has no receipt is resent on a new one: also after OK,
-    CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a
-    `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
-    session go on. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not yet: the name may
-    have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also where the
-    first message without a receipt is refused with `PREDECESSOR_MISSING`: what it follows had been there.
-    9. Ignore a refusal of an epoch that is no longer used, and any answer of a lower term than one seen, but
-    never one of `Open`.
-    10. Whoever asks for `early_receipts` keeps a message with such a receipt until it is durable (`Receipt.durable_at`).
-    After a resume what is above the `persisted` that was answered is resent as if it had no receipt, also after duty 6,
-    for which only receipts count that said durable, or have become so; indexes and message IDs may be others then.
-    11. Whoever publishes deduplication IDs has no sessions, and finds lost data by the answers that have receipts: another
-    incarnation, from all addresses a lower term, on a new stream a `durable_index` below what was durable before, or
-    `NOT_DUP` at an index that was given before. Stop and say so. A low index alone proves nothing: receipts come in any
-    order, and a `DUP` has its original's.
+    4. On any refusal, on a verdict `UNKNOWN` and on a broken stream: wait for the delay that was given. Then resend,
+    rising, from the first message without such a receipt. Messages that were sent later may be sent again too.
+    5. After a reconnect, `Open` again *with* the epochs that it holds, never without: that would start a new session and
+    take the name from its owner. `FENCED` is final: another process owns the name. The same holds if a resume answers
+    a `persisted` above both the last ID sent and what `Open` answered before.
+    6. Acknowledged data is gone if a resume answers a `persisted` below one answered before or below an ID that has a
+    receipt, another incarnation, or, from all addresses, a lower term. Stop and report it. A name in `forgotten` is
+    no such case: the topic's policy has forgotten it. Warn, and continue as if nothing had been sent before. Links
+    count from `persisted`, which is -1, or higher where old frames came late. Receipts of frames that were sent
+    before this answer and come after the request prove nothing. What is sent again is new.
+    7. A resume does not change how links count: from what this session has sent or `Open` answered, the higher of the
+    two below the batch's first ID. If a resume answers a lower `persisted` than was sent (and 6 does not apply),
+    messages were lost on the way. They are resent, and the links of later messages do not change.
+    8. However a stream ends, with a status or without, resend what has no receipt on a new one: also after OK,
+    CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a `RetryInfo`
+    (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the session
+    continue. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not final at first: the
+    name may have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also
+    if the first message without a receipt is refused with `PREDECESSOR_MISSING`: its predecessor had been there.
+    9. Ignore a refusal of an epoch that is no longer used. Ignore any answer of a lower term than one seen, except an
+    answer of `Open`.
+    10. A client that asks for `early_receipts` keeps a message with such a receipt until it is durable
+    (`Receipt.durable_at`). After a resume it resends what is above the answered `persisted`, as if it had no
+    receipt. Indexes and message IDs may then be different. Duty 6 counts only receipts that were durable at once or
+    have become durable.
+    11. A client that publishes deduplication IDs has no sessions. It finds lost data by answers that have receipts:
+    another incarnation; a lower term from all addresses; on a new stream a `durable_index` below what was durable
+    before; or `NOT_DUP` at an index that was given before. Then stop and report it. A low index alone proves
+    nothing: receipts come in any order, and a `DUP` has its original's index.
 
-    Every call says who makes it, unless the sidecar asks nobody: with a token, in the metadata `authorization` as
-    `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: it is opened again with a fresh one.
+    Every call shows who makes it, unless the sidecar does not require that: with a token, in the metadata
+    `authorization` as `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: open it
+    again with a fresh token.
 
-    Several sidecars may stand in front of one log; each topic has one of them as its owner. A client that knows of several
-    tries them in the topic's order: the weight of an address is the first 8 bytes, as an unsigned big-endian number, of the
-    SHA-256 of the topic's full name, a line feed and the address, in UTF-8, and the highest weight comes first. The address
-    is `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and stay where they are when there is
+    Several sidecars may serve one log; each topic has one of them as its owner. A client that knows several tries them
+    in the topic's order, the highest weight first. The weight of an address is the first 8 bytes, as an unsigned
+    big-endian number, of the SHA-256 of the topic's full name, a line feed and the address, in UTF-8. The address is
+    `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and keep their places when there is
     a sidecar more or less. Some weights, in hexadecimal digits:
 
     "persistent://public/default/orders" "10.0.0.1:6660" 98adc381f88b0347
@@ -310,18 +319,18 @@ class PublishService(object):
     "persistent://shop/eu/order-events" "sidecar-0.sidecars.example.org:6660" 38944f7b09e151e5
     "persistent://shop/eu/order-events" "unix:/run/seqdedupe.sock" 5a883097fe1e6376
 
-    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing, and says in
-    `owner_address` (metadata of the `ErrorInfo`, a field of a refusal) who is, if it knows. The client goes there and resumes its
-    sessions with their epochs (duty 5), but only if it was told of that address or of its domain, for its credentials come
-    along; and not from one to the next for ever: after a round in which nobody served it waits, and begins again with the
-    first. If a sidecar does not answer, the next one is tried.
+    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing. If it knows the
+    owner, it states the address in `owner_address` (metadata of the `ErrorInfo`, a field of a refusal). The client
+    connects there and resumes its sessions with their epochs (duty 5), but only if its configuration names that address
+    or its domain, because it sends its credentials. It does not follow such addresses for ever: after a round in which
+    no sidecar served, it waits, and begins again with the first. If a sidecar does not answer, it tries the next one.
 
-    Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata) and
-    `google.rpc.RetryInfo` where trying again helps. docs/reference/errors.md lists the reasons.
+    Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and
+    `google.rpc.RetryInfo` if trying again helps. docs/reference/errors.md lists the reasons.
 
-    What is no sidecar may say OK to any call, with an empty message. Where the answer to a unary call is empty, a sidecar
-    sends the trailing metadata `seqdedupe-empty: 1` with it. Earlier versions do not. Then `GetVersion` tells whether a
-    sidecar answers, because its answer is never empty; a sidecar that comes back between the two calls is not told apart.
+    Another server may answer OK to any call, with an empty message. If the answer to a unary call is empty, a sidecar
+    adds the trailing metadata `seqdedupe-empty: 1`. Earlier versions do not. Then `GetVersion` shows whether a sidecar
+    answers, because its answer is never empty. A sidecar that returns between the two calls is not recognized.
     """
 
     @staticmethod

@@ -72,12 +72,10 @@ class ReadRequest(_message.Message):
     stop_index: _builtins.int
     """Read no message at or above this index. 0: up to the end."""
     skip_damaged: _builtins.bool
-    """Pass over messages that are damaged on the disk, and say so in `skipped`. Otherwise they are an error,
-    `LOG_DAMAGED`.
-    """
+    """Skip messages that are damaged on the disk, and name them in `skipped`. Otherwise they are an error, `LOG_DAMAGED`."""
     @_builtins.property
     def start(self) -> Global___ReadStart:
-        """Where to start. Left out: earliest."""
+        """Where to start. Omitted: earliest."""
 
     def __init__(
         self,
@@ -118,7 +116,7 @@ class ReadResponse(_message.Message):
 
     @_builtins.property
     def skipped(self) -> Global___IndexRange:
-        """With `skip_damaged`: these messages cannot be read. Then there are no records, and it is not the end."""
+        """With `skip_damaged`: these messages cannot be read. The answer has no records, but it is not the end."""
 
     def __init__(
         self,
@@ -139,16 +137,16 @@ Global___ReadResponse: _TypeAlias = ReadResponse  # noqa: Y015
 
 @_typing.final
 class IndexRange(_message.Message):
-    """Some indexes, one after the other."""
+    """Consecutive indexes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
-    """The first of them."""
+    """The first index."""
     next_index: _builtins.int
-    """The one after the last of them."""
+    """The index after the last one."""
     def __init__(
         self,
         *,
@@ -178,20 +176,20 @@ class ReadStreamRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     stop_index: _builtins.int
-    """Read no message at or above this index; wait for those that are not there yet."""
+    """Read no message at or above this index; wait for messages that are not there yet."""
     follow: _builtins.bool
     """Never (true): wait for new messages."""
     skip_damaged: _builtins.bool
     """See `ReadRequest.skip_damaged`."""
     alive_ms: _builtins.int
-    """Asks for an answer at least every so many milliseconds, without records where there is nothing to read: 1,000 to
-    3,600,000; what is below or above counts as that. 0: none. A client that hears nothing for longer reads on over
-    another connection. It finds out so that a host is silent from which a proxy separates it: pings of HTTP/2 are
-    answered by the proxy.
+    """Asks for an answer at least once in this number of milliseconds, without records if there is nothing to read. 1,000
+    to 3,600,000; a value below or above counts as that limit. 0: none. A client that receives nothing for longer reads
+    on over another connection. So it finds out that a host behind a proxy is silent: the proxy itself answers pings of
+    HTTP/2.
     """
     @_builtins.property
     def start(self) -> Global___ReadStart:
-        """Where to start. Left out: earliest."""
+        """Where to start. Omitted: earliest."""
 
     def __init__(
         self,
@@ -232,8 +230,8 @@ class ReadStreamResponse(_message.Message):
     incarnation: _builtins.int
     """Which creation of the topic this is."""
     alive_ms: _builtins.int
-    """In the first answer: what the sidecar makes of `ReadStreamRequest.alive_ms`. 0: it was not asked, or knows no such
-    thing, and may be silent for any time.
+    """In the first answer: the value of `ReadStreamRequest.alive_ms` that the sidecar uses. 0: none was asked for, or the
+    sidecar does not know the field; it may be silent for any time.
     """
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.Record]:
@@ -241,7 +239,7 @@ class ReadStreamResponse(_message.Message):
 
     @_builtins.property
     def skipped(self) -> Global___IndexRange:
-        """With `skip_damaged`: these messages, which stand at the place of records in this answer, cannot be read."""
+        """With `skip_damaged`: these messages, which are in the place of records in this answer, cannot be read."""
 
     def __init__(
         self,
@@ -276,7 +274,7 @@ class LocateRequest(_message.Message):
     """The first message published at or after this time, in milliseconds since 1970."""
     @_builtins.property
     def byte_budget(self) -> Global___ByteBudget:
-        """The end of about so many bytes."""
+        """The end of about this number of bytes."""
 
     def __init__(
         self,
@@ -306,7 +304,7 @@ class ByteBudget(_message.Message):
     from_index: _builtins.int
     """Where it starts, an index."""
     bytes: _builtins.int
-    """How many bytes of the stored form, more than 0."""
+    """The number of bytes of the stored form, above 0."""
     def __init__(
         self,
         *,
@@ -330,8 +328,8 @@ class LocateResponse(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """By time: that message's index, or the end if there is none. By budget: the index before which to stop; at
-    least one message further than the start unless that is the end.
+    """By time: that message's index, or the end if there is none. By budget: the index before which to stop, at least one
+    message after the start unless that is the end.
     """
     incarnation: _builtins.int
     """Which creation of the topic this is."""
@@ -380,7 +378,7 @@ class GetLastMessageIdResponse(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
-    """The index of the first message that is left; that of the next one if none is."""
+    """The index of the first message that is left; if none is, the index of the next one."""
     @_builtins.property
     def last(self) -> _batch_pb2.Position:
         """The position of the last message; its index is -1 if the topic never had one."""
@@ -411,7 +409,7 @@ class CursorValue(_message.Message):
     """Its owner's note, at most 1,024 bytes."""
     @_builtins.property
     def position(self) -> _batch_pb2.Position:
-        """A position: of any topic, the sidecar does not look at it."""
+        """A position, of any topic: the sidecar does not check it."""
 
     def __init__(
         self,
@@ -462,7 +460,7 @@ class GetCursorResponse(_message.Message):
     KEPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kept(self) -> Global___CursorValue:
-        """Left out: nothing."""
+        """Omitted: nothing."""
 
     def __init__(
         self,
@@ -493,7 +491,7 @@ class MoveCursorRequest(_message.Message):
     """The cursor's name, 1 to 255 bytes."""
     @_builtins.property
     def expected(self) -> Global___CursorValue:
-        """What it has to keep now. Left out: nothing."""
+        """What it must keep now. Omitted: nothing."""
 
     @_builtins.property
     def new(self) -> Global___CursorValue:

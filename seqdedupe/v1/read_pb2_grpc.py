@@ -26,21 +26,21 @@ if _version_not_supported:
 
 
 class ReadServiceStub(object):
-    """For readers. Only messages that are durable are ever shown. Reading needs no session and leaves no trace.
+    """For readers. Only durable messages are ever shown. Reading needs no session and leaves no trace.
 
-    A reader keeps the position of the last message it has dealt with and reads on after it. The first message
-    after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
-    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+    A reader keeps the position of the last message that it has processed, and reads on after it. The first message after
+    a position has its index + 1. If that message is gone, the answer is `POSITION_TRIMMED`, with the first index that is
+    left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after its end
+    `POSITION_AFTER_END`. If the topic has another message at the position, it is `POSITION_DIVERGED`.
 
-    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
-    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
-    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
-    where others would wait.
+    While a topic recovers, its end is not known. What is certain is served, with `end_index` -1. These are refused with
+    `RECOVERING` and a delay after which to ask again: a start at `latest` or after what is certain, a request for the
+    end, and a stream to the end. Streams that follow, or have a `stop_index`, wait. In a damaged topic the answer is
+    `LOG_DAMAGED` where others would wait.
 
-    So does a record that is damaged where it is read. Whoever says `skip_damaged` gets past it: an answer without records
-    says in `skipped` which messages are missing, each time one of them would be next. The position of a message that is
-    damaged is taken then, though nobody can say whether it is the one that stood there.
+    `LOG_DAMAGED` is also the answer to reading a damaged record. A reader with `skip_damaged` passes it: an answer
+    without records names the missing messages in `skipped`, each time one of them would be next. The position of a
+    damaged message is then accepted, although it cannot be compared.
     """
 
     def __init__(self, channel):
@@ -82,35 +82,35 @@ class ReadServiceStub(object):
 
 
 class ReadServiceServicer(object):
-    """For readers. Only messages that are durable are ever shown. Reading needs no session and leaves no trace.
+    """For readers. Only durable messages are ever shown. Reading needs no session and leaves no trace.
 
-    A reader keeps the position of the last message it has dealt with and reads on after it. The first message
-    after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
-    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+    A reader keeps the position of the last message that it has processed, and reads on after it. The first message after
+    a position has its index + 1. If that message is gone, the answer is `POSITION_TRIMMED`, with the first index that is
+    left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after its end
+    `POSITION_AFTER_END`. If the topic has another message at the position, it is `POSITION_DIVERGED`.
 
-    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
-    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
-    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
-    where others would wait.
+    While a topic recovers, its end is not known. What is certain is served, with `end_index` -1. These are refused with
+    `RECOVERING` and a delay after which to ask again: a start at `latest` or after what is certain, a request for the
+    end, and a stream to the end. Streams that follow, or have a `stop_index`, wait. In a damaged topic the answer is
+    `LOG_DAMAGED` where others would wait.
 
-    So does a record that is damaged where it is read. Whoever says `skip_damaged` gets past it: an answer without records
-    says in `skipped` which messages are missing, each time one of them would be next. The position of a message that is
-    damaged is taken then, though nobody can say whether it is the one that stood there.
+    `LOG_DAMAGED` is also the answer to reading a damaged record. A reader with `skip_damaged` passes it: an answer
+    without records names the missing messages in `skipped`, each time one of them would be next. The position of a
+    damaged message is then accepted, although it cannot be compared.
     """
 
     def Read(self, request, context):
-        """One page: at least one message if there is one, at most about 1 MiB, or one batch, which is cut if it is above
-        4,000,000 bytes and has several rows. So gRPC's default limit of 4 MiB a message is enough, but for a single
-        message of more than that: a client that wants those sets `max_receive_message_length` to 6 MiB or more. An
-        empty page means the end for now.
+        """One page: at least one message if there is one, at most about 1 MiB. Or one batch, which is cut if it is above
+        4,000,000 bytes and has several rows. So gRPC's default limit of 4 MiB per message is enough, except for a single
+        larger message: a client that wants those sets `max_receive_message_length` to 6 MiB or more. An empty page means
+        the end for now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadStream(self, request, context):
-        """Messages from a start on, in pages as `Read` has them, until the end that was asked for.
+        """Messages from a start on, in pages as `Read` has them, until the requested end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,18 +131,20 @@ class ReadServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetCursor(self, request, context):
-        """What a named cursor of the topic keeps. For callers whose cursor it is (docs/reference/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain.
+        """What a named cursor of the topic keeps. For callers to whom the cursor belongs (docs/reference/rules.md). Errors:
+        `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MoveCursor(self, request, context):
-        """Has a named cursor keep another position, if it keeps what the caller expects: in one step, durable in the topic's
-        log when it is answered. One that keeps nothing comes into being by that, at most 32 a topic. For callers whose cursor
-        it is; for those for whom rules count at most 8 cursors a topic, and 10 moves a second in each, for which they wait
-        (docs/reference/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`, `INVALID_NAME`,
-        `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`; `LOG_REFUSED`: then it keeps what it kept.
+        """Sets the position of a named cursor, if it keeps what the caller expects: in one step, durable in the topic's log
+        when it is answered. A cursor that keeps nothing is created, at most 32 per topic. For callers to whom the cursor
+        belongs. Callers to whom rules apply have at most 8 cursors per topic, and 10 moves per second in each, for which
+        they wait (docs/reference/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`,
+        `INVALID_NAME`, `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`;
+        `LOG_REFUSED`: the cursor is unchanged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,21 +192,21 @@ def add_ReadServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ReadService(object):
-    """For readers. Only messages that are durable are ever shown. Reading needs no session and leaves no trace.
+    """For readers. Only durable messages are ever shown. Reading needs no session and leaves no trace.
 
-    A reader keeps the position of the last message it has dealt with and reads on after it. The first message
-    after a position has its index + 1; where that one is gone the answer is `POSITION_TRIMMED`, with the first
-    index that is left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after
-    its end `POSITION_AFTER_END`, and one whose message is not the one that stands there `POSITION_DIVERGED`.
+    A reader keeps the position of the last message that it has processed, and reads on after it. The first message after
+    a position has its index + 1. If that message is gone, the answer is `POSITION_TRIMMED`, with the first index that is
+    left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after its end
+    `POSITION_AFTER_END`. If the topic has another message at the position, it is `POSITION_DIVERGED`.
 
-    While a topic recovers nobody can say where it ends. What is certain is served, with `end_index` -1; a start at
-    `latest` or after what is certain, the end itself, and a stream to the end are refused with `RECOVERING` and a delay
-    after which to ask again. Streams that follow, or have a `stop_index`, wait. A topic that is damaged says `LOG_DAMAGED`
-    where others would wait.
+    While a topic recovers, its end is not known. What is certain is served, with `end_index` -1. These are refused with
+    `RECOVERING` and a delay after which to ask again: a start at `latest` or after what is certain, a request for the
+    end, and a stream to the end. Streams that follow, or have a `stop_index`, wait. In a damaged topic the answer is
+    `LOG_DAMAGED` where others would wait.
 
-    So does a record that is damaged where it is read. Whoever says `skip_damaged` gets past it: an answer without records
-    says in `skipped` which messages are missing, each time one of them would be next. The position of a message that is
-    damaged is taken then, though nobody can say whether it is the one that stood there.
+    `LOG_DAMAGED` is also the answer to reading a damaged record. A reader with `skip_damaged` passes it: an answer
+    without records names the missing messages in `skipped`, each time one of them would be next. The position of a
+    damaged message is then accepted, although it cannot be compared.
     """
 
     @staticmethod
