@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
-from tests import warm
+from tests import tiers, warm
 from tests.processes import running
 
 TIMEOUT_SECONDS = LAST_RESORT_SECONDS
@@ -53,6 +53,14 @@ def test_it_is_a_child_of_this_process(tmp_path: Path) -> None:
         process.kill()
         assert os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT) is not None
         assert process.wait() == -signal.SIGKILL
+
+
+def test_a_refused_start_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "_server", warm._Server())
+    command = [warm.PYTHON, "-c", f"{warm.MAY_BE_WARM}import sys\nprint('broker_sidecar.server' in sys.modules)"]
+    with tiers.no_processes("test_x"), pytest.raises(RuntimeError, match="test_x starts a process"):
+        subprocess.run(command)
+    assert subprocess.run(command, stdout=subprocess.PIPE).stdout == b"True\n"
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])

@@ -138,12 +138,18 @@ class _Server:
             return _early(environment) == self._environment
 
     def _start(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "tests.warm"]
-            process = _usual_popen(command, stdin=theirs.fileno(), cwd=ROOT, env=self._environment)
+            try:
+                process = _usual_popen(command, stdin=theirs.fileno(), cwd=ROOT, env=self._environment)
+            except BaseException:
+                # A unit test may start nothing. The next test that may tries again.
+                ours.close()
+                raise
+        self._socket = ours
         atexit.register(process.wait)
-        atexit.register(self._socket.close)
+        atexit.register(ours.close)
 
     def use(self, requests: socket.socket) -> None:
         """What is forked there is started from now on."""
