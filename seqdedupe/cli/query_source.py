@@ -27,8 +27,8 @@ _TELL_SECONDS = 1.0
 
 _HINT_QUERY = "Correct the query, or name the columns that it has."
 _HINT_SETTLED = (
-    "If no transaction commits more than SECONDS after it has taken its sequence ID, say --settled-after SECONDS; "
-    "docs/reference/cli.md says what is lost if one does."
+    "If each transaction commits within SECONDS after it takes its sequence ID, give --settled-after SECONDS. "
+    "docs/reference/cli.md describes what is lost otherwise."
 )
 
 _WRITING_STATE = "25006"

@@ -196,7 +196,7 @@ def test_what_retention_has_dropped_is_said(tmp_path: Path, run: Run) -> None:
         (("--tail", "1", "--to", "5"), "--tail and --to exclude each other"),
         (("--tail", "0"), "Invalid value for '--tail'"),
         (("--to", "5", "--follow"), "--to and --follow exclude each other"),
-        (("--to", "5", "--from", "latest"), "--to has no use with --from latest"),
+        (("--to", "5", "--from", "latest"), "--to and --from latest exclude each other"),
         (("--to", "latest"), "'latest' is not an index"),
         (("--from", "5", "--to", "4"), "--to is before --from"),
         (("--from", "7:5", "--to", "5"), "--to is before --from"),
