@@ -134,7 +134,7 @@ class PublishTime(NamedTuple):
         try:
             since_epoch = datetime.fromisoformat(text.upper()) - _EPOCH
         except ValueError as e:
-            raise ValueError(f"{text!r} is no time: {e}.") from None
+            raise ValueError(f"{text!r} is not a time: {e}.") from None
         return PublishTime(-(-since_epoch // timedelta(milliseconds=1)))
 
 

@@ -355,7 +355,7 @@ class RecordSource:
                 raise self._bad(f"has no {what}: it is read as {_FORM_NAMES[form]}", hint=_HINTS_NO_PLACES[what])
         if self._as_json and form not in _FORMS_WITH_COLUMNS:
             what = f"has no columns to make JSON of: it is read as {_FORM_NAMES[form]}"
-            raise self._bad(what, hint="--as json is for CSV. If it is CSV by another name, say --format csv.")
+            raise self._bad(what, hint="--as json is for CSV. If it is CSV with another name, give --format csv.")
         records = {
             "lines": self._line_records,
             "csv": self._csv_records,
@@ -436,13 +436,13 @@ class RecordSource:
             return io.BufferedReader(gzip.GzipFile(fileobj=self._raw)), self._path.name.removesuffix(".gz")
         if start.startswith(_ZIP):
             if not self._raw.seekable():
-                what = "is a zip, whose list of files stands at its end: it cannot be read from a pipe"
+                what = "is a zip, whose list of files is at its end: it cannot be read from a pipe"
                 raise self._bad(what, hint="Name the zip itself, or unpack it.")
             archive = zipfile.ZipFile(self._raw)
             names = [item.filename for item in archive.infolist() if not item.is_dir()]
             if len(names) != 1:
                 shown = ", ".join(names[:_MOST_NAMES_SHOWN]) or "none"
-                raise self._bad(f"is a zip of {len(names)} files, where one is wanted: {shown}", hint=_HINT_ZIP)
+                raise self._bad(f"is a zip of {len(names)} files, not of one: {shown}", hint=_HINT_ZIP)
             return archive.open(names[0]), names[0]
         return self._raw, self._path.name
 

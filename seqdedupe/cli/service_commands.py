@@ -268,11 +268,11 @@ def sweep(inbox: Any, as_json: bool) -> None:
     from seqdedupe.services.inbox import Inbox
 
     if not isinstance(inbox, Inbox):
-        raise click.BadParameter("it is no Inbox.", param_hint="'MODULE:NAME'")
+        raise click.BadParameter("it is not an Inbox.", param_hint="'MODULE:NAME'")
     with told_errors("inbox"):
         count, left = inbox.sweep(), len(inbox.waiting())
     said = "message is" if count == 1 else "messages are"
-    text = f"{count:,} {said} parked no more in {inbox.name}, {left:,} still"
+    text = f"{count:,} {said} no longer parked in {inbox.name}, {left:,} still"
     tell(as_json, {"handled": count, "parked": left}, text)
 
 
@@ -392,7 +392,7 @@ def _for_whom(lag: "Lag") -> str:
 def _why_left(lag: "Lag") -> str:
     if lag.held_by:
         return f" (they wait {_for_whom(lag)})"
-    return " (they came, or what they waited for ended, since it looked last: run it again)" if lag.rows else ""
+    return " (they are new, or no longer held: run it again)" if lag.rows else ""
 
 
 def _needing_services() -> AbstractContextManager[None]:
@@ -442,7 +442,7 @@ def pipe(
     if function is None:
         raise click.UsageError("Missing option '--function'.")
     if not callable(function):
-        raise click.BadParameter("it is no function.", param_hint="'--function'")
+        raise click.BadParameter("it is not a function.", param_hint="'--function'")
     with Client(address, told_credentials()) if follow else connect(address) as client:
         one = BlockingPipe(client, source, target, function, name=name)
         signal.signal(signal.SIGTERM, lambda *_: one.stop())

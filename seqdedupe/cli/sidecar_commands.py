@@ -148,9 +148,7 @@ def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
     """
     magic = files.magic_of(file)
     if magic not in (exports.SNAPSHOT_MAGIC, exports.WATERMARKS_MAGIC, exports.WINDOW_MAGIC):
-        raise files.not_as_written(
-            file, "it begins neither as a snapshot nor as a file of watermarks or of a window does"
-        )
+        raise files.not_as_written(file, "it is neither a snapshot nor a file of watermarks or of a window")
     with connect_to(address, topic) as client:
         if magic == exports.SNAPSHOT_MAGIC:
             _say_opened(client.admin.import_snapshot(topic, file), "snapshot", "from the snapshot", as_json)

@@ -253,7 +253,7 @@ def _print_topics(found: list[admin_pb2.Topic]) -> None:
         ],
     )
     if any(topic.state == admin_pb2.TOPIC_STATE_STANDBY for topic in found):
-        echo("STANDBY: not the sidecar that was asked has the topic, but another one (`seqdedupe topics show TOPIC`).")
+        echo("STANDBY: another sidecar owns the topic (`seqdedupe topics show TOPIC`).")
 
 
 @click.group(invoke_without_command=True)
@@ -444,7 +444,7 @@ def message_state(
     """Show what is known of the message with this sequence ID: whether it is stored, and where."""
     by_id = bool(deduplication_id)
     if by_id != (producer is None) or by_id != (sequence_id is None):
-        raise click.UsageError("Say PRODUCER and SEQUENCE_ID, or --deduplication-id.")
+        raise click.UsageError("Give PRODUCER and SEQUENCE_ID, or --deduplication-id.")
     with connect_to(address, topic) as client:
         found = client.admin.message_state(
             topic, producer or "", sequence_id or 0, deduplication_id=deduplication_id or ""

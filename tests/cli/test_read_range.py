@@ -68,8 +68,8 @@ def test_other_text_is_no_time(text: str) -> None:
     ("text", "said"),
     [
         ("2026-11-29T08:00:00", "has no zone"),
-        ("2026-13-29T08:00:00Z", "is no time: month"),
-        ("2026-11-29T08:00:00+25:00", "is no time"),
+        ("2026-13-29T08:00:00Z", "is not a time: month"),
+        ("2026-11-29T08:00:00+25:00", "is not a time"),
     ],
 )
 def test_a_wrong_time_says_why(text: str, said: str) -> None:

@@ -232,7 +232,7 @@ def _encrypted_zip(path: Path) -> Path:
         (lambda path: _write(path, _zip(path, "a").read_bytes()[:-30]), "is damaged"),
         (_flipped_zip, "is damaged: Bad CRC"),
         (_encrypted_zip, "cannot be unpacked"),
-        (lambda path: _zip(path, "a", "b"), "a zip of 2 files, where one is wanted: a, b"),
+        (lambda path: _zip(path, "a", "b"), "a zip of 2 files, not of one: a, b"),
         (lambda path: _zip(path), "a zip of 0 files"),
     ],
 )  # fmt: skip
