@@ -124,7 +124,7 @@ def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[
             raise
         hint = f"Do you mean {near}?" if near else "Check the name: `seqdedupe topics` lists the topics."
         if near == wanted:
-            hint = "It is listed now: it was created meanwhile, or sidecars with different data share this address."
+            hint = "It is listed now: it was just created, or several sidecars with different data share one address."
         raise error(e.reason, e.message, hint=hint) from e
 
 
