@@ -17,10 +17,13 @@ Command = Callable[..., Any]
 ADDRESS_VARIABLE = "SEQDEDUPE_ADDRESS"
 
 _CREDENTIALS = {
-    "--token-file": (credentials.TOKEN_FILE, "The token, if the sidecar wants one."),
-    "--tls-ca-file": (credentials.TLS_CA_FILE, "Who is believed about the sidecar's certificate; with it TLS is used."),
-    "--tls-certificate-file": (credentials.TLS_CERTIFICATE_FILE, "A certificate of one's own."),
-    "--tls-key-file": (credentials.TLS_KEY_FILE, "Its key."),
+    "--token-file": (credentials.TOKEN_FILE, "The file with the token, if the sidecar needs one."),
+    "--tls-ca-file": (
+        credentials.TLS_CA_FILE,
+        "The authorities that may sign the sidecar's certificate. Turns TLS on.",
+    ),
+    "--tls-certificate-file": (credentials.TLS_CERTIFICATE_FILE, "The client's certificate."),
+    "--tls-key-file": (credentials.TLS_KEY_FILE, "The key of the client's certificate."),
 }
 """No option takes a token itself: all users of a machine can see the command lines of its processes."""
 
@@ -47,7 +50,7 @@ def sidecar_options(command: Command) -> Command:
         envvar=profiles.VARIABLE,
         show_envvar=True,
         metavar="NAME",
-        help="What `seqdedupe profiles` has under this name: for what is not said otherwise.",
+        help="A profile (`seqdedupe profiles`), for the options that are not given.",
         is_eager=True,
         callback=_take_profile,
         expose_value=False,
@@ -60,7 +63,7 @@ def sidecar_options(command: Command) -> Command:
         show_default=True,
         show_envvar=True,
         metavar="HOST:PORT,…",
-        help="The sidecar, or unix:PATH; or several of one cluster.",
+        help="The address of the sidecar, also unix:PATH, or of several in a cluster.",
     )(command)
 
 

@@ -36,28 +36,28 @@ class _Backup(click.Group):
 
 @click.group(cls=_Backup)
 def backup() -> None:
-    """Have the sidecar make a backup of all that it has (`backup [NAME]` is `backup make [NAME]`), or list backups."""
+    """Make a backup of a running sidecar (`backup [NAME]` is short for `backup make [NAME]`), or list backups."""
 
 
-@backup.command(_MAKE, short_help="Have the running sidecar make a backup, and verify it.")
+@backup.command(_MAKE, short_help="Make a backup of the running sidecar, and verify it.")
 @click.argument("name", required=False)
 @click.option(
     "--keep",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Then keep the newest N good backups that have a time as their name, and remove older ones.",
+    help="Afterwards keep the newest N good backups with a time as their name, and remove older ones.",
 )
-@click.option("--to", metavar="s3://BUCKET/PREFIX", help="Copy it to an object store too.")
+@click.option("--to", metavar="s3://BUCKET/PREFIX", help="Copy the backup to an object store.")
 @common
 def make(name: str | None, keep: int | None, to: str | None, address: str, as_json: bool) -> int:
-    """Have the running sidecar make a backup of all that it has, in a new folder NAME in its backup_directory. Without
-    NAME the time is the name.
+    """Make a backup of all data of the running sidecar, in a new folder NAME in its backup_directory.
 
-    Where the command can read that folder it then verifies every byte, and tells the sidecar so. Exit status 1 if
-    something was damaged where it was taken, and is so in the backup: it is not copied then, and none is removed.
+    The default NAME is the time. If the command can read that folder, it verifies every byte and confirms the backup to
+    the sidecar. Exit status 1: the sidecar's data were damaged, and so is the backup. The command then copies and
+    removes nothing.
     """
     if name and keep:
-        raise click.UsageError("--keep counts backups that have a time as their name: give no NAME.")
+        raise click.UsageError("--keep counts backups with a time as their name: give no NAME.")
     name = name or datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     if to:
         # A problem there is raised before a backup is made.
@@ -101,7 +101,7 @@ class _Care:
     keep: int | None
     to: str | None
     is_verified: bool = False
-    why_not: str = "something was damaged where it was taken"
+    why_not: str = "the sidecar's data were damaged when the backup was made"
     copied_to: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     _places: "list[tuple[FolderPlace, BucketPlace | None]]" = field(default_factory=list)
@@ -119,8 +119,8 @@ class _Care:
         if not all(os.access(folder, os.R_OK | os.X_OK) for folder in folders):
             self.why_not = f"this command cannot read {folders[0]}"
             if self.keep or self.to:
-                hint = "Run it as the sidecar's user, where its backup_directory is at the same path."
-                raise error("INVALID_REQUEST", f"the backup is made, and not verified: {self.why_not}", hint=hint)
+                hint = "Run the command as the sidecar's user, where backup_directory has the same path."
+                raise error("INVALID_REQUEST", f"the backup is made, but not verified: {self.why_not}", hint=hint)
             return False
         prepare()
         from seqdedupe.transfer.backup_places import BucketPlace, FolderPlace
@@ -160,14 +160,14 @@ class _Care:
                     self.removed += [f"{one.url}/{name}" for name in one.keep(self.name, self.keep)]
 
 
-@backup.command("list", short_help="List the backups in a place, and say which are good.")
+@backup.command("list", short_help="List backups, and show which are good.")
 @click.argument("place", metavar="DEST")
-@click.option("--verify", "reads_all", is_flag=True, help="Read every byte, and do not only compare sizes.")
+@click.option("--verify", "reads_all", is_flag=True, help="Read every byte. Default: compare sizes only.")
 @as_json_option
 def list_backups(place: str, reads_all: bool, as_json: bool) -> int:
     """List the backups in DEST, a folder or s3://BUCKET/PREFIX: time, size, topics, and whether each is good.
 
-    Good is one that is complete and had no damage where it was taken. Exit status 1 if one is not.
+    A good backup is complete and has no damage. Exit status 1: a backup is not good.
     """
     prepare()
     from seqdedupe.transfer.backup_places import place_at
@@ -205,10 +205,10 @@ def _kept_json(one: "KeptBackup") -> dict[str, Any]:
 @click.argument("directory", type=_FOLDER)
 @as_json_option
 def verify(directory: Path, as_json: bool) -> int:
-    """Check a backup: that each file is what was written, and, as the doctor does, that logs and store are whole and
-    belong together.
+    """Verify a backup: each file is as it was written, and logs and store are whole and belong together (as `doctor`
+    checks).
 
-    Exit status 1 if not.
+    Exit status 1: the backup is not whole.
     """
     prepare()
     from seqdedupe.doctor.examine import examine
@@ -234,14 +234,13 @@ def verify(directory: Path, as_json: bool) -> int:
 
 @click.command()
 @click.argument("places", nargs=-1, metavar="[BACKUP] DATA_DIRECTORY")
-@click.option("--from", "place", metavar="DEST", help="A folder or s3://BUCKET/PREFIX with backups, instead of BACKUP.")
-@click.option("--backup", "name", metavar="NAME", help="Which one of DEST; without it the newest good one.")
+@click.option("--from", "place", metavar="DEST", help="Instead of BACKUP: a folder or s3://BUCKET/PREFIX with backups.")
+@click.option("--backup", "name", metavar="NAME", help="The backup in DEST. Default: the newest good one.")
 @as_json_option
 def restore(places: tuple[str, ...], place: str | None, name: str | None, as_json: bool) -> int:
-    """Make a data directory of a backup, for a sidecar to be started on. It must be empty or not there.
+    """Make a data directory from a backup. It must be empty or absent. Then start a sidecar on it.
 
-    Each file is checked against what was written. Exit status 1 if something was damaged already where the backup was
-    taken.
+    The command verifies each file. Exit status 1: the data were damaged when the backup was made.
     """
     if name and not place:
         raise click.UsageError("--backup is the name of a backup in DEST: give --from DEST too.")
@@ -294,7 +293,7 @@ def _say_manifest(place: Path, manifest: "Manifest") -> None:
 
 def _say_faults(damaged: Any, left_out: Any) -> None:
     for one in damaged:
-        _say(f"  damaged, as where it was taken: {one.topic}: {one.what}")
+        _say(f"  damaged when the backup was made: {one.topic}: {one.what}")
     for one in left_out:
         _say(f"  LEFT OUT: {one.topic}: {one.what}")
 

@@ -311,7 +311,7 @@ _Positive = click.IntRange(min=1)
 )  # fmt: skip
 @click.option(
     "--names", type=click.IntRange(1, _MOST_NAMES), default=1, show_default=True, metavar="N",
-    help="So many producers, bench-0 and on, which share a connection.",
+    help="N producers, bench-0 and on, with one connection.",
 )  # fmt: skip
 @click.option("--messages", type=_Positive, metavar="N", help="End after N messages.")
 @click.option("--seconds", type=_Positive, metavar="N", help="End after N seconds. Default: at Ctrl-C.")

@@ -24,7 +24,7 @@ from seqdedupe.errors import error
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def serve(flags: tuple[str, ...]) -> None:
-    """Run a sidecar until it is told to stop. Takes the flags of `python -m broker_sidecar`."""
+    """Run a sidecar until a signal stops it. Takes the flags of `python -m broker_sidecar`."""
     with needing("the sidecar needs", "sidecar"):
         from broker_sidecar.__main__ import main
 
@@ -40,12 +40,14 @@ _MODULES = {"audit": "seqdedupe_spark.audit_job", "bootstrap": "seqdedupe_spark.
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
-    short_help="Read topics into a table with Spark, audit them.",
+    short_help="Read topics into a table with Spark; audit topics.",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def job(arguments: tuple[str, ...]) -> None:
-    """Run a Spark job: `run`, `positions` and `reset` of the reader job, `audit`, `bootstrap`. Takes the arguments of
-    `python -m seqdedupe_spark.reader_job`, and after `audit` and `bootstrap` those of their modules."""
+    """Run a Spark job: `run`, `positions`, `lag` and `reset` of the reader job, `audit`, `bootstrap`.
+
+    Takes the arguments of `python -m seqdedupe_spark.reader_job`; `audit` and `bootstrap` take those of their modules.
+    """
     name = arguments[0] if arguments and arguments[0] in _MODULES else None
     with needing("Spark jobs need", "spark"):
         module = importlib.import_module(_MODULES[name] if name else "seqdedupe_spark.reader_job")
@@ -57,42 +59,42 @@ def job(arguments: tuple[str, ...]) -> None:
 NAME = "seqdedupe"
 
 _COMMANDS = {
-    "audit": ("token_commands.audit", "Check an audit trail."),
-    "auth": ("token_commands.auth", "Explain what rules allow."),
-    "backup": ("backup_commands.backup", "Have the sidecar make a backup of all that it has; list backups."),
-    "bench": ("bench_command.bench", "Publish test messages, and show how fast they go."),
-    "compile": ("sidecar_commands.compile_kernels", "Compile once for all who use this installation."),
+    "audit": ("token_commands.audit", "Verify an audit trail."),
+    "auth": ("token_commands.auth", "Show which rule allows or denies a call."),
+    "backup": ("backup_commands.backup", "Make a backup of a running sidecar; list backups."),
+    "bench": ("bench_command.bench", "Publish test messages and measure latencies."),
+    "compile": ("sidecar_commands.compile_kernels", "Compile the kernels for all users of this installation."),
     "config": ("config_commands.config", "Check a sidecar's configuration without starting it."),
-    "consumer": ("service_commands.consumer", "Look after messages that consumers have set aside."),
-    "cursors": ("topic_commands.cursors", "List a topic's named cursors; have retention wait for one, or remove it."),
-    "doctor": ("doctor_commands.doctor", "Check a data directory; salvage what can be read."),
+    "consumer": ("service_commands.consumer", "Show the lag of consumers; list, retry, drop parked messages."),
+    "cursors": ("topic_commands.cursors", "List a topic's cursors; make retention wait for one; remove one."),
+    "doctor": ("doctor_commands.doctor", "Check a data directory; salvage what is readable."),
     "export": ("sidecar_commands.export_file", "Write a topic's snapshot, or its watermarks, to a file."),
-    "import": ("sidecar_commands.import_file", "Take a file of export or bootstrap over into a topic."),
-    "in-flight": ("topic_commands.in_flight", "List producers whose messages have been in flight for long."),
-    "inbox": ("service_commands.inbox", "Look after messages that inboxes have parked."),
-    "message-state": ("topic_commands.message_state", "Show what is known of one message."),
+    "import": ("sidecar_commands.import_file", "Import a file of `export` or `job bootstrap` into a topic."),
+    "in-flight": ("topic_commands.in_flight", "List producers with messages in flight for a long time."),
+    "inbox": ("service_commands.inbox", "List the messages that inboxes have parked; try them again."),
+    "message-state": ("topic_commands.message_state", "Show the state of one message."),
     "outbox": (
         "service_commands.outbox",
-        "Publish what services write to an outbox in their own transactions, each row exactly once.",
+        "Publish the rows of an outbox, each exactly once.",
     ),
     "pipe": (
         "service_commands.pipe",
-        "Bring a topic's messages through a Python function to another topic, exactly once.",
+        "Publish what a Python function returns for each message of a topic, exactly once.",
     ),
-    "policy": ("topic_commands.policy", "Show, set, remove the policy of a topic or a namespace."),
+    "policy": ("topic_commands.policy", "Show and change the policy of a topic or a namespace."),
     "producers": ("topic_commands.producers", "List a topic's producers."),
-    "profiles": ("profile_commands.profiles", "List the profiles: sidecars by name, with their connection options."),
-    "publish": ("publish_command.publish", "Publish the records of a file."),
+    "profiles": ("profile_commands.profiles", "List the profiles, which name sidecars and their connection options."),
+    "publish": ("publish_command.publish", "Publish the records of a file or a query."),
     "read": ("read_command.read", "Print a topic's messages."),
-    "rebuild-topic": ("sidecar_commands.rebuild_topic", "Make the store's records of a topic anew from its log."),
+    "rebuild-topic": ("sidecar_commands.rebuild_topic", "Build the store's records of a topic again from its log."),
     "reset-producer": ("topic_commands.reset_producer", "Set a producer's highest sequence ID to a lower one."),
-    "restore": ("backup_commands.restore", "Make a data directory of a backup."),
-    "sidecars": ("sidecar_commands.sidecars", "List the sidecars of a cluster, forget one."),
+    "restore": ("backup_commands.restore", "Make a data directory from a backup."),
+    "sidecars": ("sidecar_commands.sidecars", "List the sidecars of a cluster; forget one."),
     "snapshot": ("topic_commands.snapshot", "Take a snapshot of a topic now."),
-    "token": ("token_commands.token", "Make and check tokens that are signed."),
-    "top": ("sidecar_commands.top", "Show how a sidecar does, again and again."),
-    "topics": ("topic_commands.topics", "List, create, delete, move, show topics."),
-    "verify": ("backup_commands.verify", "Check a backup, every byte of it."),
+    "token": ("token_commands.token", "Create keys; sign and validate tokens."),
+    "top": ("sidecar_commands.top", "Show the busiest topics of a sidecar, every few seconds."),
+    "topics": ("topic_commands.topics", "List, create, show, move, delete topics."),
+    "verify": ("backup_commands.verify", "Verify every byte of a backup."),
     "version": ("sidecar_commands.version", "Show the versions of this command and of the sidecar."),
 }
 """The place of each command in this folder, and its text in the list of all commands."""
@@ -140,5 +142,5 @@ def run() -> int:
 def _defect(kind: type[BaseException], defect: BaseException, trace: TracebackType | None) -> None:
     where = traceback.extract_tb(trace)[-1] if trace else None
     place = f" at {where.filename}:{where.lineno}" if where else ""
-    failure = error("INTERNAL", f"{kind.__name__}: {defect}{place}", hint="This is a defect: please report it.")
+    failure = error("INTERNAL", f"{kind.__name__}: {defect}{place}", hint="This is a defect. Please report it.")
     say_failure(NAME, failure, as_json=says_json(sys.argv[1:]))

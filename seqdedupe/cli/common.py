@@ -29,7 +29,7 @@ _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 
 as_json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON, errors too, as docs/reference/cli.md describes it."
+    "--json", "as_json", is_flag=True, help="Print the result and errors as JSON (docs/reference/cli.md)."
 )
 
 
@@ -122,11 +122,9 @@ def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[
             near = _near_name(wanted, client)
         if near is None and makes:
             raise
-        hint = f"Do you mean {near}?" if near else "Is the name mistyped? `seqdedupe topics` lists the topics."
+        hint = f"Do you mean {near}?" if near else "Check the name: `seqdedupe topics` lists the topics."
         if near == wanted:
-            hint = (
-                "Now it is listed: it was made meanwhile, or several sidecars with other data stand behind one address."
-            )
+            hint = "It is listed now: it was just created, or several sidecars with different data share one address."
         raise error(e.reason, e.message, hint=hint) from e
 
 

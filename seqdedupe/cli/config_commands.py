@@ -19,10 +19,10 @@ def config() -> None:
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @as_json_option
 def check(file: Path | None, as_json: bool) -> None:
-    """Say all that a start with this file would refuse, and start nothing.
+    """List everything that would prevent a start with this file. Start nothing.
 
-    As for a start, SEQDEDUPE_* in the environment comes before FILE. Nothing is locked, made or written. Run it as the
-    user that the sidecar runs as. Warnings do not keep a sidecar from starting.
+    As at a start, SEQDEDUPE_* variables come before FILE. The command locks, creates and writes nothing. Run it as the
+    sidecar's user. Warnings do not prevent a start.
     """
     with needing("this needs", "sidecar"):
         from broker_sidecar.config_check import find_problems

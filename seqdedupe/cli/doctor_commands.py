@@ -26,13 +26,13 @@ SHOWN = 20
     "to",
     type=click.Path(path_type=Path),
     metavar="NEW_DIRECTORY",
-    help="Write what can be read into a new data directory, with a report of what is missing.",
+    help="Write what is readable to a new data directory, with a report of what is missing.",
 )
 @as_json_option
 def doctor(directory: Path, to: Path | None, as_json: bool) -> int:
-    """Check a data directory, every byte of it, while no sidecar runs on it. Nothing in it is changed.
+    """Check every byte of a data directory while no sidecar runs on it. Change nothing in it.
 
-    The exit status is 0 if all is whole, 1 if something is damaged, 2 if it could not be looked at.
+    Exit status 0: all is whole; 1: something is damaged; 2: the check was not possible.
     """
     try:
         return _run(directory, to, as_json)
@@ -47,7 +47,7 @@ def prepare() -> None:
     """Prepare the imports that look at a data directory. Raises INVALID_CONFIGURATION if that is not possible."""
     # Log lines from opening a store are about the copy.
     logging.getLogger("seqdedupe").addHandler(logging.NullHandler())
-    with needing("a data directory is looked at with", "sidecar"):
+    with needing("checking a data directory needs", "sidecar"):
         from broker_sidecar import kernels
 
         kernels.prepare()
@@ -77,8 +77,8 @@ def _run(directory: Path, to: Path | None, as_json: bool) -> int:
 
 def _run_on_workers(directory: Path, each: "list[Findings] | None", as_json: bool) -> int:
     if each is None:
-        why = f"{directory} has several workers, and each is salvaged for itself"
-        raise error("INVALID_CONFIGURATION", why, hint=f"Name {directory}/worker-0, and then the others.")
+        why = f"{directory} has several workers: each one is salvaged separately"
+        raise error("INVALID_CONFIGURATION", why, hint=f"Give {directory}/worker-0, and then the others.")
     is_whole = all(findings.is_whole for findings in each)
     if as_json:
         workers = [findings.to_json() for findings in each]
@@ -122,7 +122,7 @@ def _print_topic(topic: "TopicFindings") -> None:
     if (torn := topic.torn_end) is not None:
         _say(
             f"  no damage: {torn.file} has a torn end of {torn.size_bytes:,} bytes (about {torn.records} records) from "
-            f"byte {torn.offset} on, which nobody was told is stored; the next start cuts it off"
+            f"byte {torn.offset} on. No client has a receipt for it; the next start removes it"
         )
     for note in topic.notes:
         _say(f"  no damage: {note}")
@@ -138,7 +138,7 @@ def _say_more(count: int, what: str) -> None:
 def _indexes(damage: "Damage") -> str:
     first, following = damage.first_index, damage.next_index
     if following is None:
-        return f"index {first} and it is not known which after it"
+        return f"index {first} and an unknown number after it"
     if following == first:
         return f"no message (a marker or a control record before index {first})"
     return f"{following - first:,} messages, indexes {first} to {following - 1}"
@@ -156,7 +156,7 @@ def _missing(missing: "Missing") -> str:
 def _print_salvage(made: "Salvage", to: Path) -> None:
     print_findings(made.findings)
     for topic in made.topics:
-        how = "copied" if topic.is_copied else f"written anew, incarnation {topic.record.incarnation}"
+        how = "copied" if topic.is_copied else f"written again, incarnation {topic.record.incarnation}"
         _say(f"{topic.record.name}: {how}")
         for kept in topic.kept[:SHOWN] if not topic.is_copied else ():
             new = f"{kept.new_first_index} to {kept.new_first_index + kept.last_index - kept.first_index}"

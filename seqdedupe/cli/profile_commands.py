@@ -12,9 +12,9 @@ from seqdedupe.command import print_json, print_table
 @click.command()
 @as_json_option
 def profiles(as_json: bool) -> None:
-    """List the profiles of this user: where their sidecars are, and the files that they name.
+    """List the profiles of this user: the addresses of sidecars and the names of files.
 
-    SEQDEDUPE_PROFILE chooses one, or --profile of a command. No content of a file is shown.
+    SEQDEDUPE_PROFILE or --profile of a command chooses a profile. The command shows no content of the files.
     """
     chosen = os.environ.get(of_user.VARIABLE)
     found = of_user.read_all()

@@ -49,9 +49,9 @@ NewRecord = tuple[SourceRecord, str | None]
 Source = RecordSource | QuerySource
 
 _HINT_QUERY_CHANGED = (
-    "If it is another query or table, publish it under another producer name. If the database was restored, rows that "
-    "have taken the IDs of others would be left out: publish those from a query of their own, under another name. "
-    "Select only columns that never change."
+    "For another query or table use another producer name. If the database was restored, this name would skip rows "
+    "that took the IDs of others: publish those with a separate query and another name. Select only columns that never "
+    "change."
 )
 
 
@@ -158,7 +158,7 @@ class Resume:
         """Return the last message published; None if it cannot be read any more. Note the last hash up to it. Messages
         of older versions have no hash."""
         if one.position is None:
-            self._why_not = "the sidecar no longer knows where that message stands"
+            self._why_not = "the sidecar no longer knows the position of that message"
             return None
         index, first_index = one.position.index, self._client.ends(one.topic).first_index
         last: Message | None = None
@@ -200,8 +200,8 @@ class Resume:
             highest = max(self._last)
             raise error(
                 "SOURCE_UNVERIFIED",
-                f"producer {self._producer.name!r} has published up to sequence ID {highest}, and it cannot "
-                f"be told whether this {self._source.noun} is the one that was published: {self._why_not}; nothing was "
+                f"producer {self._producer.name!r} has published up to sequence ID {highest}, and the command cannot "
+                f"verify that this {self._source.noun} is the one that was published: {self._why_not}; nothing was "
                 "sent",
                 sequence_id=highest,
             )
@@ -255,7 +255,11 @@ def _batches(source: RecordSource) -> Iterator[list[SourceRecord]]:
                 yield some
             what = f"record {record.number} has a deduplication ID of {len(record.key or b'')} bytes"
             why = f"{what}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}; those before it are published"
-            raise error("INVALID_DEDUPLICATION_ID", why, hint="Correct it, and publish the file again: each goes once.")
+            raise error(
+                "INVALID_DEDUPLICATION_ID",
+                why,
+                hint="Correct it, and publish the file again. No record is published twice.",
+            )
         some.append(record)
         size_bytes += len(record.payload)
         if len(some) == ROWS or size_bytes >= BYTES:
@@ -271,7 +275,7 @@ _FOLLOW_POLL_SECONDS = 0.2
 _INTERRUPT_GRACE_SECONDS = 1.0
 """The time after Ctrl-C to wait for receipts, for the report of what is durable."""
 
-_GO_ON = "Started again, the command goes on after what is durable."
+_GO_ON = "Start the command again: it continues after what is durable."
 
 
 class _PathType(click.ParamType[JsonPath]):
@@ -281,7 +285,7 @@ class _PathType(click.ParamType[JsonPath]):
         try:
             return JsonPath.parse(str(value))
         except ValueError:
-            shown = f"{value!r} is not a path of names with dots and [indexes], as after.id or meta.keys[0]."
+            shown = f"{value!r} is not a path of names and [indexes] with dots, such as after.id or meta.keys[0]."
             raise click.BadParameter(shown, ctx, param) from None
 
 
@@ -295,10 +299,10 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
         with suppress(SeqdedupeError):
             found = client.admin.topic(topic).deduplication_mode
         if by_id and found == admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID:
-            what, hint = "sequence IDs", "Say --producer, and no deduplication IDs."
+            what, hint = "sequence IDs", "Give --producer, and no deduplication IDs."
         elif not by_id and found == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
             what = "deduplication IDs"
-            hint = "Say --deduplication-id-column or --deduplication-id-path, and no producer."
+            hint = "Give --deduplication-id-column or --deduplication-id-path, and no producer."
         else:
             raise
         raise error(e.reason, f"{topic_name(topic)} is a topic of {what}", hint=hint) from e
@@ -307,53 +311,58 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path, allow_dash=True), required=False)
 @click.option("--topic", required=True, help="The topic.")
-@click.option("--producer", "name", help="The producer name: one for each file. Not with deduplication IDs.")
-@click.option("--format", "form", type=click.Choice(get_args(Form)), help="Default: what the name's end says.")
+@click.option("--producer", "name", help="The producer name: another one for each file. Not with deduplication IDs.")
+@click.option("--format", "form", type=click.Choice(get_args(Form)), help="Default: by the end of the name.")
 @click.option(
     "--as",
     "payload",
     type=click.Choice(["text", "json"]),
-    help="CSV: payloads are the records' text, or JSON objects with the header's names. Default: text. Rows of Parquet "
-    "are JSON.",
+    help="CSV: the payload is the record's text (the default), or a JSON object with the header's names. Parquet is "
+    "always JSON.",
 )
 @click.option(
-    "--sequence-id-column", metavar="NAME", help="CSV, Parquet: the column with the sequence IDs; they must rise."
+    "--sequence-id-column", metavar="NAME", help="CSV, Parquet: the column with the sequence IDs, which must rise."
 )
-@click.option("--key-column", metavar="NAME", help="CSV, Parquet: the column with the messages' keys.")
+@click.option("--key-column", metavar="NAME", help="CSV, Parquet: the column with the keys.")
 @click.option(
-    "--sequence-id-path", metavar="PATH", type=_PathType(), help="JSON lines: the same, in the member after.id, say."
+    "--sequence-id-path",
+    metavar="PATH",
+    type=_PathType(),
+    help="JSON lines: the path of the sequence IDs, such as after.id.",
 )
-@click.option("--key-path", metavar="PATH", type=_PathType(), help="JSON lines: where the key is: meta.keys[0], say.")
+@click.option(
+    "--key-path", metavar="PATH", type=_PathType(), help="JSON lines: the path of the keys, such as meta.keys[0]."
+)
 @click.option(
     "--deduplication-id-column",
     metavar="NAME",
-    help="CSV, Parquet, to a topic of deduplication IDs: the column with each record's ID; in any order.",
+    help="CSV, Parquet: the column with the deduplication IDs, in any order. Instead of --producer.",
 )
 @click.option(
     "--deduplication-id-path",
     metavar="PATH",
     type=_PathType(),
-    help="JSON lines: the same, in the member event.id, say.",
+    help="JSON lines: the path of the deduplication IDs, such as event.id.",
 )
-@click.option("--query", metavar="SQL", help="In the place of FILE: a query whose rows are published as JSON objects.")
+@click.option("--query", metavar="SQL", help="Instead of FILE: a query whose rows are published as JSON objects.")
 @click.option(
     "--database",
     envvar="SEQDEDUPE_DATABASE",
     show_envvar=True,
     metavar="URL",
-    help="The database of --query, as SQLAlchemy names it: postgresql://user@host/database or sqlite:///path.",
+    help="The database of --query, as a URL of SQLAlchemy: postgresql://user@host/database or sqlite:///path.",
 )
 @click.option(
     "--settled-after",
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="With --query: each transaction commits within SECONDS after it has taken its sequence ID. What comes later "
-    "is lost.",
+    help="With --query: each transaction commits within SECONDS after it takes its sequence ID. Rows of later commits "
+    "are lost.",
 )
-@click.option("--final", is_flag=True, help="The file is complete: its last line counts without an end, too.")
-@click.option("--follow", is_flag=True, help="The file grows: at its end wait for more.")
-@click.option("--trust-source", is_flag=True, help="Go on also where the file cannot be compared with the topic.")
-@click.option("--verify", "verifies", is_flag=True, help="Publish nothing: compare the file with what the topic holds.")
+@click.option("--final", is_flag=True, help="The file is complete: its last line counts without a newline.")
+@click.option("--follow", is_flag=True, help="The file grows: wait for more at its end.")
+@click.option("--trust-source", is_flag=True, help="Continue where the file cannot be compared with the topic.")
+@click.option("--verify", "verifies", is_flag=True, help="Compare the file with the topic. Publish nothing.")
 @common
 def publish(
     file: Path | None,
@@ -377,22 +386,22 @@ def publish(
     address: str,
     as_json: bool,
 ) -> None:
-    """Publish the lines, CSV records, JSON lines or Parquet rows of FILE (- is standard input), plain, gzip or a zip of
-    one file.
+    """Publish each record of FILE exactly once: lines, CSV records, JSON lines or Parquet rows.
 
-    A payload is the record's text, or JSON. The sequence ID is the record's number from 0, after a CSV header. Each
-    record is published once: started again, the command goes on after the last ID that the topic has of this producer,
-    if the file still has the same record there. A topic that is not there is made, where the sidecar allows that. To a
-    topic of deduplication IDs no producer is named, and each record is published once by its own ID: started again, the
-    command sends all of them, and those that are known are Dup.
+    FILE is a plain file, gzip, or a zip of one file; - is standard input. The payload is the record's text, or JSON.
+    The sequence ID is the record's number from 0, without a CSV header. Started again, the command continues after the
+    last ID of this producer in the topic, if the file still has the same record there. It creates a missing topic if
+    the sidecar allows that.
 
-    With --query it publishes rows of a database in the order of --sequence-id-column, each once, as far as no
+    A topic of deduplication IDs takes no producer. Started again, the command sends all records; known ones are Dup.
+
+    With --query the command publishes rows of a database in the order of --sequence-id-column. It waits until no
     transaction can add a row before them.
     """
     if query is not None:
         others = (file, form, payload, sequence_id_path, key_path, deduplication_id_column, deduplication_id_path)
         if others != (None,) * 7 or final or follow or verifies:
-            raise click.UsageError("With --query go --sequence-id-column, --key-column and --trust-source alone.")
+            raise click.UsageError("--query allows only --sequence-id-column, --key-column and --trust-source.")
         if database is None or name is None or sequence_id_column is None:
             raise click.UsageError("--query needs --database, --producer and --sequence-id-column.")
         with QuerySource(
@@ -409,14 +418,14 @@ def publish(
     if settled_after is not None:
         raise click.UsageError("--settled-after goes with --query.")
     if file is None:
-        raise click.UsageError("Name a FILE, or a --query and its --database.")
+        raise click.UsageError("Give a FILE, or --query and --database.")
     by_id = deduplication_id_column is not None or deduplication_id_path is not None
     if by_id and (name, sequence_id_column, sequence_id_path, key_column, key_path) != (None,) * 5:
-        raise click.UsageError("Deduplication IDs go with no producer, sequence IDs and keys.")
+        raise click.UsageError("Deduplication IDs exclude --producer, sequence IDs and keys.")
     if by_id and (follow or trust_source or verifies):
-        raise click.UsageError("Deduplication IDs go with neither --follow, --trust-source nor --verify.")
+        raise click.UsageError("Deduplication IDs exclude --follow, --trust-source and --verify.")
     if deduplication_id_column is not None and deduplication_id_path is not None:
-        raise click.UsageError("Columns are for CSV and Parquet, paths for JSON lines: a file is one of them.")
+        raise click.UsageError("Give columns (CSV and Parquet) or paths (JSON lines), not both.")
     if by_id:
         with RecordSource(
             file,
@@ -430,13 +439,13 @@ def publish(
             _publish_by_id(source, topic, address, as_json=as_json)
         return
     if name is None:
-        raise click.UsageError("Say --producer, or where the deduplication IDs are.")
+        raise click.UsageError("Give --producer, or the place of the deduplication IDs.")
     if follow and (final or file == STANDARD_INPUT):
-        raise click.UsageError("--follow is for a file that grows: not for a final one, nor for standard input.")
+        raise click.UsageError("--follow excludes --final and standard input.")
     if verifies and (follow or trust_source):
-        raise click.UsageError("--verify compares the file as it is: it goes with neither --follow nor --trust-source.")
+        raise click.UsageError("--verify excludes --follow and --trust-source.")
     if (sequence_id_column, key_column) != (None, None) != (sequence_id_path, key_path):
-        raise click.UsageError("Columns are for CSV and Parquet, paths for JSON lines: a file is one of them.")
+        raise click.UsageError("Give columns (CSV and Parquet) or paths (JSON lines), not both.")
     with RecordSource(
         file,
         form=form,

@@ -27,8 +27,8 @@ _TELL_SECONDS = 1.0
 
 _HINT_QUERY = "Correct the query, or name the columns that it has."
 _HINT_SETTLED = (
-    "If no transaction commits more than SECONDS after it has taken its sequence ID, say --settled-after SECONDS; "
-    "docs/reference/cli.md says what is lost if one does."
+    "If each transaction commits within SECONDS after it takes its sequence ID, give --settled-after SECONDS. "
+    "docs/reference/cli.md describes what is lost otherwise."
 )
 
 _WRITING_STATE = "25006"
@@ -214,9 +214,11 @@ class QuerySource:
             if self._settled_after_seconds is not None:
                 return
             if self._run(connection, "SELECT pg_is_in_recovery()") == [True]:
-                raise _bad("cannot be published from a replica, which knows no transactions that write", _HINT_SETTLED)
+                raise _bad(
+                    "cannot be published from a replica: it does not show the transactions that write", _HINT_SETTLED
+                )
             for name in self._run(connection, _FOREIGN, relations=relations):
-                what = f"reads {name}, a foreign table or materialized view: who writes what it shows is not known here"
+                what = f"reads {name}, a foreign table or materialized view: its writers are not known"
                 raise _bad(what, _HINT_SETTLED)
 
     def _relations(self, connection: "Connection") -> list[int]:
@@ -270,7 +272,7 @@ class QuerySource:
             raise error("SOURCE_UNAVAILABLE", f"the query's database cannot be used: {told(e)}") from e
 
 
-_HINT_TWICE = "Name a column whose value each row has alone, or correct the query: a join may repeat rows."
+_HINT_TWICE = "Name a column with a different value in each row, or correct the query: a join may repeat rows."
 
 
 def _bad(what: str, hint: str = _HINT_QUERY) -> SeqdedupeError:
@@ -282,13 +284,13 @@ def _engine(url: str) -> "Engine":
     with needing("a query needs", "services"):
         from sqlalchemy import create_engine, make_url
         from sqlalchemy.exc import ArgumentError
-    hint = "Give a URL as SQLAlchemy has it, postgresql://user@host/database, and install the database's driver."
+    hint = "Give a URL of SQLAlchemy, such as postgresql://user@host/database, and install the database's driver."
     try:
         parsed = make_url(url)
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
         if parsed.get_backend_name() == "sqlite" and not os.path.exists(parsed.database or ""):
-            raise error("INVALID_SOURCE", "the query's database is not there", hint="Is that its path?")
+            raise error("INVALID_SOURCE", "the query's database is not there", hint="Check its path.")
         is_postgresql = parsed.get_backend_name() == "postgresql"
         return create_engine(parsed, execution_options={"postgresql_readonly": True} if is_postgresql else {})
     except ArgumentError:

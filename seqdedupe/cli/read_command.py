@@ -134,7 +134,7 @@ class PublishTime(NamedTuple):
         try:
             since_epoch = datetime.fromisoformat(text.upper()) - _EPOCH
         except ValueError as e:
-            raise ValueError(f"{text!r} is no time: {e}.") from None
+            raise ValueError(f"{text!r} is not a time: {e}.") from None
         return PublishTime(-(-since_epoch // timedelta(milliseconds=1)))
 
 
@@ -164,8 +164,8 @@ class _PlaceType(click.ParamType[Place]):
         except ValueError as e:
             raise click.BadParameter(str(e), ctx, param) from None
         words = "".join(f"{word}, " for word in self._words)
-        what = f"{text!r} is not {words}an index, a message ID, a position, a time as 2026-11-29T08:00:00Z"
-        raise click.BadParameter(f"{what} or a time ago as 15m.", ctx, param)
+        what = f"{text!r} is not {words}an index, a message ID, a position, a time such as 2026-11-29T08:00:00Z"
+        raise click.BadParameter(f"{what} or a time ago such as 15m.", ctx, param)
 
 
 def _check_range(start: Place, to: Place | None, tail: int | None, *, follow: bool, is_start_given: bool) -> None:
@@ -175,7 +175,7 @@ def _check_range(start: Place, to: Place | None, tail: int | None, *, follow: bo
     if to is not None and follow:
         raise click.UsageError("--to and --follow exclude each other.")
     if to is not None and start == "latest":
-        raise click.UsageError("--to has no use with --from latest: there is nothing to read before it.")
+        raise click.UsageError("--to and --from latest exclude each other.")
     is_after = False
     if isinstance(start, PublishTime) and isinstance(to, PublishTime):
         is_after = start > to
@@ -197,14 +197,18 @@ def _in_each(topic: str, place: Place, partitions: int) -> Sequence[PlaceInTopic
             return place.partitions
         if partitions:
             what = f"the position has {len(place.partitions)} partitions, and {topic} has {partitions}"
-            raise error("INVALID_POSITION", what, hint="It is of another topic, or of one that was made anew.")
+            raise error(
+                "INVALID_POSITION",
+                what,
+                hint="It belongs to another topic, or the topic was deleted and created again.",
+            )
     elif not partitions or isinstance(place, PublishTime | str):
         return [place] * max(partitions, 1)
     raise error(
         "INVALID_POSITION",
         f"{topic} has {partitions or 'no'} partitions, and {place} is no place in "
         + ("all of them" if partitions else "a topic that has none"),
-        hint="Name a time, begin at earliest or latest, or read one partition by its name." if partitions else None,
+        hint="Give a time, earliest or latest, or read one partition by its name." if partitions else None,
     )
 
 
@@ -230,7 +234,9 @@ def _stop_in(client: Client, topic: str, place: PlaceInTopic) -> int:
         reason, what = "POSITION_TRIMMED", f"the first message left in {topic} has index {first_index}"
     else:
         return stop_index
-    raise error(reason, f"--to is {place}, and {what}", hint="Name a place that `--from` takes too.", index=stop_index)
+    raise error(
+        reason, f"--to is {place}, and {what}", hint="Give a place that `--from` accepts too.", index=stop_index
+    )
 
 
 class _ConditionType(click.ParamType[Condition]):
@@ -252,22 +258,22 @@ class _ConditionType(click.ParamType[Condition]):
     default="earliest",
     show_default=True,
     metavar="earliest|latest|INDEX|MESSAGE_ID|POSITION|TIME",
-    help="The first message left, the next one published, the one at an index, the one after an ID or position, or the "
-    "first one published at a time (RFC 3339 with a zone) or since a time ago (90s, 15m, 2h, 7d).",
+    help="Where to begin: at the first message left, the next one, an index, after an ID or position, or at a time "
+    "(RFC 3339 with a zone, or ago: 90s, 15m, 2h, 7d).",
 )
 @click.option(
     "--to",
     type=_PlaceType(),
     metavar="INDEX|MESSAGE_ID|POSITION|TIME",
-    help="End before the message with which --from would start there. Omitted: the last message there is.",
+    help="End before the message at which --from would begin. Default: after the last message.",
 )
 @click.option(
     "--tail",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Start with the last N messages, of each partition. Without --follow end with the last one.",
+    help="Begin with the last N messages of each partition. With --follow continue after them.",
 )
-@click.option("--follow", is_flag=True, help="At the end wait for new messages instead of ending.")
+@click.option("--follow", is_flag=True, help="Wait for new messages at the end.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N messages.")
 @click.option(
     "--where",
@@ -275,12 +281,12 @@ class _ConditionType(click.ParamType[Condition]):
     type=_ConditionType(),
     multiple=True,
     metavar="COLUMN=VALUE",
-    help="Only messages with this value in a column of --json, or in property.NAME. More than once: all must hold.",
+    help="Only messages with this value in a column of --json, or in property.NAME. Repeated: all must hold.",
 )
 @click.option(
     "--skip-damaged",
     is_flag=True,
-    help="Pass over messages that are damaged on the sidecar's disk, and say on stderr which.",
+    help="Skip messages that are damaged on the sidecar's disk, and list them on stderr.",
 )
 @common
 @click.pass_context
@@ -297,10 +303,10 @@ def read(
     address: str,
     as_json: bool,
 ) -> None:
-    """Print the messages of a topic: the payloads as they are, one a line, or with --json one object a line.
+    """Print the messages of a topic: one payload a line, or with --json one object a line.
 
-    On a terminal, control characters in payloads are shown as escapes. Of a partitioned topic all partitions are read,
-    each in its own order.
+    A terminal shows control characters in payloads as escapes. The command reads all partitions of a partitioned topic,
+    each in its order.
     """
     is_start_given = context.get_parameter_source("start") is click.core.ParameterSource.COMMANDLINE
     _check_range(start, to, tail, follow=follow, is_start_given=is_start_given)

@@ -241,28 +241,27 @@ _WAIT_SECONDS = 0.2
 
 _HINT_BEFORE = "Sort the file by its sequence IDs, or publish by record numbers."
 _HINT_TOO_LATE = (
-    "Under this producer name no record can follow one with a higher ID. Publish those that come too late, in order, "
-    "under a producer name of their own."
+    "Under this producer name a record cannot follow one with a higher ID. Publish the late records, in order, under "
+    "another producer name."
 )
-_HINT_CHANGED_BEFORE = "Start the command again when the file stays as it is, or only grows."
+_HINT_CHANGED_BEFORE = "Start the command again when the file no longer changes, or only grows."
 _HINT_CHANGED = (
-    "Start the command again with the file as it was, under its new name if it was moved: it goes on after what is "
-    "durable. What is only in the new file publish from a file of its own, under another producer name."
+    "Start the command again with the unchanged file, under its new name if it was moved: it continues after what is "
+    "durable. Publish what only the new file has from a separate file, under another producer name."
 )
 _HINTS_NO_PLACES = {
-    "columns": "In JSON lines places are "
-    "named by --sequence-id-path, --key-path and --deduplication-id-path. If it is CSV by another "
-    "name, say --format csv.",
-    "paths": "In CSV and Parquet places are named by --sequence-id-column, --key-column and "
-    "--deduplication-id-column. If it is JSON lines by another name, say --format jsonl.",
+    "columns": "For JSON lines give --sequence-id-path, --key-path and --deduplication-id-path. If it is CSV with "
+    "another name, give --format csv.",
+    "paths": "For CSV and Parquet give --sequence-id-column, --key-column and --deduplication-id-column. If it is JSON "
+    "lines with another name, give --format jsonl.",
 }
-_HINT_DELIMITER = "Only commas separate fields here: write the file with commas, or publish its lines (--format lines)."
+_HINT_DELIMITER = "Only commas separate fields. Write the file with commas, or publish its lines (--format lines)."
 _OTHER_DELIMITERS = re.compile("[;\t|]")
-_HINT_ZIP = "Unpack it, and publish each file under a producer name of its own."
-_HINT_DAMAGED = "Get the file anew: this copy is damaged, or not complete."
+_HINT_ZIP = "Unpack it, and publish each file under a separate producer name."
+_HINT_DAMAGED = "Get the file again: this copy is damaged or incomplete."
 _HINTS_UNREADABLE = {
-    FileNotFoundError: "Is that its name, and is it in this folder?",
-    IsADirectoryError: "Name a file. A folder's files are published one by one, each under a producer name of its own.",
+    FileNotFoundError: "Check the name and the folder.",
+    IsADirectoryError: "Give a file. Publish the files of a folder one by one, each under a separate producer name.",
     gzip.BadGzipFile: _HINT_DAMAGED,
 }
 
@@ -356,7 +355,7 @@ class RecordSource:
                 raise self._bad(f"has no {what}: it is read as {_FORM_NAMES[form]}", hint=_HINTS_NO_PLACES[what])
         if self._as_json and form not in _FORMS_WITH_COLUMNS:
             what = f"has no columns to make JSON of: it is read as {_FORM_NAMES[form]}"
-            raise self._bad(what, hint="--as json is for CSV. If it is CSV by another name, say --format csv.")
+            raise self._bad(what, hint="--as json is for CSV. If it is CSV with another name, give --format csv.")
         records = {
             "lines": self._line_records,
             "csv": self._csv_records,
@@ -437,13 +436,13 @@ class RecordSource:
             return io.BufferedReader(gzip.GzipFile(fileobj=self._raw)), self._path.name.removesuffix(".gz")
         if start.startswith(_ZIP):
             if not self._raw.seekable():
-                what = "is a zip, whose list of files stands at its end: it cannot be read from a pipe"
+                what = "is a zip, whose list of files is at its end: it cannot be read from a pipe"
                 raise self._bad(what, hint="Name the zip itself, or unpack it.")
             archive = zipfile.ZipFile(self._raw)
             names = [item.filename for item in archive.infolist() if not item.is_dir()]
             if len(names) != 1:
                 shown = ", ".join(names[:_MOST_NAMES_SHOWN]) or "none"
-                raise self._bad(f"is a zip of {len(names)} files, where one is wanted: {shown}", hint=_HINT_ZIP)
+                raise self._bad(f"is a zip of {len(names)} files, not of one: {shown}", hint=_HINT_ZIP)
             return archive.open(names[0]), names[0]
         return self._raw, self._path.name
 
@@ -477,8 +476,8 @@ class RecordSource:
                 "SOURCE_INCOMPLETE",
                 f"{self._path}, line {self.unfinished_line}, where the last record begins: its quotes are still open "
                 f"at the end of the file; it was not {done}",
-                hint="If the file is complete, close the quotes. If it still grows, say --follow, or start the command "
-                "again when it has.",
+                hint="If the file is complete, close the quotes. If it still grows, give --follow, or start the "
+                "command again later.",
                 line=self.unfinished_line,
             )
         return error(
@@ -601,7 +600,7 @@ class RecordSource:
             raise error(
                 "INVALID_SOURCE",
                 f"{self._path}, line {first}, is not CSV: its quotes are still open at the end of the file",
-                hint="Close the quotes, or say --format lines.",
+                hint="Close the quotes, or give --format lines.",
             )
         self.unfinished_line, self._quotes_are_open = first, True
         return None
@@ -618,7 +617,7 @@ class RecordSource:
             known = f"did you mean {guess!r}?" if guess else "it has " + ", ".join(header)
             raise self._bad(f"has no column {name!r}: {known}")
         if header.count(name) > 1:
-            raise self._bad(f"has the column {name!r} more than once", hint="Give each column a name of its own.")
+            raise self._bad(f"has the column {name!r} more than once", hint="Give each column a different name.")
         return header.index(name)
 
     def _sequence_id(self, text: str) -> int:

@@ -36,7 +36,7 @@ def database_options(command: Command) -> Command:
         show_envvar=True,
         required=True,
         metavar="URL",
-        help="The database of consumers and inboxes, as SQLAlchemy names it.",
+        help="The database of consumers and inboxes, as a URL of SQLAlchemy.",
     )
     return database(as_json_option(command))
 
@@ -48,7 +48,7 @@ def opened(url: str, whose: str) -> Iterator["Engine"]:
     with needing("services need", "services"):
         from sqlalchemy import create_engine
         from sqlalchemy.exc import ArgumentError
-    hint = "Give the URL that the service's create_engine is given, and install its driver."
+    hint = "Give the URL that the service passes to create_engine, and install its driver."
     try:
         engine = create_engine(url)
     except ArgumentError:
@@ -96,11 +96,10 @@ _SHOWN = 80
 
 @click.group()
 def consumer() -> None:
-    """Show how far behind consumers are, and look after messages that they have set aside: parked to be tried again, or
-    given up (dead letters)."""
+    """Show the lag of consumers. List, retry and drop the messages that they have parked or given up (dead letters)."""
 
 
-@consumer.command("lag", short_help="Show how far behind a consumer is.")
+@consumer.command("lag", short_help="Show the lag of a consumer.")
 @click.argument("name")
 @lag_options
 @database_options
@@ -108,8 +107,8 @@ def consumer() -> None:
 def consumer_lag(
     name: str, max_messages: int | None, max_seconds: float | None, database: str, as_json: bool, address: str
 ) -> int:
-    """Show how many messages the consumer NAME has not applied, and how old the oldest is: from the position in its
-    database to the topic's end. It need not run."""
+    """Show how many messages the consumer NAME has not applied, and the age of the oldest one. The consumer need not
+    run: the command counts from the position in its database to the topic's end."""
     with opened(database, "consumer") as engine:
         from seqdedupe.services.consumer.consumer_row import positions_of
 
@@ -118,12 +117,14 @@ def consumer_lag(
         return show_lag(client, positions, max_messages, max_seconds, as_json=as_json)
 
 
-@consumer.command(short_help="List the messages that are parked, and the dead letters.")
+@consumer.command(short_help="List parked messages and dead letters.")
 @click.argument("name")
-@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="At most so many of each.")
+@click.option(
+    "--limit", type=click.IntRange(1), default=100, show_default=True, help="The maximum number of each kind."
+)
 @database_options
 def parked(name: str, limit: int, database: str, as_json: bool) -> None:
-    """List what the consumer NAME has parked and given up, with the error of the last attempt."""
+    """List the parked messages and dead letters of the consumer NAME, with the error of the last attempt."""
     with opened(database, "consumer") as engine:
         from seqdedupe.services.consumer.dead_letters import set_aside
 
@@ -165,13 +166,13 @@ def _json(kind: str, row: Any) -> dict[str, Any]:
     }
 
 
-@consumer.command(short_help="Let messages be tried again now.")
+@consumer.command(short_help="Make the consumer try messages again now.")
 @click.argument("name")
 @click.argument("indexes", nargs=-1, type=click.IntRange(0, 2**63 - 1), metavar="[INDEX]...")
 @database_options
 def retry(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> None:
-    """Let the consumer NAME try the messages with these indexes again, or all that are parked; dead letters only where
-    their index is given."""
+    """Make the consumer NAME try the messages with these indexes again, or all parked messages. For dead letters give
+    their indexes."""
     with opened(database, "consumer") as engine:
         from seqdedupe.services.consumer import dead_letters
 
@@ -179,18 +180,18 @@ def retry(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> 
     tell(
         as_json,
         {"retried": found.now, "behind": found.behind, "leaving": found.leaving},
-        _text_of(name, found.now, "tried again as soon as the consumer runs"),
-        *(f"{index} waits behind an earlier message of its key, and follows it" for index in found.behind),
-        *(f"{index} is on its way to the topic of dead letters, and is left alone" for index in found.leaving),
+        _text_of(name, found.now, "tried again when the consumer runs"),
+        *(f"{index} waits for an earlier message of its key" for index in found.behind),
+        *(f"{index} is being moved to the topic of dead letters, and is not tried again" for index in found.leaving),
     )
 
 
-@consumer.command(short_help="Give messages up for good.")
+@consumer.command(short_help="Remove messages for good.")
 @click.argument("name")
 @click.argument("indexes", nargs=-1, required=True, type=click.IntRange(0, 2**63 - 1), metavar="INDEX...")
 @database_options
 def drop(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> None:
-    """Remove the messages with these indexes from what the consumer NAME has parked, and from its dead letters."""
+    """Remove the messages with these indexes from the parked messages and dead letters of the consumer NAME."""
     with opened(database, "consumer") as engine:
         from seqdedupe.services.consumer import dead_letters
 
@@ -207,15 +208,21 @@ def _text_of(name: str, count: int, said: str) -> str:
 
 @click.group()
 def inbox() -> None:
-    """Look after messages that came before the versions that they follow, and that inboxes have parked."""
+    """List and retry the messages that inboxes have parked because an earlier version is missing."""
 
 
-@inbox.command(short_help="List the messages that are parked, and what they wait for.")
+@inbox.command(short_help="List the parked messages, and what they wait for.")
 @click.argument("name")
-@click.option("--longer-than", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Parked for so long.")
+@click.option(
+    "--longer-than",
+    type=click.FloatRange(0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Only messages parked for SECONDS or longer.",
+)
 @database_options
 def waiting(name: str, longer_than: float, database: str, as_json: bool) -> None:
-    """List what the inbox NAME has parked, the longest first: what it waits for, and the error if it was refused."""
+    """List the parked messages of the inbox NAME, the oldest first: what each waits for, and its error if any."""
     with opened(database, "inbox") as engine:
         from seqdedupe.services.inbox import waiting_in
 
@@ -252,20 +259,20 @@ def _parked_json(one: Any) -> dict[str, Any]:
     }
 
 
-@inbox.command(short_help="Look once more at all that is parked.")
+@inbox.command(short_help="Try all parked messages again.")
 @click.argument("inbox", type=PythonObject(), metavar="MODULE:NAME")
 @as_json_option
 def sweep(inbox: Any, as_json: bool) -> None:
-    """Look once more at all that an inbox has parked, with its handler: MODULE:NAME is the `Inbox` of the service. It
-    may run beside consumers."""
+    """Try all parked messages of an inbox again with its handler. MODULE:NAME is the `Inbox` of the service. Consumers
+    may run at the same time."""
     from seqdedupe.services.inbox import Inbox
 
     if not isinstance(inbox, Inbox):
-        raise click.BadParameter("it is no Inbox.", param_hint="'MODULE:NAME'")
+        raise click.BadParameter("it is not an Inbox.", param_hint="'MODULE:NAME'")
     with told_errors("inbox"):
         count, left = inbox.sweep(), len(inbox.waiting())
     said = "message is" if count == 1 else "messages are"
-    text = f"{count:,} {said} parked no more in {inbox.name}, {left:,} still"
+    text = f"{count:,} {said} no longer parked in {inbox.name}, {left:,} still"
     tell(as_json, {"handled": count, "parked": left}, text)
 
 
@@ -279,14 +286,14 @@ _database_option = click.option(
     show_envvar=True,
     required=True,
     metavar="URL",
-    help="postgresql://user@host/database or sqlite:///path. All users of a machine see what is on a command line: a "
-    "password belongs into the environment.",
+    help="postgresql://user@host/database or sqlite:///path. All users of a machine see command lines: put a URL with "
+    "a password into the variable.",
 )
 
 
 @click.group()
 def outbox() -> None:
-    """Publish what services write to an outbox in their own transactions, each row exactly once."""
+    """Publish the rows that services write to an outbox in their transactions, each exactly once."""
 
 
 @outbox.command("ddl")
@@ -296,16 +303,16 @@ def outbox() -> None:
     type=click.Choice(["bytea", "jsonb", "json", "text"]),
     default="bytea",
     show_default=True,
-    help="The type of the column payload in PostgreSQL, if the table is not there yet.",
+    help="The type of the payload column in PostgreSQL, for a new table.",
 )
 @click.option(
     "--lock-aggregates",
     is_flag=True,
-    help="In PostgreSQL, an insert locks its aggregate until its transaction ends. Then the order is that of the "
-    "commits also for transactions that do not write or lock the aggregate before.",
+    help="In PostgreSQL, an insert locks its aggregate until its transaction ends. Messages then have the order of the "
+    "commits, even if transactions do not write or lock the aggregate.",
 )
 def print_ddl(kind: str, payload: str, lock_aggregates: bool) -> None:
-    """Print the statements that make the tables and triggers of an outbox. They may be run again."""
+    """Print the statements that create the tables and triggers of an outbox. They may run again."""
     with _needing_services():
         from seqdedupe.services.outbox import ddl
     echo(ddl(kind, payload=payload, lock_aggregates=lock_aggregates).rstrip())
@@ -313,16 +320,16 @@ def print_ddl(kind: str, payload: str, lock_aggregates: bool) -> None:
 
 @outbox.command("relay")
 @_database_option
-@click.option("--topic", required=True, help="The topic. {aggregatetype} in it is replaced by that of each row.")
-@click.option("--producer", "name", required=True, help="The name of this outbox; the producers are NAME/token.")
-@click.option("--once", is_flag=True, help="End when all that can be read is published; waits up to 10 s for the rest.")
+@click.option("--topic", required=True, help="The topic. {aggregatetype} stands for the value of each row.")
+@click.option("--producer", "name", required=True, help="The name of this outbox. Its producers are NAME/token.")
+@click.option("--once", is_flag=True, help="End when all readable rows are published. Waits up to 10 s for the rest.")
 @metrics_options
 @common
 def run_relay(database: str, topic: str, name: str, once: bool, address: str, as_json: bool) -> None:
-    """Publish the rows of an outbox, per aggregate in the order of the commits, and delete them. Kill it and start it
-    again at any moment, or run several: one works, the others stand by.
+    """Publish the rows of an outbox and delete them.
 
-    With --once the last line says what is left and why; the exit status is 0 then, too."""
+    Each aggregate has the order of its commits. You may kill and restart the relay at any moment, or run several: one
+    works, the others stand by. With --once the last line says what is left and why; the exit status is still 0."""
     with _needing_services():
         from seqdedupe.services.outbox import relay
 
@@ -385,7 +392,7 @@ def _for_whom(lag: "Lag") -> str:
 def _why_left(lag: "Lag") -> str:
     if lag.held_by:
         return f" (they wait {_for_whom(lag)})"
-    return " (they came, or what they waited for ended, since it looked last: run it again)" if lag.rows else ""
+    return " (they are new, or no longer held: run it again)" if lag.rows else ""
 
 
 def _needing_services() -> AbstractContextManager[None]:
@@ -398,13 +405,15 @@ def _needing_services() -> AbstractContextManager[None]:
 @click.command()
 @click.argument("source")
 @click.argument("target")
-@click.option("--function", type=PythonObject(), metavar="MODULE:NAME", help="What each message goes to.")
-@click.option("--name", required=True, help="The pipe's name, always the same: its outputs are known by it.")
-@click.option("--follow", is_flag=True, help="At the end wait for new messages instead of ending.")
+@click.option(
+    "--function", type=PythonObject(), metavar="MODULE:NAME", help="The function that is called for each message."
+)
+@click.option("--name", required=True, help="The name of the pipe. Never change it: it identifies the outputs.")
+@click.option("--follow", is_flag=True, help="Wait for new messages at the end.")
 @click.option(
     "--lag",
     is_flag=True,
-    help="Call nothing: show how many messages follow the last one of which the target holds outputs.",
+    help="Only show how many messages follow the last one whose outputs the target has.",
 )
 @lag_options
 @metrics_options
@@ -421,7 +430,7 @@ def pipe(
     address: str,
     as_json: bool,
 ) -> int:
-    """Call a Python function for each message of SOURCE, and publish what it gives to TARGET, exactly once."""
+    """Call a Python function for each message of SOURCE, and publish what it returns to TARGET, exactly once."""
     if lag:
         if function is not None or follow:
             raise click.UsageError("--lag calls nothing: it goes without --function and --follow.")
@@ -433,7 +442,7 @@ def pipe(
     if function is None:
         raise click.UsageError("Missing option '--function'.")
     if not callable(function):
-        raise click.BadParameter("it is no function.", param_hint="'--function'")
+        raise click.BadParameter("it is not a function.", param_hint="'--function'")
     with Client(address, told_credentials()) if follow else connect(address) as client:
         one = BlockingPipe(client, source, target, function, name=name)
         signal.signal(signal.SIGTERM, lambda *_: one.stop())

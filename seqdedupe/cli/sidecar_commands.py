@@ -40,10 +40,10 @@ def version(address: str, as_json: bool) -> None:
 @click.command("compile")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compile_kernels(as_json: bool) -> None:
-    """Compile what a sidecar needs, once for all who use this installation, so that no start has to.
+    """Compile the kernels of the sidecar once for all users of this installation. Then no start compiles them.
 
-    It takes up to a minute. What is compiled fits this CPU, and these versions of seqdedupe, numba and Python. Run it
-    on each machine, and after each upgrade, as the user who installs.
+    It takes up to a minute. The kernels fit this CPU and these versions of seqdedupe, numba and Python. Run it on each
+    machine and after each upgrade, as the user who installs.
     """
     with needing("the sidecar needs", "sidecar"):
         from broker_sidecar import kernels
@@ -61,7 +61,7 @@ def compile_kernels(as_json: bool) -> None:
 @common
 @click.pass_context
 def sidecars(context: click.Context, address: str, as_json: bool) -> None:
-    """List the sidecars of a cluster, and what its topics keep for each. The command below forgets one."""
+    """List the sidecars of a cluster, and what its topics keep for each. The command below removes one."""
     if not is_alone(context):
         return
     with connect(address) as client:
@@ -96,7 +96,7 @@ def sidecars(context: click.Context, address: str, as_json: bool) -> None:
     )
     for one in found:
         if len(one.addresses) > 1:
-            two = "it was elsewhere before, or two sidecars have one name, which must not be"
+            two = "it has moved, or two sidecars have the same name, which is not allowed"
             echo(printable(f"{one.name} has {len(one.addresses)} addresses: {two}"))
 
 
@@ -104,7 +104,7 @@ def sidecars(context: click.Context, address: str, as_json: bool) -> None:
 @click.argument("name")
 @common
 def forget(name: str, address: str, as_json: bool) -> None:
-    """Remove the subscriptions of a sidecar that is gone for good, so that the cluster keeps nothing for it."""
+    """Remove the subscriptions of a sidecar that is gone for good. The cluster then keeps nothing for it."""
     with connect(address) as client:
         removed = client.admin.forget_sidecar(name)
     lines = [f"{topic}: the subscription of {name} is removed" for topic in removed]
@@ -119,12 +119,10 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command("export")
 @click.argument("topic")
 @click.argument("file", type=_FILE)
-@click.option(
-    "--watermarks", "only_watermarks", is_flag=True, help="The highest sequence IDs alone, for another topic."
-)
+@click.option("--watermarks", "only_watermarks", is_flag=True, help="Only the highest sequence IDs, for another topic.")
 @common
 def export_file(topic: str, file: Path, only_watermarks: bool, address: str, as_json: bool) -> None:
-    """Write a topic's snapshot to a file, as of one moment; one that is there is replaced."""
+    """Write a topic's snapshot of one moment to a file. An existing file is replaced."""
     values = {"topic": topic_name(topic), "kind": "watermarks" if only_watermarks else "snapshot"}
     with connect_to(address, topic) as client:
         if only_watermarks:
@@ -143,16 +141,14 @@ def export_file(topic: str, file: Path, only_watermarks: bool, address: str, as_
 @click.argument("file", type=_FILE)
 @common
 def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
-    """Take a file that `export` or `job bootstrap` wrote over into a topic; durable when this returns.
+    """Import a file of `export` or `job bootstrap` into a topic. It is durable when this returns.
 
-    A snapshot goes into the topic that it was taken of. Watermarks go into one that was created, and that no producer
-    has opened yet; a window of deduplication IDs into one of these without messages.
+    A snapshot goes into its own topic. Watermarks go into a new topic that no producer has opened. A window goes into
+    a topic of deduplication IDs without messages.
     """
     magic = files.magic_of(file)
     if magic not in (exports.SNAPSHOT_MAGIC, exports.WATERMARKS_MAGIC, exports.WINDOW_MAGIC):
-        raise files.not_as_written(
-            file, "it begins neither as a snapshot nor as a file of watermarks or of a window does"
-        )
+        raise files.not_as_written(file, "it is neither a snapshot nor a file of watermarks or of a window")
     with connect_to(address, topic) as client:
         if magic == exports.SNAPSHOT_MAGIC:
             _say_opened(client.admin.import_snapshot(topic, file), "snapshot", "from the snapshot", as_json)
@@ -171,7 +167,7 @@ def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
 @click.argument("topic")
 @common
 def rebuild_topic(topic: str, address: str, as_json: bool) -> None:
-    """Make the store's records of a topic anew from all that is left in its log, while the other topics serve."""
+    """Build the store's records of a topic again from its log. The other topics continue to serve."""
     with connect_to(address, topic) as client:
         _say_opened(client.admin.rebuild_topic(topic), "log", "from its log", as_json)
 
@@ -192,20 +188,25 @@ Ask = Callable[[], admin_pb2.GetStatisticsResponse]
 
 
 @click.command()
-@click.option("--once", is_flag=True, help="Show it once and end.")
+@click.option("--once", is_flag=True, help="Show the sidecar once, and end.")
 @click.option(
     "--order", type=click.Choice(tuple(ORDERS)), default="rate", show_default=True, help="Which topics come first."
 )
-@click.option("--search", default="", metavar="TEXT", help="Only topics with this in their names.")
+@click.option("--search", default="", metavar="TEXT", help="Only topics with this text in their names.")
 @click.option(
-    "--topics", "limit", type=click.IntRange(1, 500), default=DEFAULT_TOPICS, show_default=True, help="At most so many."
+    "--topics",
+    "limit",
+    type=click.IntRange(1, 500),
+    default=DEFAULT_TOPICS,
+    show_default=True,
+    help="The number of topics.",
 )
 @common
 def top(once: bool, order: str, search: str, limit: int, address: str, as_json: bool) -> None:
-    """Show the busiest topics of a sidecar with their rates, states and refusals, and what it warned of, every few
-    seconds. Press q to end.
+    """Show the busiest topics of a sidecar with their rates, states and refusals, and its last warnings.
 
-    With --json it prints a line each time. Where the output is no terminal, it shows it once.
+    The view changes every few seconds; q ends it. With --json the command prints a line each time. If the output is not
+    a terminal, it shows the sidecar once.
     """
     with connect(address) as client:
         ask = partial(client.admin.statistics, search=search, order=ORDERS[order], limit=limit)

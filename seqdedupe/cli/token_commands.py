@@ -36,7 +36,7 @@ class _Duration(click.ParamType[int]):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if (seconds := seconds_of(value)) is None:
-            self.fail(f"{value!r} is none of the form 90s, 15m, 12h or 30d", param, ctx)
+            self.fail(f"{value!r} does not have the form 90s, 15m, 12h or 30d", param, ctx)
         return seconds
 
 
@@ -46,17 +46,17 @@ def _needing_the_sidecar() -> AbstractContextManager[None]:
 
 @click.group()
 def token() -> None:
-    """Make keys, sign tokens with them, and check tokens, as a sidecar with token_keys_file takes them."""
+    """Create keys, sign tokens with them, and validate tokens, for sidecars with token_keys_file."""
 
 
 @token.command()
 @click.argument("private_file", type=_File)
 @click.argument("keys_file", type=_File)
-@click.option("--key-id", metavar="NAME", help="The key's name, `kid`. Left out: one is made up.")
+@click.option("--key-id", metavar="NAME", help="The name of the key, `kid`. Default: a random one.")
 def keys(private_file: Path, keys_file: Path, key_id: str | None) -> None:
-    """Make a key that signs tokens, PRIVATE_FILE, and add its public part to KEYS_FILE (JWKS).
+    """Create a key that signs tokens, PRIVATE_FILE, and add its public part to KEYS_FILE (JWKS).
 
-    Sidecars get KEYS_FILE as their token_keys_file. Whoever can read PRIVATE_FILE can make tokens.
+    KEYS_FILE is the token_keys_file of sidecars. Everybody who can read PRIVATE_FILE can sign tokens.
     """
     kid = key_id or secrets.token_hex(8)
     with _needing_the_sidecar():
@@ -66,10 +66,12 @@ def keys(private_file: Path, keys_file: Path, key_id: str | None) -> None:
 
 @token.command()
 @click.option("--key-file", type=_File, required=True, help="The private key: JWK, or PEM without a password.")
-@click.option("--key-id", metavar="NAME", help="The key's name, `kid`, if the file does not say it.")
-@click.option("--subject", required=True, metavar="NAME", help="Whose the token is: the role that rules name, `sub`.")
+@click.option("--key-id", metavar="NAME", help="The name of the key, `kid`, if the file has none.")
+@click.option("--subject", required=True, metavar="NAME", help="The owner of the token, `sub`: the role in rules.")
 @click.option("--audience", required=True, metavar="NAME", help="The sidecars' token_audience, `aud`.")
-@click.option("--expires-in", type=_Duration(), required=True, metavar="TIME", help="As 90s, 15m, 12h or 30d.")
+@click.option(
+    "--expires-in", type=_Duration(), required=True, metavar="TIME", help="The lifetime, such as 90s, 15m, 12h or 30d."
+)
 def create(key_file: Path, key_id: str | None, subject: str, audience: str, expires_in: int) -> None:
     """Sign a token, and print it."""
     with _needing_the_sidecar():
@@ -84,17 +86,17 @@ def create(key_file: Path, key_id: str | None, subject: str, audience: str, expi
 @token.command()
 @click.option("--keys-file", type=_File, required=True, help="The public keys: the sidecars' token_keys_file.")
 @click.option("--audience", required=True, metavar="NAME", help="The sidecars' token_audience.")
-@click.option("--token-file", type=click.File("rb"), default="-", help="The token. Left out: standard input.")
+@click.option("--token-file", type=click.File("rb"), default="-", help="The token. Default: standard input.")
 @as_json_option
 def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: bool) -> None:
-    """Say whose a token is and when it expires, if a sidecar would take it now."""
+    """Show the owner of a token and when it expires, if a sidecar would accept it now."""
     with _needing_the_sidecar():
         from broker_sidecar.security.tokens import LEEWAY_SECONDS, read_keys, verify
     shown = token_file.read(MAX_READ_BYTES)
     try:
         claims = verify(shown.strip(), read_keys(keys_file), audience)
     except AccessDeniedError as e:
-        hint = "A token of these keys and this audience is valid: is it another sidecar's, or was it not all copied?"
+        hint = "It needs these keys and this audience. Is it for another sidecar, or was only a part copied?"
         raise error(e.reason, e.message, hint=hint) from e
     expires_at_seconds = int(claims.expires_at_seconds) - LEEWAY_SECONDS
     values = {"subject": claims.subject, "expires_at_seconds": expires_at_seconds}
@@ -130,7 +132,7 @@ def _read_private_key(path: Path, kid: str | None) -> "tuple[PyJWK, str]":
     kid = kid or found.get("kid")
     if not kid or not isinstance(kid, str):
         why = f"the key in {path} has no name"
-        raise error("INVALID_CONFIGURATION", why, hint="Say the one that its public key has: --key-id.")
+        raise error("INVALID_CONFIGURATION", why, hint="Give the name of its public key with --key-id.")
     return key, kid
 
 
@@ -153,7 +155,7 @@ def _jwk_of_pem(pem: bytes) -> dict[str, Any]:
 
 def _unusable(path: Path) -> SeqdedupeError:
     why = "holds no private key of the kinds Ed25519, P-256 and RSA, as PEM without a password or as JWK"
-    return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint="`seqdedupe token keys` makes one.")
+    return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint="`seqdedupe token keys` creates one.")
 
 
 def _make_keys(private_file: Path, keys_file: Path, kid: str) -> None:
@@ -171,7 +173,9 @@ def _make_keys(private_file: Path, keys_file: Path, kid: str) -> None:
     known = []
     if keys_file.exists():
         if kid in read_keys(keys_file):
-            raise error("INVALID_CONFIGURATION", f"{keys_file} has a key {kid!r} already", hint="Say another --key-id.")
+            raise error(
+                "INVALID_CONFIGURATION", f"{keys_file} has a key {kid!r} already", hint="Give another --key-id."
+            )
         known = json.loads(keys_file.read_bytes())["keys"]
     made: dict[str, Any] = OKPAlgorithm.to_jwk(Ed25519PrivateKey.generate(), as_dict=True)
     private = made | {"kid": kid, "alg": "EdDSA", "use": "sig"}
@@ -196,7 +200,7 @@ _EVERYTHING = "*"
 
 @click.group()
 def auth() -> None:
-    """Who may do what, as a rules file says."""
+    """Show what a rules file allows."""
 
 
 def _of_actions(command: click.decorators.FC) -> click.decorators.FC:
@@ -206,7 +210,7 @@ def _of_actions(command: click.decorators.FC) -> click.decorators.FC:
     return command
 
 
-@auth.command(short_help="Say which rule decides.")
+@auth.command(short_help="Show which rule decides.")
 @click.option(
     "--rules",
     "file",
@@ -218,21 +222,21 @@ def _of_actions(command: click.decorators.FC) -> click.decorators.FC:
 @_of_actions
 @click.option(
     "--producer",
-    help="With --publish: under this producer name; '': without one, by deduplication ID. Left out: under some name.",
+    help="With --publish: the producer name; '': without one, by deduplication ID. Default: any name.",
 )
-@click.option("--cursor", help="With --read: whether it may move this cursor. Left out: whether it may read messages.")
+@click.option("--cursor", help="With --read: whether it may move this cursor. Default: whether it may read messages.")
 @as_json_option
 def explain(
     file: Path, subject: str, producer: str | None, cursor: str | None, as_json: bool, **asked: str | None
 ) -> int:
-    """Say which rule of a file decides, without a sidecar. It reads the file alone: the data directory's own token may
-    do everything.
+    """Show which rule of a file decides, without a sidecar. Rules do not limit the token of the data directory, which
+    may do everything.
 
-    The exit status is 0 if it is allowed, 1 if it is denied, 2 if it could not be found out.
+    Exit status 0: allowed; 1: denied; 2: the check was not possible.
     """
     given = [(action, what) for action, what in asked.items() if what is not None]
     if len(given) != 1:
-        raise click.UsageError(f"Say one of {', '.join(f'--{action}' for action in ACTIONS)}.")
+        raise click.UsageError(f"Give one of {', '.join(f'--{action}' for action in ACTIONS)}.")
     [(action, what)] = given
     if producer is not None and action != "publish":
         raise click.UsageError("--producer goes with --publish.")
@@ -275,24 +279,24 @@ def _decide(
 
 @click.group()
 def audit() -> None:
-    """The trail of what operators did and who was refused, see docs/guides/audit.md."""
+    """Verify the trail of operators' actions and of refused callers (docs/guides/audit.md)."""
 
 
-@audit.command("verify", short_help="Check that no line was changed, removed or put in.")
+@audit.command("verify", short_help="Verify that no line was changed, removed or inserted.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--expect",
     metavar="NUMBER:HASH",
-    help="A line that has to be there, as this command printed it before: that a trail was cut, or made anew from "
-    "somewhere on, shows in this alone.",
+    help="A line that must be there, as this command printed it earlier. Only this shows that a trail was cut or "
+    "written again.",
 )
 @as_json_option
 def verify_files(files: tuple[Path, ...], expect: str | None, as_json: bool) -> int:
-    """Check a trail of FILES, the oldest first. Print its last line's number and hash: keep them elsewhere."""
+    """Verify a trail of FILES, the oldest first. Print the number and hash of its last line: keep them elsewhere."""
     expected = TrailLink.parse(expect) if expect else None
     found = verify(files, expected)
     if not found.has_expected:
-        raise error("AUDIT_DAMAGED", f"line {expect} is not in the trail: it was cut, or made anew")
+        raise error("AUDIT_DAMAGED", f"line {expect} is not in the trail: the trail was cut or written again")
     if as_json:
         print_json(
             {
@@ -309,9 +313,9 @@ def verify_files(files: tuple[Path, ...], expect: str | None, as_json: bool) -> 
     if found.lines:
         echo(f"last {found.last} at {found.last_time}")
     if found.first_number > 1:
-        echo(f"The first one is line {found.first_number}: what came before is in other files.")
+        echo(f"The first line has number {found.first_number}: earlier lines are in other files.")
     if found.chains > 1:
-        echo(f"The trail was begun anew {found.chains - 1} times: nothing tells whether lines are missing there.")
+        echo(f"The trail was started again {found.chains - 1} times. Lines may be missing there without a trace.")
     if found.torn_bytes:
-        echo(f"{found.torn_bytes} bytes at the end are of a line that is being written, or was cut off.")
+        echo(f"The last {found.torn_bytes} bytes belong to a line that is being written or was cut off.")
     return 0

@@ -253,7 +253,7 @@ def _print_topics(found: list[admin_pb2.Topic]) -> None:
         ],
     )
     if any(topic.state == admin_pb2.TOPIC_STATE_STANDBY for topic in found):
-        echo("STANDBY: not the sidecar that was asked has the topic, but another one (`seqdedupe topics show TOPIC`).")
+        echo("STANDBY: another sidecar owns the topic (`seqdedupe topics show TOPIC`).")
 
 
 @click.group(invoke_without_command=True)
@@ -274,29 +274,29 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
 @topics.command()
 @click.argument("name")
 @click.option(
-    "--deduplication/--no-deduplication", default=None, help="Whether it deduplicates, whatever its namespace says."
+    "--deduplication/--no-deduplication", default=None, help="Whether it deduplicates, regardless of its namespace."
 )
-@click.option("--partitions", type=click.IntRange(min=1), metavar="N", help="Make it of N partitions, for good.")
+@click.option("--partitions", type=click.IntRange(min=1), metavar="N", help="The number of partitions, for good.")
 @click.option(
     "--entry-format",
     type=click.Choice(("plain", "packed")),
-    help="On a Pulsar cluster: a message an entry, which every consumer reads, or a batch an entry.",
+    help="On a Pulsar cluster: one message an entry, for all consumers, or one batch an entry.",
 )
 @click.option(
     "--schema",
     type=click.File(encoding="utf-8"),
     metavar="FILE",
-    help="On a Pulsar cluster: what consumers decode messages by, as `pulsar-admin schemas upload` takes it.",
+    help="On a Pulsar cluster: the schema of messages, as for `pulsar-admin schemas upload`.",
 )
 @click.option(
     "--deduplication-mode",
     type=click.Choice(("sequence-id", "deduplication-id")),
-    help="What tells messages from each other, for good: a producer's sequence IDs, or an ID of each message's own.",
+    help="What identifies a message, for good: the producer's sequence ID, or a separate ID of each message.",
 )
 @click.option(
     "--deduplication-route",
     type=click.Choice(("id", "key")),
-    help="With partitions and deduplication IDs: by what a message finds its partition, for good. Default: id.",
+    help="With partitions and deduplication IDs: what decides the partition, for good. Default: id.",
 )
 @common
 def create(
@@ -345,10 +345,10 @@ def show(name: str, address: str, as_json: bool) -> None:
 
 @topics.command()
 @click.argument("name")
-@click.option("--to", metavar="ADDRESS", default="", help="The sidecar that is to have it. Left out: who takes it.")
+@click.option("--to", metavar="ADDRESS", default="", help="The new sidecar. Default: any that takes the topic.")
 @common
 def move(name: str, to: str, address: str, as_json: bool) -> None:
-    """Move a topic to another sidecar, of a cluster or with a log of its own; returns when that one serves it."""
+    """Move a topic to another sidecar, in a cluster or with a separate log. Return when that sidecar serves it."""
     with connect_to(address, name) as client:
         owner = client.admin.move_topic(name, to)
     name = topic_name(name)
@@ -359,7 +359,7 @@ def move(name: str, to: str, address: str, as_json: bool) -> None:
 @click.argument("topic")
 @common
 def producers(topic: str, address: str, as_json: bool) -> None:
-    """List a topic's producers with their highest sequence IDs, in the order in which they first came."""
+    """List a topic's producers with their highest sequence IDs, in the order of their first use."""
     with connect_to(address, topic) as client:
         found = client.admin.producers(topic)
     if as_json:
@@ -372,7 +372,7 @@ def producers(topic: str, address: str, as_json: bool) -> None:
 @click.argument("topic")
 @common
 def snapshot(topic: str, address: str, as_json: bool) -> None:
-    """Take a snapshot of a topic; returns when it is durable."""
+    """Take a snapshot of a topic. Return when it is durable."""
     with connect_to(address, topic) as client:
         position = client.admin.snapshot(topic)
     values = {"topic": topic_name(topic), "position": position_json(position)}
@@ -384,17 +384,17 @@ def snapshot(topic: str, address: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("topic")
-@click.option("--remove", metavar="NAME", help="Remove this cursor: it keeps nothing any more.")
+@click.option("--remove", metavar="NAME", help="Remove this cursor.")
 @click.option(
     "--hold",
     nargs=2,
     type=(str, click.IntRange(0, 2**31 - 1)),
     metavar="NAME MB",
-    help="Have retention keep what this cursor has not passed, while the log is not larger than MB; 0: no more.",
+    help="Make retention keep what this cursor has not passed, up to MB of log; 0: do not wait for it.",
 )
 @common
 def cursors(topic: str, remove: str | None, hold: tuple[str, int] | None, address: str, as_json: bool) -> None:
-    """List the named cursors that the sidecar keeps of a topic, after what --hold and --remove do."""
+    """List the cursors of a topic, after --hold and --remove have their effect."""
     with connect_to(address, topic) as client:
         if hold is not None:
             client.admin.hold_cursor(topic, *hold)
@@ -444,7 +444,7 @@ def message_state(
     """Show what is known of the message with this sequence ID: whether it is stored, and where."""
     by_id = bool(deduplication_id)
     if by_id != (producer is None) or by_id != (sequence_id is None):
-        raise click.UsageError("Say PRODUCER and SEQUENCE_ID, or --deduplication-id.")
+        raise click.UsageError("Give PRODUCER and SEQUENCE_ID, or --deduplication-id.")
     with connect_to(address, topic) as client:
         found = client.admin.message_state(
             topic, producer or "", sequence_id or 0, deduplication_id=deduplication_id or ""
@@ -483,10 +483,17 @@ def message_state(
 
 @click.command("in-flight")
 @click.argument("topic")
-@click.option("--longer-than-ms", type=click.IntRange(0), default=1000, show_default=True, help="At least so long.")
+@click.option(
+    "--longer-than-ms",
+    type=click.IntRange(0),
+    default=1000,
+    show_default=True,
+    help="Only messages in flight for N ms or longer.",
+    metavar="N",
+)
 @common
 def in_flight(topic: str, longer_than_ms: int, address: str, as_json: bool) -> None:
-    """List the producers that have had messages in flight for so long: at most 1,000, the longest first."""
+    """List the producers with messages in flight for a long time: at most 1,000, the longest first."""
     with connect_to(address, topic) as client:
         found = client.admin.in_flight(topic, longer_than_ms=longer_than_ms)
     rows = [(p.producer_name, p.first_sequence_id, p.last_sequence_id, p.in_flight_ms) for p in found.in_flight]
@@ -509,9 +516,9 @@ def in_flight(topic: str, longer_than_ms: int, address: str, as_json: bool) -> N
 @click.argument("persisted", type=click.IntRange(-1, 2**63 - 1))
 @common
 def reset_producer(topic: str, producer: str, persisted: int, address: str, as_json: bool) -> None:
-    """Set a producer's highest persisted sequence ID (-1: none), durable when this returns.
+    """Set a producer's highest persisted sequence ID to a lower one (-1: none). It is durable when this returns.
 
-    What it sends above that ID is new again, also what the topic holds. Its sessions end.
+    What the producer sends above that ID is new again, even if the topic has it already. Its sessions end.
     """
     with connect_to(address, topic) as client:
         done = client.admin.reset_producer(topic, producer, persisted)
@@ -554,14 +561,14 @@ def _text(value: Any) -> str:
 
 @click.group()
 def policy() -> None:
-    """Show, set and remove what is set for a topic, or for a namespace (tenant/namespace)."""
+    """Show, set and remove the policy of a topic or a namespace (tenant/namespace)."""
 
 
 @policy.command()
 @click.argument("name", metavar="TOPIC|NAMESPACE")
 @common
 def get(name: str, address: str, as_json: bool) -> None:
-    """Show what is set, and what is in force."""
+    """Show the values that are set, and those in force."""
     with connect_to(address, name) as client:
         _print(name, client.admin.policy(name), as_json)
 
@@ -569,36 +576,44 @@ def get(name: str, address: str, as_json: bool) -> None:
 @policy.command("set")
 @click.argument("name", metavar="TOPIC|NAMESPACE")
 @click.option("--deduplication/--no-deduplication", "deduplication_enabled", default=None, help="On or off.")
-@click.option("--gap", type=click.Choice(_WORDS["gap"], case_sensitive=False), help="What becomes of gaps.")
+@click.option(
+    "--gap", type=click.Choice(_WORDS["gap"], case_sensitive=False), help="Whether sequence IDs may have gaps."
+)
 @click.option(
     "--overlap",
     type=click.Choice(_WORDS["overlap"], case_sensitive=False),
-    help="What becomes of a broker's ranges that are persisted in part.",
+    help="The treatment of a broker's range that is persisted in part.",
 )
-@click.option("--deduplication-entries-interval", type=int, help="A snapshot after so many stored batches.")
+@click.option("--deduplication-entries-interval", type=int, metavar="N", help="Take a snapshot after N stored batches.")
 @click.option(
-    "--deduplication-snapshot-interval-seconds", type=int, help="A snapshot so long after news; 0: not by time."
+    "--deduplication-snapshot-interval-seconds",
+    type=int,
+    metavar="N",
+    help="Take a snapshot N seconds after a change; 0: not by time.",
 )
-@click.option("--retention-size-in-mb", type=int, help="So much of the log is kept; -1: all of it.")
-@click.option("--retention-time-in-minutes", type=int, help="So long messages are kept; -1: for ever.")
+@click.option("--retention-size-in-mb", type=int, metavar="N", help="Keep N MB of the log; -1: all of it.")
+@click.option("--retention-time-in-minutes", type=int, metavar="N", help="Keep messages for N minutes; -1: for ever.")
 @click.option(
     "--deduplication-producer-inactivity-timeout-minutes",
     type=int,
-    help="A producer that nobody has used for so long is forgotten; 0: never.",
+    metavar="N",
+    help="Forget a producer that was not used for N minutes; 0: never.",
 )
-@click.option("--log-flush-interval-messages", type=int, help="A sync after so many messages; 1: every commit.")
-@click.option("--log-flush-interval-ms", type=int, help="A sync so long after a message; 0: every commit.")
+@click.option("--log-flush-interval-messages", type=int, metavar="N", help="Sync after N messages; 1: every commit.")
+@click.option("--log-flush-interval-ms", type=int, metavar="N", help="Sync N ms after a message; 0: every commit.")
+@click.option("--deduplication-window-max-messages", type=int, metavar="N", help="Forget an ID after N later messages.")
 @click.option(
-    "--deduplication-window-max-messages", type=int, help="A copy is known until so many messages came after."
+    "--deduplication-window-max-bytes", type=int, metavar="N", help="Or when the IDs have N bytes; -1: no limit."
 )
-@click.option("--deduplication-window-max-bytes", type=int, help="Or until their IDs have so many bytes; -1: no limit.")
-@click.option("--deduplication-window-max-minutes", type=int, help="Or so long after its original; -1: no limit.")
+@click.option(
+    "--deduplication-window-max-minutes", type=int, metavar="N", help="Or N minutes after its original; -1: no limit."
+)
 @common
 def set_values(name: str, address: str, as_json: bool, **values: Any) -> None:
-    """Set the values that are given; the others stay. In force, and durable, when this returns."""
+    """Set the given values; the others stay. They are in force and durable when this returns."""
     given = {key: value for key, value in values.items() if value is not None}
     if not given:
-        raise click.UsageError("Say at least one value to set.")
+        raise click.UsageError("Give at least one value to set.")
     for key in _WORDS.keys() & given.keys():
         given[key] = f"{key.upper()}_POLICY_{given[key].upper()}"
     with connect_to(address, name) as client:
@@ -610,6 +625,6 @@ def set_values(name: str, address: str, as_json: bool, **values: Any) -> None:
 @click.argument("values", nargs=-1, metavar="[VALUE]...", type=click.Choice(_NAMES))
 @common
 def remove(name: str, values: tuple[str, ...], address: str, as_json: bool) -> None:
-    """Values that are to be inherited again; without VALUE, all of them."""
+    """Remove the named values, or all. They are then inherited again."""
     with connect_to(address, name) as client:
         _print(name, client.admin.remove_policy(name, *values), as_json)

@@ -27,8 +27,8 @@ _KINDS = {
 
 
 _HINT_NO_MESSAGES = (
-    "The topic holds nothing of this producer: are its name and the topic's right (`seqdedupe producers TOPIC`)? What "
-    "was published under another name would be stored twice if it were published under this one."
+    "The topic holds nothing of this producer. Check both names (`seqdedupe producers TOPIC`). Do not publish records "
+    "under this name that were published under another one: the topic would store them twice."
 )
 
 
@@ -134,7 +134,7 @@ class Comparison:
         messages = "message" if self.messages == 1 else "messages"
         echo(f"{self.records:,} {records}, {self.messages:,} {messages} of this producer: {self.same:,} the same")
         if self.first_index:
-            echo(f"the topic begins at index {self.first_index:,}: what stood before is gone by retention")
+            echo(f"the topic begins at index {self.first_index:,}: retention has removed the messages before it")
         if not self.shown:
             return
         print_table(

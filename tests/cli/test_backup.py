@@ -77,7 +77,7 @@ def test_damage_has_a_status(sidecar: Sidecar, tmp_path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[-5] ^= 0xFF
     file.write_bytes(raw)
-    assert "damaged, as where it was taken" in run(sidecar, "backup", "one", status=1)
+    assert "damaged when the backup was made" in run(sidecar, "backup", "one", status=1)
     backup = tmp_path / "backups" / "one"
     assert run(sidecar, "verify", backup, status=1).endswith("is NOT WHOLE\n")
     [part] = json.loads(run(sidecar, "restore", backup, tmp_path / "r", "--json", status=1))["parts"]

@@ -389,7 +389,7 @@ def test_a_mistyped_topic_is_told_what_may_be_meant(run: Run) -> None:
     for command in (*commands, ("topics", "delete", "depatures")):
         assert run(*command, status=1).stderr.endswith(b"[TOPIC_NOT_FOUND] Do you mean departures?\n")
     # Nobody who reads, moves or deletes is told how to create one.
-    said = b"[TOPIC_NOT_FOUND] Is the name mistyped? `seqdedupe topics` lists the topics.\n"
+    said = b"[TOPIC_NOT_FOUND] Check the name: `seqdedupe topics` lists the topics.\n"
     assert run("topics", "move", "zzzzzzzz", "--to", "h:1", status=1).stderr.endswith(said)
     for short, other in (("k", "k2"), ("arrivals", "arrangers")):
         run("topics", "create", short)

@@ -315,8 +315,8 @@ def test_a_file_that_grows_is_followed_until_ctrl_c(run: Run, tmp_path: Path, en
             assert process.stderr is not None
             error = process.stderr.read()
         assert error.endswith(
-            b"seqdedupe: interrupted; 3 of the 3 records sent are durable, up to sequence ID 2 [INTERRUPTED] Started "
-            b"again, the command goes on after what is durable.\n"
+            b"seqdedupe: interrupted; 3 of the 3 records sent are durable, up to sequence ID 2 [INTERRUPTED] Start "
+            b"the command again: it continues after what is durable.\n"
         )
         file.write(b"r\n")
         run("publish", *publish)
@@ -343,7 +343,7 @@ def append_a_lower_id(file: Path) -> None:
         (
             cut,
             b"was cut or rewritten while it was read; 2 of the 2 records sent are durable, up to sequence ID 7 "
-            b"[SOURCE_CHANGED] Start the command again with the file as it was, under its new name if it was moved: ",
+            b"[SOURCE_CHANGED] Start the command again with the unchanged file, under its new name if it was moved: ",
         ),
         (replace, b"was replaced, moved or removed while it was read; 2 of the 2 records sent are durable"),
         (append_a_lower_id, b"sequence ID 6 after 7: they should rise; 2 of the 2 records sent are durable"),
@@ -425,7 +425,7 @@ def test_an_error_says_what_is_durable_and_json_errors_are_json(
     assert "everything up to sequence ID 0 is durable, 1 message has no receipt" in error["message"]
     assert "Connection refused" in error["message"]
     assert error["hint"].startswith("Nothing listens there")
-    assert error["hint"].endswith("Started again, the command goes on after what is durable.")
+    assert error["hint"].endswith("Start the command again: it continues after what is durable.")
     assert error["numbers"]["durable_sequence_id"] == "0"
     assert error["numbers"]["last_refusal"] == "UNREACHABLE"
 

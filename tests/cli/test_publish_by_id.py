@@ -44,11 +44,11 @@ def test_what_cannot_be_is_refused(run: Run, tmp_path: Path) -> None:
     by_id = ("publish", "a.csv", "--topic", "u", "--deduplication-id-column", "id")
     with_producer = ("publish", "a.csv", "--topic", "u", "--producer", "p")
     wrong = run(*with_producer, status=1).stderr
-    assert b"is a topic of deduplication IDs [INVALID_REQUEST] Say --deduplication-id-column" in wrong
+    assert b"is a topic of deduplication IDs [INVALID_REQUEST] Give --deduplication-id-column" in wrong
     run("topics", "create", "s", "--json")
     (tmp_path / "good.csv").write_text("id,v\na,x\n")
     wrong = run("publish", "good.csv", "--topic", "s", "--deduplication-id-column", "id", status=1).stderr
-    assert b"s is a topic of sequence IDs [INVALID_BATCH] Say --producer" in wrong
+    assert b"s is a topic of sequence IDs [INVALID_BATCH] Give --producer" in wrong
     assert b"INVALID_DEDUPLICATION_ID" in run(*by_id, status=1).stderr
     assert b"1 NotDup" not in run("read", "u").stdout
     assert run("read", "u").stdout == b"a,x\n"

@@ -68,8 +68,8 @@ def test_other_text_is_no_time(text: str) -> None:
     ("text", "said"),
     [
         ("2026-11-29T08:00:00", "has no zone"),
-        ("2026-13-29T08:00:00Z", "is no time: month"),
-        ("2026-11-29T08:00:00+25:00", "is no time"),
+        ("2026-13-29T08:00:00Z", "is not a time: month"),
+        ("2026-11-29T08:00:00+25:00", "is not a time"),
     ],
 )
 def test_a_wrong_time_says_why(text: str, said: str) -> None:
@@ -196,7 +196,7 @@ def test_what_retention_has_dropped_is_said(tmp_path: Path, run: Run) -> None:
         (("--tail", "1", "--to", "5"), "--tail and --to exclude each other"),
         (("--tail", "0"), "Invalid value for '--tail'"),
         (("--to", "5", "--follow"), "--to and --follow exclude each other"),
-        (("--to", "5", "--from", "latest"), "--to has no use with --from latest"),
+        (("--to", "5", "--from", "latest"), "--to and --from latest exclude each other"),
         (("--to", "latest"), "'latest' is not an index"),
         (("--from", "5", "--to", "4"), "--to is before --from"),
         (("--from", "7:5", "--to", "5"), "--to is before --from"),

@@ -164,10 +164,10 @@ def test_a_named_column_must_be_there_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "hint"),
     [
-        (lambda path: path, "Is that its name"),
-        (lambda path: _folder(path), "Name a file"),
-        (lambda path: _cut_gzip(path), "Get the file anew"),
-        (lambda path: _flipped_gzip(path), "Get the file anew"),
+        (lambda path: path, "Check the name and the folder"),
+        (lambda path: _folder(path), "Give a file"),
+        (lambda path: _cut_gzip(path), "Get the file again"),
+        (lambda path: _flipped_gzip(path), "Get the file again"),
         (lambda path: _zip(path, "a", "b"), "Unpack it, and publish each file"),
         (lambda path: _encrypted_zip(path), "Unpack it first"),
     ],
@@ -232,7 +232,7 @@ def _encrypted_zip(path: Path) -> Path:
         (lambda path: _write(path, _zip(path, "a").read_bytes()[:-30]), "is damaged"),
         (_flipped_zip, "is damaged: Bad CRC"),
         (_encrypted_zip, "cannot be unpacked"),
-        (lambda path: _zip(path, "a", "b"), "a zip of 2 files, where one is wanted: a, b"),
+        (lambda path: _zip(path, "a", "b"), "a zip of 2 files, not of one: a, b"),
         (lambda path: _zip(path), "a zip of 0 files"),
     ],
 )  # fmt: skip

@@ -74,7 +74,7 @@ def test_a_file_that_changes_while_it_is_published(file: Path, change: Change) -
         with pytest.raises(SeqdedupeError, match="while it was read") as caught:
             _read_changed(source, file, change)
     assert caught.value.reason == "SOURCE_CHANGED"
-    assert "with the file as it was" in caught.value.hint
+    assert "with the unchanged file" in caught.value.hint
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -51,7 +51,7 @@ def test_what_was_published_is_the_same_and_nothing_is_published(run: Run, tmp_p
     run("topics", "create", f"same-{name}")
     before = report(run, *publish)
     said = run("publish", *publish, "--verify", status=1).stderr
-    assert b"The topic holds nothing of this producer: are its name" in said
+    assert b"The topic holds nothing of this producer. Check both names" in said
     assert before["missing"] == before["records"] > 0
     assert run("read", f"same-{name}").stdout == b""
     run("publish", *publish)
@@ -161,9 +161,9 @@ def test_bad_input_is_told(run: Run, tmp_path: Path) -> None:
     assert b"[INVALID_TOPIC_NAME]" in run(*where, "a b", status=1).stderr
     assert b"[INVALID_NAME]" in run("publish", "a.csv", "--producer", "", "--topic", "bad", "--verify", status=1).stderr
     for option in ("--follow", "--trust-source"):
-        assert b"goes with neither" in run(*where, "bad", option, status=2).stderr
+        assert b"--verify excludes" in run(*where, "bad", option, status=2).stderr
     both = ("--key-column", "id", "--key-path", "id")
-    assert b"Columns are for CSV" in run(*where, "bad", *both, status=2).stderr
+    assert b"Give columns (CSV and Parquet) or paths" in run(*where, "bad", *both, status=2).stderr
 
 
 def _messages(count: int, size_bytes: int) -> Iterator[Message]:

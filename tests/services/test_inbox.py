@@ -247,7 +247,7 @@ def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str
     assert json.loads(command("waiting", "i", *where, "--json", "--longer-than", "3600")) == []
     (tmp_path / "booking.py").write_text(CODE.format(url=sqlite_url))
     assert json.loads(command("sweep", "booking:inbox", "--json")) == {"handled": 1, "parked": 2}
-    assert command("sweep", "booking:inbox") == "0 messages are parked no more in i, 2 still\n"
+    assert command("sweep", "booking:inbox") == "0 messages are no longer parked in i, 2 still\n"
     for wrong in ("booking", "booking:Inbox", "nowhere:inbox"):
         command("sweep", wrong, status=2)
 

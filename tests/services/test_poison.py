@@ -251,8 +251,8 @@ def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str
     assert command("drop", "c", "0") == "1 message of c is removed\n"
     assert json.loads(command("retry", "c", "--json")) == {"retried": 1, "behind": [], "leaving": []}
     assert command("retry", "c", "2").splitlines() == [
-        "0 messages of c are tried again as soon as the consumer runs",
-        "2 waits behind an earlier message of its key, and follows it",
+        "0 messages of c are tried again when the consumer runs",
+        "2 waits for an earlier message of its key",
     ]
     assert "set aside no message with index 99 [INVALID_OPTION]" in command("retry", "c", "1", "99", status=1)
     assert "there is no consumer 'd' in this database [INVALID_OPTION]" in command("parked", "d", status=1)
