@@ -18,8 +18,8 @@ ADDRESS_VARIABLE = "SEQDEDUPE_ADDRESS"
 
 _CREDENTIALS = {
     "--token-file": (credentials.TOKEN_FILE, "The token, if the sidecar wants one."),
-    "--tls-ca-file": (credentials.TLS_CA_FILE, "Who is believed about the sidecar's certificate; with it TLS is used."),
-    "--tls-certificate-file": (credentials.TLS_CERTIFICATE_FILE, "A certificate of one's own."),
+    "--tls-ca-file": (credentials.TLS_CA_FILE, "The authority of the sidecar's certificate; turns TLS on."),
+    "--tls-certificate-file": (credentials.TLS_CERTIFICATE_FILE, "The client's certificate."),
     "--tls-key-file": (credentials.TLS_KEY_FILE, "Its key."),
 }
 """No option takes a token itself: all users of a machine can see the command lines of its processes."""
