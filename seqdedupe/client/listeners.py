@@ -42,9 +42,8 @@ _HINTS = {
     "No such file": "There is no such socket: is the sidecar running, and is this its path?",
     "Permission denied": "May this user use the socket?",
     "HTTP": "Something other than a sidecar listens there: is the port right?",
-    "Socket closed": "It ends the connection at once. Does the sidecar want TLS (tls_ca_file), or a certificate of the "
-    "client's that is valid and that it knows (tls_certificate_file)? It says why with GRPC_VERBOSITY=INFO in its "
-    "environment.",
+    "Socket closed": "The server ends the connection at once. Does the sidecar want TLS (tls_ca_file), or a valid "
+    "certificate of the client (tls_certificate_file)? With GRPC_VERBOSITY=INFO in its environment it says why.",
 }
 """Hints by a part of gRPC's details."""
 

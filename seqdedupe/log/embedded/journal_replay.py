@@ -47,8 +47,8 @@ DAMAGED_READS = 2
 """Damage is believed after this number of consecutive reads."""
 _NUMBER_BYTES, _CRC_BYTES = 8, 4
 _HINT = (
-    "Nothing was changed. Stop the sidecar and put logs and store back from one backup, the folder journal included; "
-    "without one start once with --give-up-journal: each log goes on with what its files hold."
+    "Nothing was changed. Stop the sidecar and restore logs, store and the folder journal from one backup. Without "
+    "one, start once with --give-up-journal: each log goes on with what its files hold."
 )
 
 

@@ -232,8 +232,8 @@ class PulsarLogs:
             before = self._wholes.get(topic)
             if whole.unused_partitions and (before is None or before.unused_partitions != whole.unused_partitions):
                 logger.warning(
-                    "topic %s was made with %d partitions, for good: %d that Pulsar has added are not used, and what "
-                    "others publish there is read by nobody",
+                    "topic %s was made with %d partitions, for good: %d that Pulsar has added are not used, and "
+                    "nobody reads what others publish there",
                     topic,
                     whole.partitions,
                     whole.unused_partitions,
