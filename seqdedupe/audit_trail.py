@@ -135,8 +135,8 @@ def verify(files: Iterable[Path], expected: TrailLink | None = None) -> Verified
                 if not begins and (values["number"], values["previous"]) != (last.number + 1, last.hash) and lines:
                     raise error(
                         "AUDIT_DAMAGED",
-                        f"{path}:{place}: line {values['number']} does not follow line {last.number}: that one was "
-                        "changed, or something between them removed or put in, or this one was",
+                        f"{path}:{place}: line {values['number']} does not follow line {last.number}: one of "
+                        "them was changed, or lines between them were removed or added",
                     )
                 first_number = first_number or values["number"]
                 lines, chains = lines + 1, chains + (begins or not lines)

@@ -125,40 +125,40 @@ REASONS: dict[str, Reason] = {
     "INVALID_BATCH": _invalid("Lay the batch's columns out as Batch in batch.proto says."),
     "INVALID_SEQUENCE_ID": _invalid("Use sequence IDs from 0 to 2^63 - 1."),
     "INVALID_DEDUPLICATION_ID": _invalid("Give every message a deduplication ID of 1 to 255 bytes."),
-    "NOT_ASCENDING": _invalid("Let the sequence IDs of each producer rise strictly within a batch."),
+    "NOT_ASCENDING": _invalid("Sort each producer's sequence IDs within a batch, and send each only once."),
     "INVALID_PREDECESSOR": _invalid(
         "Link to the highest ID below the batch's first one that was sent in this session or that Open answered."
     ),
-    "LINK_REQUIRED": _invalid("Say the previous sequence ID: it may be left out only in a lone unary call."),
+    "LINK_REQUIRED": _invalid("Set the previous sequence ID: only a lone unary call may omit it."),
     "INVALID_EPOCH": _invalid("Use the epoch that Open answered for this topic and name."),
     "INVALID_REQUEST": _invalid("Correct what the message names."),
     "UNKNOWN_CALL": Reason(
         InvalidRequestError,
         "UNIMPLEMENTED",
-        "Producers and readers need a sidecar with log = embedded or pulsar, brokers one with log = broker. If it is "
-        "one, and older than the client, upgrade it.",
+        "Producers and readers need a sidecar with log = embedded or pulsar, brokers one with log = broker. If the "
+        "sidecar has that and is older than the client, upgrade it.",
     ),
     "INVALID_POSITION": _invalid("Give a position that this sidecar answered, or an index from 0 up."),
-    "MESSAGE_TOO_LARGE": _invalid("Send less in one message; the error says how much."),
-    "BATCH_TOO_LARGE": _invalid("Split the batch, or if it is one message, send less in it; the error says the limit."),
+    "MESSAGE_TOO_LARGE": _invalid("Send less in one message; the error names the limit."),
+    "BATCH_TOO_LARGE": _invalid("Split the batch. If it is one message, send less in it; the error names the limit."),
     "TOPIC_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
-        "Is the name mistyped? `seqdedupe topics` lists the topics. To publish to a new one, create it, "
-        "or let the sidecar do it: allow_auto_topic_creation = true. One of deduplication IDs has to be created: "
+        "Is the name mistyped? `seqdedupe topics` lists the topics. To publish to a new topic, create it, or set "
+        "allow_auto_topic_creation = true. A topic of deduplication IDs must be created: "
         "`seqdedupe topics create --deduplication-mode deduplication-id`.",
     ),
     "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the topic that is there, or another name."),
     "TOPIC_IS_PARTITIONED": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Name one of its partitions, `name-partition-0` and on. Python's producers take the name of the whole, and "
-        "`partitioned_reader` reads all of it.",
+        "Name one of its partitions, `name-partition-0` and on. Python's producers take the name of the whole topic, "
+        "and `partitioned_reader` reads it.",
     ),
     "TOPIC_TERMINATED": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Publish to another topic; what this one holds can be read. Or delete it, and create it again.",
+        "Publish to another topic; this one stays readable. Or delete it, and create it again.",
     ),
     "TOPIC_IN_USE": Reason(
         InvalidRequestError,
@@ -168,7 +168,7 @@ REASONS: dict[str, Reason] = {
     "LOG_INCOMPLETE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Let the store keep its records, or import a snapshot that was saved.",
+        "Keep the store's records, or import a saved snapshot.",
     ),
     "PRODUCER_NOT_FOUND": Reason(
         NotFoundError, "NOT_FOUND", "Is the name mistyped? `seqdedupe producers TOPIC` lists the producers."
@@ -179,17 +179,18 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_CURSORS": Reason(
         InvalidRequestError,
         "RESOURCE_EXHAUSTED",
-        "Remove those that nobody needs (`seqdedupe cursors TOPIC --remove NAME`), or keep positions in files.",
+        "Remove cursors that nobody needs (`seqdedupe cursors TOPIC --remove NAME`), or keep positions in files.",
     ),
     "SIDECAR_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
-        "Is the name mistyped, or forgotten already? `seqdedupe sidecars` lists them.",
+        "Is the name mistyped, or the sidecar forgotten already? `seqdedupe sidecars` lists the names.",
     ),
     "SIDECAR_ALIVE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Stop it first. One that is to stay needs its subscriptions: they keep what it has not covered.",
+        "Stop the sidecar first. If it is to stay, it needs its subscriptions, which keep what its snapshots do not "
+        "cover.",
     ),
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."
@@ -199,20 +200,20 @@ REASONS: dict[str, Reason] = {
         AccessDeniedError,
         "UNAUTHENTICATED",
         "Send the sidecar's token: SEQDEDUPE_TOKEN, or SEQDEDUPE_TOKEN_FILE with the path of the file `token` in its "
-        "data directory. docs/guides/security.md says more.",
+        "data directory. See docs/guides/security.md.",
     ),
     "NOT_ALLOWED": Reason(
         AccessDeniedError,
         "PERMISSION_DENIED",
-        "Ask the sidecar's operator for a rule; `seqdedupe auth explain` names the one that decides.",
+        "Ask the sidecar's operator for a rule. `seqdedupe auth explain` names the rule that decides.",
     ),
     "TOKEN_EXPIRED": Reason(UnavailableError, "UNAUTHENTICATED", "Send a token that is still valid.", 0),
     # Sessions and order.
     "FENCED": Reason(
         FencedError,
         "FAILED_PRECONDITION",
-        "Another process opened this producer name later, or an operator has reset it. Stop this one, or give it a "
-        "name of its own.",
+        "Another process opened this producer name later, or an operator has reset it. Stop this process, or give its "
+        "producer another name.",
     ),
     "PREDECESSOR_MISSING": Reason(
         UnavailableError, "FAILED_PRECONDITION", "Resend from the first message without a receipt.", 0
@@ -220,8 +221,8 @@ REASONS: dict[str, Reason] = {
     "GAP": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Send what is missing, in order; or, if nothing is, let the topic's policy allow gaps "
-        "(`seqdedupe policy set TOPIC --gap allow`), and open the producer again.",
+        "Send what is missing, in order. If nothing is missing, allow gaps (`seqdedupe policy set TOPIC --gap allow`), "
+        "and open the producer again.",
     ),
     "OVERLAP": Reason(
         InvalidRequestError,
@@ -231,7 +232,7 @@ REASONS: dict[str, Reason] = {
     "REPLAY_GAP": Reason(
         DataLossError,
         "FAILED_PRECONDITION",
-        "Replay every entry after the position that Attached answered, in the log's order. If some of them are gone, "
+        "Replay every entry after the position in Attached, in the log's order. If some of them are gone, "
         "delete the topic here and replay the log from its beginning.",
     ),
     # Temporary failures.
@@ -243,23 +244,24 @@ REASONS: dict[str, Reason] = {
     "LOG_REFUSED": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "See why the log refuses writes (is the disk full?); retries go on.",
+        "Find out why the log refuses writes (is the disk full?). Retries succeed once that is cured.",
         250,
     ),
     "LOG_UNREADABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "See why the log's files cannot be read (too many open files? a failing disk?); it is tried again.",
+        "Find out why the log's files cannot be read (too many open files? a failing disk?). Retries succeed once that "
+        "is cured.",
         250,
     ),
     "NOT_OWNER": Reason(UnavailableError, "UNAVAILABLE", "Ask the sidecar that owns the topic.", 100),
     "SHARDS_INCOMPLETE": Reason(
-        UnavailableError, "UNAVAILABLE", "See why a process that has some of the shards does not answer.", 500
+        UnavailableError, "UNAVAILABLE", "Find out why the process with these shards does not answer.", 500
     ),
     "MOVE_FAILED": Reason(
         UnavailableError,
         "FAILED_PRECONDITION",
-        "See why the other sidecar cannot have the topic; it stays where it was, or is taken again there.",
+        "Find out why the other sidecar cannot take the topic. Nothing is lost, and never do both have it.",
         1000,
     ),
     "QUEUE_FULL": Reason(
@@ -271,7 +273,7 @@ REASONS: dict[str, Reason] = {
     "SHARE_EXCEEDED": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "Use less at once, or ask the sidecar's operator for a larger share; docs/reference/rules.md has all of them.",
+        "Use less at once, or ask the sidecar's operator for a larger share (docs/reference/rules.md).",
         1000,
     ),
     "STREAM_IDLE": Reason(
@@ -283,33 +285,33 @@ REASONS: dict[str, Reason] = {
     "STORE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "See why the store refuses writes (is the disk full?); retries go on.",
+        "Find out why the store refuses writes (is the disk full?). Retries succeed once that is cured.",
         250,
     ),
     "WINDOW_MISSING": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Import the same file again (seqdedupe import); or let what was imported expire: set "
-        "deduplication_window_max_minutes to less than the time since its last message. Copies of it are new then, "
-        "once the sidecar has run for 40 minutes.",
+        "Import the same file again (seqdedupe import). Or let the imported IDs expire: set "
+        "deduplication_window_max_minutes to less than the time since the last of them. Once the sidecar has run for "
+        "40 minutes, copies of them are new.",
         1_000,
     ),
     "AUDIT_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "See why the audit trail cannot be written (is the disk full?); operators' calls are refused until it can.",
+        "Find out why the audit trail cannot be written (is the disk full?). Until it can, operators' calls fail.",
         1000,
     ),
     "BACKUP_FAILED": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "See why the backup could not be written (is its disk full?), and make another.",
+        "Find out why the backup could not be written (is its disk full?), and make another.",
         1000,
     ),
     "OBJECT_STORE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Check the bucket's name, and AWS_ENDPOINT_URL, AWS_REGION and the credentials in the environment; try again.",
+        "Check the bucket's name, and AWS_ENDPOINT_URL, AWS_REGION and the credentials in the environment.",
         1000,
     ),
     "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
@@ -322,102 +324,100 @@ REASONS: dict[str, Reason] = {
     "TLS_FAILED": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Both ends have to believe the other's certificate; docs/guides/client.md says how.",
+        "Both ends must trust the other's certificate; docs/guides/client.md says how.",
         500,
     ),
     "CREDENTIALS_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAUTHENTICATED",
-        "See why the token or the TLS files cannot be had; it is tried again.",
+        "Find out why the token or the TLS files cannot be read. Each call and stream reads them again.",
         500,
     ),
     "UNTRUSTED_LISTENER": Reason(
         UnavailableError,
         "UNAUTHENTICATED",
-        "Is that the sidecar? Then name the user that it runs as: SEQDEDUPE_SIDECAR_USER, sidecar_user. Better, let it "
-        "listen on a Unix socket. If it is not, find out who listens there in its place; it is tried again.",
+        "If that is the sidecar, name the user that it runs as (SEQDEDUPE_SIDECAR_USER, sidecar_user), or better use a "
+        "Unix socket. Otherwise find out who listens in its place.",
         1000,
     ),
     "OUTCOME_UNKNOWN": Reason(
         OutcomeUnknownError,
         "UNAVAILABLE",
-        "Send it again with the same ID: that is what it is for.",
+        "Send it again with the same ID: if it is stored already, the answer is DUP.",
         0,
     ),
     # Reading.
     "POSITION_TRIMMED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "Messages after the position are gone by retention. Start again from the earliest if that is acceptable.",
+        "Retention has removed messages after the position. If that is acceptable, start again from the earliest.",
     ),
     "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "If it is a position of this topic, then the topic was deleted and made anew, or salvaged, since it was taken. "
-        "Start again from the earliest if that is what you want. Or are there several sidecars behind one address, "
-        "each with data of its own?",
+        "If the position is of this topic, the topic was deleted and created again, or salvaged. Start again from the "
+        "earliest if you want that. Or do several sidecars with separate data share one address?",
     ),
     "POSITION_AFTER_END": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "The topic has lost its end since the position was taken: was an old copy of the data restored? Or are there "
-        "several sidecars behind one address, each with data of its own?",
+        "The topic has lost its end since the position was taken. Was an old copy of the data restored? Or do several "
+        "sidecars with separate data share one address?",
     ),
     "POSITION_DIVERGED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "Another message stands there now: an old copy of the log was restored and has grown again. What was read "
-        "before is not what the topic holds.",
+        "An old copy of the log was restored and has grown differently: the topic does not hold what was read before. "
+        "Find out which history counts before you read on.",
     ),
     "CURSOR_MOVED": Reason(
         FencedError,
         "ABORTED",
-        "Another process uses this cursor: stop one of them, or give each one of its own. To go on, read it again.",
+        "Another process uses this cursor. Stop one of them, or give each its own cursor. To go on, read it again.",
     ),
     # Missing data.
     "DATA_LOSS": Reason(
         DataLossError,
         "DATA_LOSS",
-        "Acknowledged messages are missing: was an old copy of the data restored? Or are there several sidecars behind "
-        "one address, each with data of its own?",
+        "Acknowledged messages are missing. Was an old copy of the data restored? Or do several sidecars with separate "
+        "data share one address?",
     ),
     "LOG_DAMAGED": _damaged(
-        "Nothing was changed, and other topics serve. Stop the sidecar and put logs and store back from one backup; "
-        "without one keep a copy, and let `seqdedupe doctor` say what is damaged and salvage the rest."
+        "Nothing was changed, and other topics serve. Stop the sidecar and restore logs and store from one backup. "
+        "Without one, copy everything; then `seqdedupe doctor` says what is damaged and salvages the rest."
     ),
     "ANSWERS_INCONSISTENT": _damaged(
-        "The reader has begun again over new streams, and answers still do not follow what it had read. Something on "
-        "the way may double, drop or change them (a proxy; see its log, and read without it), or the sidecar may read "
-        "its log wrongly: let `seqdedupe doctor` look at the log. Change nothing on its disk before that."
+        "New streams brought no better answers. A proxy may double, drop or change them: see its log, and read without "
+        "it. Or the sidecar reads its log wrongly: run `seqdedupe doctor` before anything on its disk changes."
     ),
     "LOG_GAP": _damaged(
         "Nothing was changed, and other topics serve. Has something trimmed the Pulsar topic: no retention, no durable "
-        "subscription, a TTL, or a subscription that was deleted? Bring a snapshot that reaches past the gap."
+        "subscription, a TTL, or a subscription that was deleted? Import a snapshot that reaches past the gap."
     ),
     "NO_STATE": _damaged(
-        "Nothing was changed: the topic is neither read nor taken over from what is left of it. The sidecar fetches "
-        "its owner's snapshot as soon as there is an owner; else import one from a sidecar that has one "
-        "(seqdedupe export, seqdedupe import)."
+        "Nothing was changed, and the topic is not served here. The sidecar fetches the owner's snapshot as soon as "
+        "there is an owner. If there is none, import a snapshot of another sidecar (seqdedupe export, seqdedupe "
+        "import)."
     ),
     "STORE_DAMAGED": _damaged(
-        "Restore the store from a copy that is not older than the log. Without one, move the store folder away "
-        "and start once with --rebuild-store, which makes its records anew from the logs."
+        "Restore the store from a copy that is not older than the log. Without one, move the store folder away and "
+        "start once with --rebuild-store, which makes its records again from the logs."
     ),
     "CURSOR_DAMAGED": _damaged(
-        "Put the cursor's file back from a copy, or remove it: its owner then begins as one that never kept a position."
+        "Restore the cursor's file from a copy, or remove it: its owner then begins without a position."
     ),
-    "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` says which ones are whole."),
+    "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` says which backups are whole."),
     "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
     "OLDER_FORMAT": _damaged(
-        "Start the version that wrote it. Its data is not converted: publish anew what is still needed."
+        "Start the version that wrote it. Its data is not converted: publish again what is still needed."
     ),
     "AUDIT_DAMAGED": _damaged(
-        "Find out who could write to the file, and keep it. A sidecar that does not start for it begins a new trail "
-        "once the file is moved away."
+        "Find out who could write to the file, and keep it. If it keeps the sidecar from starting, move it away: then "
+        "the sidecar begins a new trail."
     ),
     "STORE_MISSING": _damaged(
-        "The log has no record in the store. Put both back together, or start with --rebuild-store to make "
-        "the record anew from the log."
+        "The log has no record in the store. Restore both from one backup, or start once with --rebuild-store to make "
+        "the record again from the log."
     ),
     # Settings by an operator or a user of the command.
     "INVALID_CONFIGURATION": _configuration(
@@ -428,21 +428,21 @@ REASONS: dict[str, Reason] = {
         "Name files that this process can read: SEQDEDUPE_TOKEN_FILE, SEQDEDUPE_TLS_CA_FILE, or options of that name."
     ),
     "INSECURE_ADDRESS": _configuration(
-        "Let the sidecar speak TLS, and name its authority: SEQDEDUPE_TLS_CA_FILE, tls_ca_file. If something else "
-        "encrypts the connection, say so: SEQDEDUPE_ALLOW_INSECURE_TOKEN=true, allow_insecure_token."
+        "Give the sidecar TLS, and name its authority: SEQDEDUPE_TLS_CA_FILE, tls_ca_file. If something else "
+        "encrypts the connection, set SEQDEDUPE_ALLOW_INSECURE_TOKEN=true, allow_insecure_token."
     ),
     "CANNOT_LISTEN": _configuration("Correct the address that the message names, or free it."),
     "INSECURE_LISTEN": _configuration(
         "Give the sidecar a certificate (tls_certificate_file, tls_key_file), listen on loopback or a Unix socket, or "
-        "say that it is wanted: allow_insecure_listen = true."
+        "allow it: allow_insecure_listen = true."
     ),
     "INVALID_FUNCTION": _configuration(
         "Correct userConfig, or how the function is deployed; docs/guides/functions.md has both."
     ),
     "FUNCTION_FAILED": _configuration("Correct the function, or set dead_letter_topic in userConfig."),
     "PULSAR_FORBIDS": _configuration(
-        "Give the sidecar's credentials the permissions that docs/guides/pulsar-log.md lists, or give it the right "
-        "ones."
+        "Give the sidecar's credentials the permissions that docs/guides/pulsar-log.md lists, or correct the "
+        "credentials."
     ),
     "PULSAR_REFUSES": _configuration("Is pulsar.admin_url that of a Pulsar cluster, and are its topic policies on?"),
     "UNSAFE_TOPIC_POLICY": _configuration(
@@ -450,43 +450,41 @@ REASONS: dict[str, Reason] = {
     ),
     "DIRECTORY_IN_USE": _configuration("Stop that process, or choose another directory. Do not remove the file LOCK."),
     "SHARD_CLAIMED_TWICE": _configuration(
-        "A shard has one data directory, for good. Is one of the two a copy, or a backup? Find out which has what was "
-        "published last, and move the other one away; do not delete it."
+        "A shard has one data directory. Is one of the two a copy, or a backup? Find out which has the latest "
+        "messages, and move the other one away; do not delete it."
     ),
-    "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or not there, within a file system."),
+    "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or does not exist."),
     "INVALID_SOURCE": _configuration("Correct the file, or name the column, path and format that it has."),
     "SOURCE_CHANGED": _configuration(
-        "If it is another file, publish it under another producer name. If it is the same one, corrected, do not: "
-        "another name publishes the whole file, and what is there already twice. Then publish only what is new, from a "
-        "file of its own."
+        "Publish another file under another producer name. If it is the same file, corrected, another name would store "
+        "the old records twice: publish only the new records, from a separate file."
     ),
     "SOURCE_UNVERIFIED": _configuration(
-        "If the file is the one published before, unchanged up to the record with that ID, say so: --trust-source."
+        "If the file is the one published before, unchanged up to the record with that ID, use --trust-source."
     ),
     "SOURCE_INCOMPLETE": _configuration(
-        "If the file is complete, say --final. If it still grows, say --follow, or start the command again when it "
-        "has. If it was cut off while it was copied, get all of it first."
+        "If the file is complete, use --final. If it still grows, use --follow, or start the command again later. If "
+        "it was cut off while it was copied, get all of it first."
     ),
     "SOURCE_DIFFERS": _configuration(
-        "What is missing after the producer's last ID (`seqdedupe producers TOPIC`) is published by the same command "
-        "without --verify; what is missing before it is a Dup under this name. For all else: were the file or the "
-        "options changed, or has something else published under this producer name?"
+        "Without --verify the command publishes what is missing after the producer's last ID (`seqdedupe producers "
+        "TOPIC`). What is missing before it is a Dup under this name. Otherwise: did the file or the options change, "
+        "or does something else publish under this name?"
     ),
     "SOURCE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Cure first what the message names: the server, or the address, user, password or database in the URL; end the "
-        "transactions that it names. Nothing was lost: started again, the command goes on.",
+        "Correct what the message names: the server, or the address, user, password or database in the URL. End the "
+        "transactions that it names. Then start the command again; nothing was lost.",
         500,
     ),
     "STANDARD_OUTPUT_FAILED": _configuration(
-        "Is the disk full? What the command has done stands; only what it prints is missing."
+        "Is the disk full? What the command has done stands; only its output is missing."
     ),
     "INTERRUPTED": Reason(SeqdedupeError, "CANCELLED", "Start the command again: it goes on."),
     # Services: the outbox.
     "INVALID_OUTBOX": _configuration(
-        "Run what `seqdedupe outbox ddl` prints, or correct what the message names; "
-        "docs/guides/outbox.md says what is wanted."
+        "Run what `seqdedupe outbox ddl` prints, or correct what the message names (docs/guides/outbox.md)."
     ),
     "OUTBOX_CHANGED": _configuration(
         "Run the relay as before. To change it, let it empty the outbox, stop it, and set producer and topic in "
@@ -495,8 +493,8 @@ REASONS: dict[str, Reason] = {
     "OUTBOX_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Cure first what the message names: the server, its disk, or the address, user, password or database in the "
-        "URL. Nothing was lost.",
+        "Correct what the message names: the server, its disk, or the address, user, password or database in the URL. "
+        "Nothing was lost.",
         500,
     ),
     # Spark jobs.
@@ -518,8 +516,8 @@ REASONS: dict[str, Reason] = {
     "OUTPUT_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Cure first what the message names: the disk, the network, the lock, the server. Nothing was lost; a job or "
-        "consumer that runs tries it again, and one that has ended is to be started again.",
+        "Correct what the message names: the disk, the network, the lock, the server. Nothing was lost. A running job "
+        "or consumer retries; if it has ended, start it again.",
         500,
     ),
     "POSITION_CHANGED": Reason(
@@ -535,22 +533,22 @@ REASONS: dict[str, Reason] = {
         DataLossError,
         "DATA_LOSS",
         "The job's database is older than what this run has committed to it: was a backup restored? Start the job "
-        "again to write anew what the backup lacks.",
+        "again: it writes what the backup lacks.",
     ),
     # The Spark sink.
     "AMBIGUOUS_IDENTITY": _invalid(
-        "Give the rows a column __ordinal, the place of each among those of its message, made from that message alone "
-        "(as posexplode numbers them), or a deduplicationId. Else all but the first would be lost as copies of it."
+        "Give the rows of a message different numbers in a column __ordinal, made from that message alone (as "
+        "posexplode numbers them), or a deduplicationId. Otherwise all but the first would be lost as copies."
     ),
     "IDS_FORGOTTEN": Reason(
         DataLossError,
         "FAILED_PRECONDITION",
-        "Nothing was written. Let the topic's deduplication_window_… outlast the longest pause of the query; to go on "
-        "now, where some rows may be doubled, set failOnForgottenIds = false.",
+        "Nothing was written. Let the topic's deduplication_window_… outlast the longest pause of the query. To go on "
+        "now, set failOnForgottenIds = false: some rows may be doubled.",
     ),
     # Services.
     "CONSUMER_CHANGED": _configuration(
-        "Two consumers need two names. If it is the same one and only its handler was renamed, say the old purpose: "
+        "Two consumers need two names. If only the handler of this consumer was renamed, give the old purpose: "
         "Consumer(…, purpose=…)."
     ),
     "HANDLER_FAILED": _configuration(
@@ -558,14 +556,16 @@ REASONS: dict[str, Reason] = {
         "docs/guides/consumer.md says how to set such messages aside."
     ),
     "TRANSACTION_ENDED": _configuration(
-        "Let the handler leave COMMIT, ROLLBACK and DDL to others. What it did before may be committed without the "
-        "position, and is done once more when the consumer is started again."
+        "Remove COMMIT, ROLLBACK and DDL from the handler. What it did before may be committed without the position, "
+        "and is repeated when the consumer is started again."
     ),
     "NOT_TRANSACTIONAL": _configuration(
         "Use an engine without AUTOCOMMIT, and tables with transactions that outlive a crash: ALTER TABLE … ENGINE = "
         "InnoDB in MariaDB, ALTER TABLE … SET LOGGED in PostgreSQL."
     ),
-    "INVALID_VERSION": _invalid("Give every message a key and a version from 0 up, each of them to one message."),
+    "INVALID_VERSION": _invalid(
+        "Give every message a key and a version from 0 up. Use each version of a key in one message only."
+    ),
     "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "This is a defect: report it with the sidecar's log."),
 }
 

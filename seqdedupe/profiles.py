@@ -73,5 +73,5 @@ def _checked(path: Path, name: str, table: object) -> Profile:
 
 
 def _invalid(what: str) -> SeqdedupeError:
-    hint = "docs/reference/cli.md says what profiles hold; a token stands in a file of its own, which token_file names."
+    hint = "See docs/reference/cli.md. A token must be in a separate file, which token_file names."
     return error("INVALID_CONFIGURATION", what, hint=hint)

@@ -558,7 +558,7 @@ class WindowOfPartition(NamedTuple):
 def check_route_is_known(whole: admin_pb2.Topic) -> None:
     """Raise RECOVERING while the sidecar does not know the topic's deduplication route."""
     if whole.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED:
-        raise error("RECOVERING", f"by what messages of topic {whole.name} find their partitions is not known yet")
+        raise error("RECOVERING", f"it is not known yet how messages of topic {whole.name} find their partitions")
 
 
 async def import_dealt_window(
@@ -601,8 +601,8 @@ def _check_id_leads(whole: admin_pb2.Topic) -> None:
     if whole.deduplication_route == admin_pb2.DEDUPLICATION_ROUTE_KEY:
         raise error(
             "INVALID_REQUEST",
-            f"messages of topic {whole.name} find their partitions by their keys, which a window does not have: nobody "
-            "knows in which partition a copy will come",
+            f"messages of topic {whole.name} find their partitions by their keys. A window has no keys, and "
+            "does not say which partition a copy will go to",
             hint=f"Import the whole file into each partition: `seqdedupe import {whole.name}-partition-0 FILE`, and so "
             "on.",
         )

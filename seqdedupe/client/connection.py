@@ -224,13 +224,13 @@ _LOST = {
 """gRPC's status codes, in addition to UNAVAILABLE, if a connection breaks during a call."""
 
 _HINT_OF_LOST = (
-    "The sidecar's log says what it waits for. What the call was to change may be in force or not: look, then do it "
-    "again. Messages are sent again with the same IDs."
+    "The sidecar's log says what it waits for. The call may have taken effect: look before you repeat it. Send "
+    "messages again with the same IDs."
 )
 
 
 HINT_OF_GONE = (
-    "The topic was there before: it was deleted, or another sidecar answers now. Do several sidecars stand behind one "
+    "The topic existed before: it was deleted, or another sidecar answers now. Do several sidecars stand behind one "
     "address, or does one serve another data directory than before?"
 )
 
@@ -251,7 +251,7 @@ def check_not_forked() -> None:
     if _forked:
         raise error(
             "INVALID_REQUEST",
-            "this process was forked from one that has used the client, whose connections and threads are not here",
+            "this process was forked after the client was used: the client's connections and threads do not exist here",
             hint="Start processes with multiprocessing's 'spawn' or 'forkserver', or fork before the client is used.",
         )
 

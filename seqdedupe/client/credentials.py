@@ -77,7 +77,7 @@ class Credentials:
         if self.token is not None and self.token_file is not None:
             raise _invalid("both a token and a token file are given", "Give one of them.")
         if (self.tls_certificate_file is None) != (self.tls_key_file is None):
-            raise _invalid("of tls_certificate_file and tls_key_file one is given", "Give both, or neither.")
+            raise _invalid("only one of tls_certificate_file and tls_key_file is given", "Give both, or neither.")
         try:
             if not callable(self.token):
                 self.token_now()
@@ -180,7 +180,9 @@ def _checked(token: object, where: str) -> str:
     """Return the token without white space around it. The error contains no part of the token."""
     stripped = token.strip() if isinstance(token, str) else ""
     if not 0 < len(stripped) <= MAX_TOKEN_BYTES or not all("!" <= letter <= "~" for letter in stripped):
-        what = f"{where} is no token: that is one line of 1 to {MAX_TOKEN_BYTES} printable ASCII letters without blanks"
+        what = (
+            f"{where} is no token: a token is one line of 1 to {MAX_TOKEN_BYTES} printable ASCII letters without blanks"
+        )
         raise error("CREDENTIALS_UNAVAILABLE", what)
     return stripped
 

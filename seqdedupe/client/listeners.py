@@ -42,9 +42,8 @@ _HINTS = {
     "No such file": "There is no such socket: is the sidecar running, and is this its path?",
     "Permission denied": "May this user use the socket?",
     "HTTP": "Something other than a sidecar listens there: is the port right?",
-    "Socket closed": "It ends the connection at once. Does the sidecar want TLS (tls_ca_file), or a certificate of the "
-    "client's that is valid and that it knows (tls_certificate_file)? It says why with GRPC_VERBOSITY=INFO in its "
-    "environment.",
+    "Socket closed": "The server ends the connection at once. Does the sidecar want TLS (tls_ca_file), or a valid "
+    "certificate of the client (tls_certificate_file)? With GRPC_VERBOSITY=INFO in its environment it says why.",
 }
 """Hints by a part of gRPC's details."""
 
@@ -52,16 +51,16 @@ _OTHER_HOST = "call host does not match"
 
 _TLS_HINTS = {
     "WRONG_VERSION_NUMBER": "What listens there speaks no TLS: is the port right, and does the sidecar have a "
-    "tls_certificate_file? Without TLS leave tls_ca_file out.",
-    "Hostname Verification": "The certificate that listens there is not of this host name or IP address: use one that "
-    "it names, or give the sidecar a certificate that names this one.",
-    _OTHER_HOST: "The certificate that listens there is not of this host name or IP address: its common name alone "
-    "does not count.",
+    "tls_certificate_file? Without TLS, omit tls_ca_file.",
+    "Hostname Verification": "The sidecar's certificate does not name this host name or IP address: use one that it "
+    "names, or give the sidecar a certificate that names this one.",
+    _OTHER_HOST: "The sidecar's certificate does not name this host name or IP address: its common name alone does not "
+    "count.",
     "certificate has expired": "The sidecar's certificate has expired: give it a new one. Or is this machine's clock "
     "wrong?",
     "certificate is not yet valid": "The sidecar's certificate is not valid yet: is a clock wrong, here or there?",
-    "CERTIFICATE_VERIFY_FAILED": "The sidecar's certificate is of no authority that is believed here: tls_ca_file "
-    "(SEQDEDUPE_TLS_CA_FILE) has to hold the certificate of the one that issued it.",
+    "CERTIFICATE_VERIFY_FAILED": "This client does not trust the authority of the sidecar's certificate: tls_ca_file "
+    "(SEQDEDUPE_TLS_CA_FILE) must hold that authority's certificate.",
     "security handshaker": "Are the TLS files PEM, and is tls_key_file the key of tls_certificate_file?",
     "Tls handshake failed": None,
     "Custom verification check failed": None,
@@ -148,7 +147,7 @@ def check_listener(address: SidecarAddress, trusted: frozenset[int]) -> None:
             # A connection to an earlier listener may still be open.
             ends = [look(there, here) for here, there in _own_connections() if there in places]
     except OSError as e:
-        why = f"it could not be found out who listens at {address}: {e.strerror}"
+        why = f"the user that listens at {address} cannot be determined: {e.strerror}"
         raise error("CREDENTIALS_UNAVAILABLE", why) from e
     if all(user is None for user in listening):
         raise unreachable(address, "failed to connect: refused, since nobody listens there")

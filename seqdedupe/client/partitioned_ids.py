@@ -151,7 +151,7 @@ class Numbering:
                 "INVALID_REQUEST",
                 f"producer {self._name!r} goes on after sequence ID {self.resumed_after}, and some messages up to "
                 f"{self._highest_persisted} are stored already: these have to be sent again with their sequence IDs",
-                hint=f"Give sequence IDs until {self._highest_persisted} is passed. To leave out what was not stored, "
+                hint=f"Give sequence IDs until {self._highest_persisted} is passed. To skip what was not stored, "
                 "begin above it.",
                 resumed_after=self.resumed_after,
                 highest_persisted=self._highest_persisted,

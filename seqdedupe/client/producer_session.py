@@ -341,7 +341,7 @@ class Session:
         if self.queue.open(opened.incarnation, opened.term, opened.epoch, opened.persisted, is_forgotten=is_forgotten):
             logger.warning(
                 "topic %s has forgotten producer %r, which was idle for longer than its policy allows: what is sent "
-                "again is new to it, stored or not",
+                "again counts as new, even if it is stored",
                 self._topic,
                 self.name,
             )

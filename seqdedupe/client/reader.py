@@ -94,7 +94,7 @@ class Reader(Messages):
     ) -> None:
         if stop_index is not None and follow:
             what = f"stop_index is {stop_index}: a reader that follows has no end"
-            raise error("INVALID_REQUEST", what, hint="Leave out stop_index, or follow.")
+            raise error("INVALID_REQUEST", what, hint="Omit stop_index, or follow.")
         self.topic = topic_name(topic)
         self.skipped: list[range] = []
         """With `skip_damaged`, the indexes of the messages skipped, in order."""
@@ -381,8 +381,8 @@ class Reader(Messages):
         if self._incarnation not in (None, incarnation):
             raise error(
                 "POSITION_OF_ANOTHER_INCARNATION",
-                f"{self.topic} is the incarnation {incarnation}, and the position is of {self._incarnation}: of a "
-                "topic that was deleted and made anew, or of another topic",
+                f"{self.topic} is the incarnation {incarnation}, and the position is of {self._incarnation}: the "
+                "topic was deleted and created again, or the position is of another topic",
                 incarnation=incarnation,
                 position_incarnation=self._incarnation,
             )
@@ -570,7 +570,7 @@ class PartitionedReader(Messages):
             self._starts = self._start.partitions
             if len(self._starts) != len(ends):
                 what = f"the position has {len(self._starts)} partitions, and {self.topic} has {len(ends)}"
-                raise error("INVALID_POSITION", what, hint="It is of another topic, or of one that was made anew.")
+                raise error("INVALID_POSITION", what, hint="It is of another topic, or of one that was created again.")
         else:
             self._starts = tuple(one.earliest if self._start == "earliest" else one.latest for one in ends)
         self._readers = [self._part(k, start) for k, start in enumerate(self._starts)]

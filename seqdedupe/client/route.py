@@ -122,7 +122,7 @@ def logged(on_waiting: OnWaiting) -> OnWaiting:
         try:
             on_waiting(why)
         except Exception:  # noqa: BLE001 (any failure is logged)
-            _log.exception("on_waiting has failed when it was told: %s", why)
+            _log.exception("on_waiting failed when it was called with: %s", why)
 
     return call
 
@@ -282,7 +282,8 @@ class Route:
         if named and owner is None and named != self._ignored:
             self._ignored = named
             logger.warning(
-                "topic %s: its owner is %.200r, says %s: not gone to, since %s neither lists it nor has its domain",
+                "topic %s: its owner is %.200r, says %s. The client does not go there: %s neither lists it nor has its "
+                "domain",
                 self._topic,
                 named,
                 self.address,

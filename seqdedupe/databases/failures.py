@@ -41,7 +41,7 @@ _DAMAGED = _Cause(Fault.DATABASE, "the files of the database are damaged")
 _MEMORY = _Cause(Fault.DATABASE, "the database server has too little memory")
 _CONNECTIONS = _Cause(Fault.DATABASE, "the database server takes no more connections")
 _READ_ONLY = _Cause(Fault.DATABASE, "the database is read-only, as a replica is")
-_SHUT_DOWN = _Cause(Fault.DATABASE, "the database server is shutting down, or was told to end the connection")
+_SHUT_DOWN = _Cause(Fault.DATABASE, "the database server is shutting down, or has ended the connection on request")
 _STARTING = _Cause(Fault.DATABASE, "the database server is starting, or is no full member of its cluster")
 _UNREACHABLE = _Cause(
     Fault.DATABASE, "the database server cannot be reached: it does not run, or the network is broken"
@@ -49,7 +49,7 @@ _UNREACHABLE = _Cause(
 _NO_ENTRY = _Cause(Fault.DATABASE, "the database server does not let this user in")
 _NO_DATABASE = _Cause(Fault.DATABASE, "the server has no such database")
 _POOL = _Cause(Fault.DATABASE, "the engine's pool had no connection free in time")
-_LOCK = _Cause(Fault.REPEAT, "another transaction holds a lock for long")
+_LOCK = _Cause(Fault.REPEAT, "another transaction holds a lock for too long")
 _DEADLOCK = _Cause(Fault.REPEAT, "the database has ended a deadlock with another transaction")
 _CONFLICT = _Cause(Fault.REPEAT, "the transaction conflicts with another one")
 _LOST = _Cause(
@@ -63,9 +63,9 @@ _LOST_MYSQL = _Cause(
 )
 _KILLED = _Cause(Fault.UNKNOWN, "somebody has ended the connection")
 _IDLE = _Cause(
-    Fault.UNKNOWN, "the database server has ended the connection: the transaction was idle, or took, longer than it may"
+    Fault.UNKNOWN, "the database server has ended the connection: the transaction was idle or ran for too long"
 )
-_TOO_LONG = _Cause(Fault.UNKNOWN, "the statement was ended: it took longer than it may, or somebody has canceled it")
+_TOO_LONG = _Cause(Fault.UNKNOWN, "the statement was ended: it took longer than allowed, or somebody canceled it")
 _PACKET = _Cause(Fault.MESSAGE, "the statement is larger than the server's max_allowed_packet")
 _REFUSED = _Cause(Fault.MESSAGE, "")
 

@@ -63,7 +63,7 @@ def _why(store: Store | None, incarnation: int, wanted: ImportedWindow) -> str:
     return ""
 
 
-REBUILD = "move the folder store away and start once with --rebuild-store: its records are made anew from the logs"
+REBUILD = "move the folder store away and start once with --rebuild-store: it makes the records again from the logs"
 RESTORE = (
     "restore the topic's log together with the store from one backup, or write what can be read into a new directory "
     "with --salvage"
@@ -73,7 +73,7 @@ NAME_AGAIN = "start the sidecar: the store knows the topic's name, and the start
 
 GIVE_UP = (
     "restore the directory from a backup, the folder logs/journal included; or start once with --give-up-journal: "
-    "each log goes on with what stands in its files, and the last messages before a power cut may be gone from them"
+    "each log goes on with what its files hold, and the last messages before a power cut may be gone from them"
 )
 
 
@@ -250,8 +250,8 @@ def _topic(
         examine_imported(found, stored.store, tally.policy.imported)
     if by_id and not found.has_whole_log:
         found.notes.append(
-            "its messages have deduplication IDs: a salvage knows those of the messages that are left, and takes "
-            "copies of all others, also of those that retention has dropped, for new"
+            "its messages have deduplication IDs: a salvage keeps those of the messages that are left. Copies of all "
+            "other messages count as new, also of those that retention has dropped"
         )
     if tally is not None:
         each(Examined(found, folder, identity, secret, loaded, tally, replay))

@@ -355,7 +355,7 @@ class FunctionInstance:
         acknowledged without a call of the function."""
         if self._lanes[source.topic].is_void(source.place, message_id.ledger_id(), message_id.entry_id()):
             self._counts["void"] += 1
-            logger.warning("%s of %s counts for nobody: it was never acknowledged", message_id, source.topic)
+            logger.warning("%s of %s is void and skipped: it was never acknowledged", message_id, source.topic)
             return True
         if source.kind == BATCH:
             raise error(
@@ -422,7 +422,7 @@ class FunctionInstance:
         waiting = threading.Event()
         while (left := until - time.monotonic()) > 0:
             if self._process.is_stopping:
-                self._process.end("the instance was told to stop", failed=False)
+                self._process.end("the instance was asked to stop", failed=False)
             waiting.wait(min(left, 0.1))
 
     def _report(self, of_outputs: dict[str, int], in_flight: int) -> None:

@@ -169,7 +169,7 @@ class OutputPublisher:
             for refusal in answer.refusals:
                 raise error_of_reason(refusal.reason, refusal.message, NEVER, {})
             if self._incarnation not in (0, answer.incarnation):
-                raise self._lost("it was made anew")
+                raise self._lost("it was created again")
             self._incarnation = answer.incarnation
             for name, epoch, persisted in zip(names, answer.epochs, answer.persisted, strict=True):
                 self.backlog.opened(name, epoch, persisted)
@@ -340,7 +340,7 @@ class Pipeline:
             while not is_so():
                 self._room.wait(LOOK_SECONDS)
                 if self._process.is_stopping:
-                    self._process.end("the instance was told to stop", failed=False)
+                    self._process.end("the instance was asked to stop", failed=False)
                 if self._is_too_late(began):
                     self._give_up()
 
@@ -396,7 +396,7 @@ class Pipeline:
     def _end_because(self, e: BaseException) -> None:
         if self._process.is_stopping:
             # Pulsar's runtime closes its consumers first: nothing can be acknowledged any more.
-            self._process.end("the instance was told to stop", failed=False)
+            self._process.end("the instance was asked to stop", failed=False)
         if not isinstance(e, SeqdedupeError):
             logger.error("a defect in the wrapper", exc_info=e)
         self._process.end(ending(e), failed=True)

@@ -43,9 +43,9 @@ def _files(code: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
     for given in code:
         root = given.resolve()
         if root.stem == PACKAGE.name:
-            raise error("INVALID_FUNCTION", f"{given} has the name of this package: name it otherwise")
+            raise error("INVALID_FUNCTION", f"{given} has the name of this package: rename it")
         if root.stem in RUNTIME_MODULES:
-            raise error("INVALID_FUNCTION", f"{given} has the name of a module of Pulsar's runtime: name it otherwise")
+            raise error("INVALID_FUNCTION", f"{given} has the name of a module of Pulsar's runtime: rename it")
         if root.suffix == ".py" and root.is_file():
             yield root.name, root.read_bytes()
         elif (root / "__init__.py").is_file():

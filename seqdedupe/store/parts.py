@@ -117,9 +117,9 @@ def damaged(key: bytes, what: str) -> SeqdedupeError:
 
 
 _HINT_OLDER = (
-    "Start the version that wrote it. Or move the store folder away and start once with --rebuild-store, which makes "
-    "its records anew from the logs, if those can be read; what the store alone has is lost then: policies of "
-    "namespaces, and topics whose log is a broker's own."
+    "Start the version that wrote it. Or, if the logs can be read, move the store folder away and start once with "
+    "--rebuild-store. It makes the records again from the logs. Policies of namespaces are lost, and topics whose log "
+    "is a broker's own."
 )
 
 

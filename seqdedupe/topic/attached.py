@@ -564,7 +564,7 @@ class AttachedTopic(TopicBase):
         if left > 0:
             self._timer = asyncio.get_running_loop().call_later(left, self._watch, attachment)
             return
-        why = f"of an admission nothing was reported for {ADMISSION_TIMEOUT_SECONDS:g} seconds"
+        why = f"an admission was not reported for {ADMISSION_TIMEOUT_SECONDS:g} seconds"
         logger.warning("topic %s: %s", self.name, why)
         self._detach(error("NOT_ATTACHED", why))
         self.change_state(State.RECOVERING, NOBODY)

@@ -345,8 +345,8 @@ class TopicBase(ABC):
         self.counters.resumed_after_purge += len(names)
         if names:
             logger.warning(
-                "topic %s: %d sessions are resumed of producers that were forgotten (%s): what they send again is new, "
-                "stored or not",
+                "topic %s: %d sessions are resumed of producers that were forgotten (%s): what they send again "
+                "counts as new, even if it is stored",
                 self.name,
                 len(names),
                 shown(names),

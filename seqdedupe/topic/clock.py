@@ -75,7 +75,7 @@ class Clock:
             self.ahead_ms = ahead_ms
             logger.warning(
                 "the clock is %.1f days ahead of the time that this sidecar has last believed. If it is wrong, stop "
-                "the sidecar within 40 minutes and set the clock: later, retention by time drops what is too old by it",
+                "the sidecar within 40 minutes and set the clock. Later, retention by time drops what is too old by it",
                 ahead_ms / AHEAD_MS,
             )
 

@@ -222,7 +222,7 @@ def refused(
     elif why == rule.LINK_REQUIRED:
         e = error(
             "LINK_REQUIRED",
-            f"producer {one.name!r} leaves its previous sequence ID out: that is for a lone unary call",
+            f"producer {one.name!r} omits its previous sequence ID: only a lone unary call may",
             **numbers,
         )
     elif why == rule.GAP:
@@ -320,8 +320,8 @@ class ByDeduplicationId:
             self.window = IdWindow(self._random_bytes(SECRET_BYTES), index)
             if index:
                 logger.error(
-                    "topic %s: nothing is left of the deduplication IDs of its first %d messages, which retention has "
-                    "dropped and the store has lost: copies of these are taken for new",
+                    "topic %s: the deduplication IDs of its first %d messages are lost: retention has dropped the "
+                    "messages, and the store has lost the IDs. Copies of them count as new",
                     self._topic,
                     index,
                 )

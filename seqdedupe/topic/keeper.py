@@ -550,7 +550,7 @@ class Inactivity:
         if purged:
             logger.warning(
                 "topic %s: %d producers that nobody had used for %d minutes are forgotten (%s): what they send again "
-                "is new, stored or not",
+                "counts as new, even if it is stored",
                 self._topic,
                 purged,
                 minutes,

@@ -130,7 +130,7 @@ class BrokersTopics:
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
         if loaded is None:
-            why = "the log is a broker's own: there is nothing here to make the records anew from"
+            why = "the log is a broker's own: there is nothing here to make the records from"
             raise error(
                 "INVALID_REQUEST", why, hint="Import a snapshot; or delete the topic, and let the broker replay."
             )
@@ -224,7 +224,7 @@ class PublishedTopics:
                 f"the log of topic {record.name} begins with index {log.first_index}, but the store has no snapshot "
                 "that covers what came before",
                 hint="Restore log and store from one backup; or let `seqdedupe rebuild-topic` make the topic's records "
-                "anew from its log, which tells all that is in force.",
+                "again from its log, which has all that is in force.",
                 topic=record.name,
                 first_index=log.first_index,
             )
@@ -287,7 +287,7 @@ def _check_needs_none(record: TopicRecord, policy: Policy) -> None:
         raise error(
             "STORE_DAMAGED",
             f"the store has a snapshot of topic {record.name}, which is one of deduplication IDs, and not its window",
-            hint="Let `seqdedupe rebuild-topic` make the topic's records anew from its log; or restore a backup.",
+            hint="Let `seqdedupe rebuild-topic` make the topic's records again from its log; or restore a backup.",
         )
 
 
@@ -337,4 +337,4 @@ async def _check_belongs(log: Log, loaded: Loaded) -> None:
         )  # fmt: skip
 
 
-_HINT = "Import a snapshot of this log as it is, or let seqdedupe rebuild-topic make the records anew from the log."
+_HINT = "Import a snapshot of this log as it is, or let seqdedupe rebuild-topic make the records again from the log."

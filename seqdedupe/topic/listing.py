@@ -249,7 +249,7 @@ async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
     if topics.kind.log.is_shared:
         logger.info("topic %s was found in the cluster: its log is read from its beginning", name)
     else:
-        logger.warning("making the store's record of the topic %s anew, from all that is left in its log", name)
+        logger.warning("making the store's record of the topic %s again, from all that is left in its log", name)
     state = TopicState.DELETING if log.is_going else TopicState.ACTIVE
     record = TopicRecord(name, log.incarnation, state, log=topics.kind.log, partitions=log.partitions)
     await topics.store.put_topics(record)
@@ -316,7 +316,7 @@ async def _leave_made_anew(topics: "Topics[Any]", records: Iterable[TopicRecord]
     for asked in dict.fromkeys(_asked(record.name, record.partitions) for record in gone):
         old = [record for record in gone if _asked(record.name, record.partitions) == asked]
         if not any(_is_in_use(topics, record) for record in old):
-            logger.warning("topic %s was deleted and made anew", asked)
+            logger.warning("topic %s was deleted and created again", asked)
             if old[0].partitions and asked in topics.partitions:
                 topics.partitions.release(asked)
             await topics.lives.leave(old)
@@ -379,7 +379,8 @@ async def renew(topics: "Topics[T]", name: str, incarnation: int | None, loaded:
             "POSITION_OF_ANOTHER_INCARNATION",
             f"the snapshot is of the incarnation {incarnation}, and topic {full} is the incarnation "
             f"{record.incarnation}",
-            hint="The topic was deleted and made anew since the snapshot was taken, or it is another topic's.",
+            hint="Since the snapshot was taken, the topic was deleted and created again. Or the snapshot is of another "
+            "topic.",
         )
     return await _renewed(topics, full, partial(_renew, topics, record, loaded))
 

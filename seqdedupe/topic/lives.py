@@ -350,6 +350,6 @@ class Lives(Generic[T]):
             self.forget(record.name)
         for topic in topics:
             topic.has_successor = True
-            await topic.close("it was deleted and made anew")
+            await topic.close("it was deleted and created again")
         for record in records:
             await self._store.remove_topic(record.incarnation)

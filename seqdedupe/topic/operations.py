@@ -202,7 +202,8 @@ async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
     opening = topic.sessions.open([name], None)
     await topic.append_change(Reset(opening.names, opening.epochs, np.array([persisted], np.int64)))
     logger.warning(
-        "topic %s: producer %r was reset from sequence ID %d to %d: what it sends above that is new, stored or not",
+        "topic %s: producer %r was reset from sequence ID %d to %d: what it sends above that counts as new, even "
+        "if it is stored",
         topic.name,
         name,
         before,

@@ -481,7 +481,7 @@ class Owner:
             except BaseException:
                 # Some of the log may be released. Appends in flight settle as after any append that failed.
                 self._is_recovering = False
-                self.log_failed(Failure.UNKNOWN, "the log could not be let go of")
+                self.log_failed(Failure.UNKNOWN, "the log could not be released")
                 raise
         finally:
             topic.release(moving)

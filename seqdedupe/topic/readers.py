@@ -67,8 +67,8 @@ async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = 
     if position.incarnation != incarnation:
         raise error(
             "POSITION_OF_ANOTHER_INCARNATION",
-            f"topic {topic.name} is the incarnation {incarnation}, and the position {position} is of another one: of a "
-            "topic that was deleted and made anew, or of another topic",
+            f"topic {topic.name} is the incarnation {incarnation}, and the position {position} is of another one: "
+            "the topic was deleted and created again, or the position is of another topic",
             incarnation=incarnation,
         )
     if not position.is_whole():

@@ -287,7 +287,7 @@ class WindowImport(TopicImport[Topic]):
         if there is None and topic.next_index > 0:
             raise self._in_use("it has messages")
         if there is not None and there.checksum != self._checksum:
-            raise self._in_use(f"another one was, of the file whose SHA-256 is {there.checksum.hex()}")
+            raise self._in_use(f"another one was imported, of the file whose SHA-256 is {there.checksum.hex()}")
 
     def _in_use(self, why: str) -> SeqdedupeError:
         return error(

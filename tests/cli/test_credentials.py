@@ -83,7 +83,7 @@ def test_without_them_it_says_what_to_do_in_one_line(
         assert b"[UNREACHABLE]" in run("topics", *told[:2], status=1).stderr
         ca["SEQDEDUPE_TLS_CA_FILE"] = str(Authority(authority.ca_file.parent, "other").ca_file)
         said = run("topics", *told[:2], status=1, **ca).stderr
-    assert b"[TLS_FAILED] The sidecar's certificate is of no authority" in said
+    assert b"[TLS_FAILED] This client does not trust the authority of the sidecar's certificate" in said
     assert token.encode() not in said
 
 

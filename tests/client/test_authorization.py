@@ -156,17 +156,17 @@ WRONG: dict[str, tuple[str, str, Callable[[Authority, Authority, Path], tuple[gr
 WRONG = {
     "another authority's": (
         "TLS_FAILED",
-        "no authority that is believed here",
+        "does not trust the authority",
         lambda ours, other, _: (tls_of(other.issue("s", "127.0.0.1")), Credentials(tls_ca_file=ours.ca_file)),
     ),
     "of another host": (
         "TLS_FAILED",
-        "not of this host name",
+        "does not name this host name",
         lambda ours, other, _: (tls_of(ours.issue("s", "example.org")), Credentials(tls_ca_file=ours.ca_file)),
     ),
     "of no host": (
         "TLS_FAILED",
-        "not of this host name",
+        "does not name this host name",
         lambda ours, other, _: (tls_of(ours.issue("127.0.0.1")), Credentials(tls_ca_file=ours.ca_file)),
     ),
     "expired": (

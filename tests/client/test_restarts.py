@@ -167,6 +167,6 @@ async def test_several_sidecars_behind_one_address_are_named(sidecar: Sidecar, s
         for what in (await producer.send(b"2"), asyncio.ensure_future(anext(reader))):
             with pytest.raises((DataLossError, PositionError)) as caught:
                 await what
-            assert "several sidecars behind one address" in caught.value.hint, caught.value
+            assert "several sidecars with separate data" in caught.value.hint, caught.value
         await producer.abort()
         await reader.close()

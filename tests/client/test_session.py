@@ -632,7 +632,7 @@ async def test_a_producer_whose_topic_is_gone_is_told_that_it_was_there(fake: Fa
         receipt = await producer.send(b"")
         with pytest.raises(NotFoundError) as caught:
             await receipt
-        assert caught.value.hint.startswith("The topic was there before: it was deleted, or another sidecar answers")
+        assert caught.value.hint.startswith("The topic existed before: it was deleted, or another sidecar answers")
         await producer.abort()
 
 
@@ -652,7 +652,7 @@ async def test_a_reader_whose_topic_is_gone_is_told_that_it_was_there(fake: Fake
         assert (await anext(reader)).index == 0
         with pytest.raises(NotFoundError) as caught:
             await anext(reader)
-        assert caught.value.hint.startswith("The topic was there before: it was deleted, or another sidecar answers")
+        assert caught.value.hint.startswith("The topic existed before: it was deleted, or another sidecar answers")
         fake.on_unary = not_found
         for start in ("earliest", Position.start(INCARNATION)):
             with pytest.raises(NotFoundError) as caught:

@@ -63,7 +63,7 @@ async def test_what_is_salvaged_is_known(tmp_path: Path, is_damaged: bool, has_s
         damaged.write_bytes(raw)
     made_of = await asyncio.to_thread(salvage, tmp_path / "data", tmp_path / "new")
     assert made_of.topics[0].is_copied == (not is_damaged)
-    assert any("for new" in note for note in made_of.findings.topics[0].notes) == is_damaged
+    assert any("count as new" in note for note in made_of.findings.topics[0].notes) == is_damaged
     async with opened(tmp_path / "new") as data:
         assert data.topics.get(TOPIC).policy.by_deduplication_id
         verdicts = [set(await send(data, k)) for k in range(BATCHES)]

@@ -156,7 +156,7 @@ def test_told_to_stop_it_does_not_call_it_a_failure_that_nothing_can_be_acknowle
     runtime.give(inputs(1))
     assert runtime.process.ended.wait(LAST_RESORT_SECONDS)
     assert not runtime.process.failed
-    assert "told to stop" in runtime.process.why
+    assert "asked to stop" in runtime.process.why
 
 
 def test_metrics_are_recorded_while_it_waits_too(start: Start) -> None:

@@ -393,7 +393,7 @@ def test_it_waits_for_a_sidecar_and_gives_up_by_ending_the_process(start: Start)
 def test_told_to_stop_it_does_not_wait_on(start: Start, dead: str) -> None:
     runtime = start(address="127.0.0.1:1", max_in_flight_messages=1.0, dead_letter_topic=dead)
     threading.Timer(0.3, setattr, (runtime.process, "is_stopping", True)).start()
-    with pytest.raises(Ended, match="told to stop"):
+    with pytest.raises(Ended, match="asked to stop"):
         runtime.give(inputs(2))
     assert not runtime.process.failed
 

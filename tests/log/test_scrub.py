@@ -223,7 +223,7 @@ async def test_a_file_that_cannot_be_opened_now_is_no_damage(
         disk.bad = 1
         assert await scrubbed(log) == DamageFound(0, 0)
         assert disk.bad == 0
-    assert "left out a segment" in caplog.text
+    assert "skipped a segment" in caplog.text
     assert said(caplog) == []
     await log.close()
 

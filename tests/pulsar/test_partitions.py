@@ -323,7 +323,7 @@ async def test_a_partition_that_was_deleted_in_pulsar_is_never_left_out(
             return closed is not None and closed.state is State.DAMAGED
 
         await until(is_damaged)
-        assert ("is there anew" in str(getattr(new.topics.registry.entry(second).closed, "why", ""))) == is_made_anew
+        assert ("created again" in str(getattr(new.topics.registry.entry(second).closed, "why", ""))) == is_made_anew
         await new.take(first)
         assert await reason_of(delete(new, whole)) == "LOG_DAMAGED"
         await new.stop()

@@ -280,7 +280,7 @@ def test_what_is_set_aside_is_a_partition_s(
     [one] = [row for _, row in found if row.payload == b"12"]
     assert one.consumer in {row_name("c", k) for k in range(PARTITIONS)}
     for change in (retry, drop):
-        with pytest.raises(ConfigurationError, match="4 partitions, each with indexes of its own"):
+        with pytest.raises(ConfigurationError, match="4 partitions, each with separate indexes"):
             change(sqlite, "c", [one.message_index])
     assert drop(sqlite, one.consumer, [one.message_index]) == 1
     bad.clear()

@@ -388,7 +388,7 @@ class Journal:
                 self._replay.begun(self._number)
                 self._is_begun = True
         except (OSError, SeqdedupeError) as e:
-            logger.warning("the journal %s rests, and each segment is synced by itself: %s", self._folder, e)
+            logger.warning("the journal %s is paused, and each segment is synced separately: %s", self._folder, e)
             self._rests = True
             return False
         self._confirmed = self._number

@@ -47,8 +47,8 @@ DAMAGED_READS = 2
 """Damage is believed after this number of consecutive reads."""
 _NUMBER_BYTES, _CRC_BYTES = 8, 4
 _HINT = (
-    "Nothing was changed. Stop the sidecar and put logs and store back from one backup, the folder journal included; "
-    "without one start once with --give-up-journal: each log goes on with what stands in its files."
+    "Nothing was changed. Stop the sidecar and restore logs, store and the folder journal from one backup. Without "
+    "one, start once with --give-up-journal: each log goes on with what its files hold."
 )
 
 
@@ -238,7 +238,7 @@ class JournalReplay:
         if len(secret) == SECRET_BYTES:
             self.key = key_of(secret)
         elif self._files or kept or self._is_expected or self._begun:
-            self._damage_all(secret_path, "without it nothing in the journal can be believed")
+            self._damage_all(secret_path, "without it nothing in the journal can be trusted")
             self._files += kept
             return
         rounds: list[JournalRound] = []

@@ -62,7 +62,7 @@ def secret_of(folder: Path, known: bytes) -> Secret:
         return Secret(known, path, None)
     why = error(
         "LOG_DAMAGED",
-        f"{path} is missing or short, and the store does not have it either: no record of the log can be believed",
+        f"{path} is missing or short, and the store does not have it either: no record of the log can be trusted",
         hint="Restore the log's file secret from a backup.",
         file=path,
     )
@@ -90,7 +90,7 @@ def check_stays(folder: Path) -> None:
     if (to := moved_to(folder)) is not None:
         raise not_here(to, "has it")
     if (to := leaving_to(folder)) is not None:
-        raise not_here(to, "has it, or is asked whether it has it")
+        raise not_here(to, "has it, or may have it")
 
 
 def not_here(to: To, what: str) -> SeqdedupeError:

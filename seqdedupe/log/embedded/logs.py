@@ -97,7 +97,7 @@ class Scrub:
             try:
                 await self._look_at(log, base_index)
             except OSError as e:
-                logger.warning("%s: the scrub has left out a segment: %s", log.place, e)
+                logger.warning("%s: the scrub has skipped a segment: %s", log.place, e)
             except Exception as e:
                 logger.error("%s: the scrub has failed in the segment of index %d", log.place, base_index, exc_info=e)
 

@@ -174,7 +174,7 @@ class PulsarLogs:
             raise error("LOG_DAMAGED", f"Pulsar has no topic {topic} any more") from e
         if properties.get(INCARNATION) != str(incarnation):
             # Pulsar automatically makes a deleted partition again when a client connects to it.
-            raise error("LOG_DAMAGED", f"the topic {topic} was deleted in Pulsar, and is there anew: it has no log")
+            raise error("LOG_DAMAGED", f"the topic {topic} was deleted in Pulsar and created again: it has no log")
         return properties
 
     async def delete(self, *incarnations: int) -> None:
@@ -232,8 +232,8 @@ class PulsarLogs:
             before = self._wholes.get(topic)
             if whole.unused_partitions and (before is None or before.unused_partitions != whole.unused_partitions):
                 logger.warning(
-                    "topic %s was made with %d partitions, for good: %d that Pulsar has added are not used, and what "
-                    "others publish there is read by nobody",
+                    "topic %s was made with %d partitions, for good: %d that Pulsar has added are not used, and "
+                    "nobody reads what others publish there",
                     topic,
                     whole.partitions,
                     whole.unused_partitions,
@@ -253,7 +253,7 @@ def _exists(topic: str, properties: Mapping[str, str]) -> SeqdedupeError:
     """Return the error for a new topic whose name is taken by a topic with these properties."""
     if wholes.is_going(properties):
         what = f"{topic} is being deleted, and a sidecar is still connected to it"
-        hint = "Try again in a minute: within that time sidecars let go of it."
+        hint = "Try again in a minute: sidecars release it within that time."
     elif INCARNATION in properties:
         what, hint = f"another sidecar has made the topic {topic}", None
     else:

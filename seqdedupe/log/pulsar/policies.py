@@ -267,7 +267,7 @@ async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
     if is_going(properties):
         raise error("NOT_OWNER", f"{topic} is being deleted")
     if (now := properties.get(INCARNATION, str(incarnation))) != str(incarnation):
-        raise error("NOT_OWNER", f"{topic} was deleted and made anew: it is {now}, not {incarnation}")
+        raise error("NOT_OWNER", f"{topic} was deleted and created again: it is {now}, not {incarnation}")
 
 
 async def guard(topic: str, admin: PulsarAdmin, opening: PendingAppends, look: Callable[[], Awaitable[str]]) -> None:

@@ -88,7 +88,7 @@ class OAuth2:
         url = self._ask(f"{self._issuer_url}/.well-known/openid-configuration", None).get("token_endpoint")
         # The secret is only sent over the same kind of connection as the issuer's.
         if not isinstance(url, str) or url.partition(":")[0] != self._issuer_url.partition(":")[0]:
-            raise error("PULSAR_FORBIDS", f"the issuer {self._issuer_url} names no token_endpoint of its own scheme")
+            raise error("PULSAR_FORBIDS", f"the issuer {self._issuer_url} names no token_endpoint with the same scheme")
         answer = self._ask(url, urlencode(asked).encode())
         token, seconds = answer.get("access_token"), answer.get("expires_in", USUAL_SECONDS)
         if not isinstance(token, str) or not token or not isinstance(seconds, int | float):

@@ -199,7 +199,7 @@ class Terms:
         if place.number:
             raise damaged(f"the marker of term {owner.term} is not the first entry of its owner")
         if place.index > self.next_index:
-            raise gap(f"who wrote the marker of term {owner.term} knew of {place.index} messages", self.next_index)
+            raise gap(f"the writer of the marker of term {owner.term} knew of {place.index} messages", self.next_index)
         self.marker = read_marker(message, owner)
         self.owner, self._texts = owner, _texts(owner)
         self._next_number, self._unseen_below, self._has_hole = 1, 0, False
@@ -215,7 +215,7 @@ class Terms:
                 )
         elif number >= self._unseen_below:
             raise damaged(
-                f"entry {number} of term {self.owner.term} comes again after {back} others: nobody sends that late"
+                f"entry {number} of term {self.owner.term} comes again after {back} others: no sidecar sends that late"
             )
         return TermVerdict.REPEAT
 

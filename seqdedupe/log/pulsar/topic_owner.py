@@ -36,15 +36,15 @@ async def not_owner(
         name, address = "", marked_address
     is_named_as_this = name == f"seqdedupe-{own_name}"
     if address == own_address and is_named_as_this:
-        whose = "a producer of its own from before, of which Pulsar lets go, or another process that was given both"
+        whose = "its earlier producer, which Pulsar will release, or another process with the same name and address"
         return error("NOT_OWNER", f"{e.message}; it has the name {own_name} and the address of this sidecar: {whose}")
     if not address or address == own_address:
         return e
     message = f"{e.message}; it is the sidecar at {address}"
     if is_named_as_this:
         message += (
-            f", which has this one's instance name {own_name}: stop one of the two, and start it with an instance_name "
-            "of its own and an empty data directory"
+            f", which has this one's instance name {own_name}: stop one of the two, and start it with another "
+            "instance_name and an empty data directory"
         )
         logger.error("%s", message)
     return error("NOT_OWNER", message, owner_address=address)
@@ -304,7 +304,7 @@ async def forget(admin: PulsarAdmin, namespaces: Sequence[str], name: str, name_
         done = f"{len(one.subscribed) - len(left)} of {len(one.subscribed)} subscriptions of the sidecar {name}"
         raise error(
             "LOG_REFUSED",
-            f"{done} are removed, and not those on {', '.join(left)}: {why.message}",
+            f"{done} are removed, but not those on {', '.join(left)}: {why.message}",
             hint="See why; the same command removes what is left.",
         ) from why
     return one.subscribed

@@ -181,7 +181,7 @@ def _exists(topic: str, there: Whole | None) -> SeqdedupeError:
             f"pulsar-admin topics delete-partitioned-topic {topic}"
         )
     elif there.life is Life.DELETING:
-        what, hint = f"the partitioned topic {topic} is being deleted", "Try again when all sidecars have let go of it."
+        what, hint = f"the partitioned topic {topic} is being deleted", "Try again when all sidecars have released it."
     else:
         what, hint = f"the topic {topic} is there already, with {there.partitions} partitions", None
     return error("TOPIC_EXISTS", what, hint=hint, topic=topic)

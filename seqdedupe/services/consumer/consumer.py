@@ -106,7 +106,7 @@ class Consumer:
         given: object = engine
         if not isinstance(given, Engine):
             what = f"the engine is a {type(given).__name__}: it should be one of sqlalchemy.create_engine"
-            raise _option(what, "Handlers are plain functions, also under asyncio: they run in a thread of their own.")
+            raise _option(what, "Handlers are plain functions, also under asyncio: they run in a separate thread.")
         if inspect.iscoroutinefunction(handle):
             raise _option("the handler is a coroutine function", "Make it a plain function: it runs in a thread.")
         begins: object = start

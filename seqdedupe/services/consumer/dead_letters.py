@@ -288,7 +288,7 @@ def _names(connection: Connection, name: str, indexes: Sequence[int] = ()) -> li
     if not names:
         raise error("INVALID_OPTION", f"there is no consumer {name!r} in this database", hint="Is the name mistyped?")
     if indexes:
-        what = f"the consumer {name!r} has {len(names)} partitions, each with indexes of its own"
+        what = f"the consumer {name!r} has {len(names)} partitions, each with separate indexes"
         raise error("INVALID_OPTION", what, hint=f"Name one of them: {names[0]}.")
     return names
 

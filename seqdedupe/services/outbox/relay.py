@@ -162,7 +162,7 @@ class RelayWork:
                 self._activity.done(0, set_aside=len(page))
             case steps.Renumber(page):
                 self._counters.renumbered += len(page)
-                self._report(f"{len(page)} rows that were restored are published anew")
+                self._report(f"{len(page)} rows that were restored are published again")
                 await asyncio.to_thread(store.renumber, page)
             case steps.Tell(line):
                 self._report(line)

@@ -148,7 +148,7 @@ Step = (
 )  # fmt: skip
 Steps = Generator[Step, Any, Any]
 
-UNTOLD = "whether it was published cannot be told: retention has removed the messages among which it would be"
+UNTOLD = "it is not known whether it was published: retention has removed the messages among which it would be"
 
 
 @dataclass(slots=True)

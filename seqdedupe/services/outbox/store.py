@@ -160,8 +160,8 @@ def check_names(columns: Iterable[str]) -> None:
 def changed(what: str, is_now: str, told: str) -> SeqdedupeError:
     return error(
         "OUTBOX_CHANGED",
-        f"this outbox is published {what} {is_now!r}, and the relay was told {told!r}: what was published and is not "
-        "deleted yet would be published twice",
+        f"this outbox is published {what} {is_now!r}, and the relay was started with {told!r}: rows that are "
+        "published and not deleted yet would be published twice",
     )
 
 

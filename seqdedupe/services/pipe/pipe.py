@@ -32,10 +32,7 @@ logger = logging.getLogger("seqdedupe.pipe")
 
 # -- The position where a pipe reads on: from the outputs in the target, or from a cursor that is further. No I/O.
 
-_ANOTHER_NAME = (
-    "If the messages that are gone do not matter, give the pipe another name: it begins with the first one left, and "
-    "none of those was published under this name."
-)
+_ANOTHER_NAME = "If the lost messages do not matter, give the pipe another name. It begins with the first message left."
 
 
 def start_of(source: str, ends: TopicEnds, complete_up_to: int, persisted: Sequence[Persisted]) -> Position:
@@ -53,9 +50,9 @@ def start_of(source: str, ends: TopicEnds, complete_up_to: int, persisted: Seque
         if first_index and any(one.sequence_id >= 0 for one in persisted):
             raise error(
                 "POSITION_TRIMMED",
-                f"the partitions of the target no longer say up to which message of {source} all outputs are there, "
-                f"and those before index {first_index} are gone by retention: some may never have been piped",
-                hint=_ANOTHER_NAME + " What is left and was piped already comes twice then.",
+                f"retention has removed the messages of {source} before index {first_index}, and the partitions of the "
+                "target no longer say which were piped: some may never have been",
+                hint=_ANOTHER_NAME + " Messages that are left and were piped already are then published twice.",
                 first_index=first_index,
             )
         return Position.before(incarnation, first_index)
@@ -71,8 +68,8 @@ def start_of(source: str, ends: TopicEnds, complete_up_to: int, persisted: Seque
         raise error(
             "POSITION_TRIMMED",
             f"the pipe has read {source} up to index {index}, and the first message left has index {first_index}: "
-            f"{first_index - index - 1:,} that it has not read are gone by retention",
-            hint=_ANOTHER_NAME,
+            f"retention has removed {first_index - index - 1:,} that it has not read",
+            hint=_ANOTHER_NAME + " None of those left was published under this name.",
             index=index,
             first_index=first_index,
         )

@@ -178,4 +178,4 @@ async def test_an_owner_with_the_same_instance_name_elsewhere_is_told_loudly(
     assert ("instance name one" in caplog.text) is is_told
     own = await not_owner(held, cluster(), "persistent://a/b/b1", "one:1", own_name, "")
     assert "owner_address" not in own.numbers
-    assert ("another process that was given both" in own.message) is is_told
+    assert ("another process with the same name and address" in own.message) is is_told

@@ -38,7 +38,7 @@ def test_it_goes_on_with_the_last_input(
 @pytest.mark.parametrize(
     ("first_index", "last_index", "complete_up_to", "reason", "says"),
     [
-        (44, 99, 42 << 10, "POSITION_TRIMMED", "up to index 42, and the first message left has index 44: 1 that"),
+        (44, 99, 42 << 10, "POSITION_TRIMMED", "left has index 44: retention has removed 1 that"),
         (1044, 9999, 42 << 10 | 5, "POSITION_TRIMMED", "1,001 that it has not read"),
         (0, 99, 100 << 10, "POSITION_AFTER_END", "message 100 of s, which ends with index 99"),
         (0, -1, 0, "POSITION_AFTER_END", "ends with index -1"),
