@@ -441,7 +441,8 @@ def test_what_is_no_file_to_import_is_refused(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "any.csv"
     file.write_text("a,b\n")
     refused = run("import", "imports", str(file), status=1).stderr
-    assert b"neither as a snapshot nor as a file of watermarks or of a window does [INVALID_SOURCE]" in refused
+    assert b"any.csv: it is neither a snapshot" in refused
+    assert b"[INVALID_SOURCE]" in refused
     assert b"`seqdedupe export`" in refused
     nowhere = tmp_path / "nowhere" / "file"
     told = run("export", "imports", str(nowhere), status=1).stderr

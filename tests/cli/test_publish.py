@@ -100,7 +100,7 @@ def test_another_file_is_refused_and_the_same_one_grown_is_not(run: Run, tmp_pat
         (tmp_path / "a").write_bytes(other)
         error = run(*publish, status=1).stderr
         assert b"[SOURCE_CHANGED]" in error
-        assert b"another name publishes the whole file, and what is there already twice" in error
+        assert b"another name would store the old records twice" in error
     assert run("read", "changed").stdout == b"a\nb\nc\n"
     (tmp_path / "a").write_bytes(b"a\nb\nc\nd\n")
     run(*publish)

@@ -187,12 +187,12 @@ WRONG = {
     ),
     "no certificate of the client's": (
         "UNREACHABLE",
-        "a certificate of the client's",
+        "a valid certificate of the client",
         lambda ours, other, _: (tls_of(ours.issue("s", "127.0.0.1"), ours), Credentials(tls_ca_file=ours.ca_file)),
     ),
     "a certificate of a foreign client": (
         "UNREACHABLE",
-        "a certificate of the client's",
+        "a valid certificate of the client",
         lambda ours, other, _: (
             tls_of(ours.issue("s", "127.0.0.1"), ours),
             shows(ours, other.issue("foreign")),
