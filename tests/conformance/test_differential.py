@@ -26,7 +26,6 @@ from tests.conformance.cases import (
     listed,
 )
 
-
 # -- a broker's own log ---------------------------------------------------------------------------------------------
 
 
