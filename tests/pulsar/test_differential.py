@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.log.pulsar.entries import EntryFormat
-from tests.conformance.cases import DIFFERENTIAL, SIDECARS_LOG, compare, hold_against_the_page
+from tests.conformance.cases import DIFFERENTIAL, SIDECARS_LOG, compare, hold_against_the_page, listed
 from tests.pulsar.drivers import OfPulsar, OfTopic
 from tests.pulsar.owners import Cluster, kill_and_start
 from tests.pulsar.publishers import Process
@@ -44,7 +44,7 @@ class Case:
         as_observed = compare(self.name, self._answers[self.pulsar], await self.pulsar.log())
         assert not list(as_observed)
         found = compare(self.name, self._answers[self.here], await self.here.log())
-        hold_against_the_page(SIDECARS_LOG, self.name, list(found))
+        hold_against_the_page(listed(SIDECARS_LOG, self.name), list(found))
 
 
 async def test_what_a_broker_answered(mortal_broker: Broker, topic: str, tmp_path: Path) -> None:
