@@ -1,20 +1,39 @@
-"""The options of a command that calls a sidecar: its address, and the command's credentials."""
+"""The options of a command that calls a sidecar: its address, and the command's credentials.
 
+Profiles give them names: `seqdedupe/profiles.toml` in the user's configuration has a table for each sidecar. Its keys
+are the connection options of the commands. It holds no secret: a profile names the file of its token.
+"""
+
+import difflib
 import os
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from seqdedupe import profiles
 from seqdedupe.address import DEFAULT_ADDRESS
 from seqdedupe.client import credentials
 from seqdedupe.client.credentials import Credentials
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.files import read_named
 
 Command = Callable[..., Any]
 
 ADDRESS_VARIABLE = "SEQDEDUPE_ADDRESS"
+
+PROFILE_VARIABLE = "SEQDEDUPE_PROFILE"
+
+_FILE_KEYS = ("token_file", "tls_ca_file", "tls_certificate_file", "tls_key_file")
+"""Keys that name a file: `~` is the user's home, and a relative path begins at the folder of the profiles."""
+
+PROFILE_KEYS = ("address", *_FILE_KEYS)
+
+MAX_PROFILES_BYTES = 1024 * 1024
+
+Profile = dict[str, str]
+"""Some of the keys, and their values."""
 
 _CREDENTIALS = {
     "--token-file": (credentials.TOKEN_FILE, "The file with the token, if the sidecar needs one."),
@@ -47,7 +66,7 @@ def sidecar_options(command: Command) -> Command:
         )(command)
     command = click.option(
         "--profile",
-        envvar=profiles.VARIABLE,
+        envvar=PROFILE_VARIABLE,
         show_envvar=True,
         metavar="NAME",
         help="A profile (`seqdedupe profiles`), for the options that are not given.",
@@ -83,12 +102,12 @@ def _remember(context: click.Context, option: click.Parameter, value: str | None
 def _take_profile(context: click.Context, _option: click.Parameter, name: str | None) -> None:
     context.meta[_TOLD] = {}  # a group may have taken another profile before its command does
     if name:
-        context.default_map = profiles.read(name)
+        context.default_map = read_profile(name)
 
 
 def _profile_names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
     try:
-        return [name for name in profiles.read_all() if name.startswith(incomplete)]
+        return [name for name in read_profiles() if name.startswith(incomplete)]
     except SeqdedupeError:
         return []  # the shell has no place for an error
 
@@ -103,3 +122,58 @@ def told_files() -> dict[str, str]:
 def told_credentials() -> Credentials:
     """Return the credentials of the current command line; the environment has the rest. Raises INVALID_CREDENTIALS."""
     return Credentials.from_environment(**told_files())
+
+
+# -- Profiles.
+
+
+def profiles_path() -> Path:
+    """Return the path of the profiles: `seqdedupe/profiles.toml` in `XDG_CONFIG_HOME`, else in `~/.config`."""
+    folder = os.environ.get("XDG_CONFIG_HOME", "")
+    # By the specification, a relative folder is ignored.
+    return (Path(folder) if os.path.isabs(folder) else Path.home() / ".config") / "seqdedupe" / "profiles.toml"
+
+
+def read_profiles() -> dict[str, Profile]:
+    """Return all profiles by name, in the order of the file; none if there is no file.
+
+    Raises INVALID_CONFIGURATION if any part of the file is invalid, also for another profile."""
+    path = profiles_path()
+    try:
+        tables = tomllib.loads(read_named(path, MAX_PROFILES_BYTES).decode())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:  # ValueError: too large, not UTF-8, not TOML
+        raise _invalid(f"the profiles in {path} cannot be read: {(isinstance(e, OSError) and e.strerror) or e}") from e
+    return {name: _checked(path, name, table) for name, table in tables.items()}
+
+
+def read_profile(name: str) -> Profile:
+    """Return one profile. Raises INVALID_CONFIGURATION if there is none of this name, and as `read_profiles`."""
+    profiles = read_profiles()
+    if name not in profiles:
+        near = difflib.get_close_matches(name, profiles, 1)
+        known = f"do you mean {near[0]}?" if near else f"there are {', '.join(profiles) or 'none'}"
+        raise _invalid(f"there is no profile {name!r} in {profiles_path()}: {known}")
+    return profiles[name]
+
+
+def _checked(path: Path, name: str, table: object) -> Profile:
+    if not isinstance(table, dict):
+        raise _invalid(f"{path}: {name} stands outside of a profile; a profile begins with its name, as [{name}]")
+    found: Profile = {}
+    for key, value in table.items():
+        if key not in PROFILE_KEYS:
+            near = difflib.get_close_matches(key, PROFILE_KEYS, 1)
+            what = f"{path}: the profile {name!r} has a key {key!r}, which is none of {', '.join(PROFILE_KEYS)}"
+            # A similar key suggested for `token` would hide that no token may be in this file.
+            raise _invalid(f"{what}: do you mean {near[0]}?" if near and key != "token" else what)
+        if not isinstance(value, str) or not value:
+            raise _invalid(f"{path}: {key} of the profile {name!r} should be text in quotes, and not empty")
+        found[key] = str(path.parent / Path(value).expanduser()) if key in _FILE_KEYS else value
+    return found
+
+
+def _invalid(what: str) -> SeqdedupeError:
+    hint = "See docs/reference/cli.md. A token must be in a separate file, which token_file names."
+    return error("INVALID_CONFIGURATION", what, hint=hint)

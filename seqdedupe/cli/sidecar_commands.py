@@ -1,5 +1,7 @@
-"""The operators' commands about a sidecar as a whole: compiling, a cluster's list, numbers to and from files, `top`."""
+"""The operators' commands about a sidecar as a whole: compiling, a cluster's list, numbers to and from files, `top`,
+what a start would refuse, and the profiles that name sidecars."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,12 +13,14 @@ from typing import Any
 import click
 
 from seqdedupe import exports, files
-from seqdedupe.cli.common import common, connect, connect_to, is_alone, tell
+from seqdedupe.cli.common import as_json_option, common, connect, connect_to, is_alone, tell
 from seqdedupe.cli.topic_commands import position_json
 from seqdedupe.command import echo, needing, print_json, print_table, printable
+from seqdedupe.errors import error
 from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe.sidecar_options import PROFILE_KEYS, PROFILE_VARIABLE, read_profiles
 from seqdedupe.v1 import admin_pb2
 
 
@@ -279,3 +283,67 @@ def _rates(activity: admin_pb2.Activity, interval_ms: int) -> dict[str, float | 
         "unknown": sum(activity.unknown),
         "refused": sum(activity.refused),
     }
+
+
+@click.group()
+def config() -> None:
+    """Check the configuration of a sidecar."""
+
+
+@config.command()
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@as_json_option
+def check(file: Path | None, as_json: bool) -> None:
+    """List everything that would prevent a start with this file. Start nothing.
+
+    As at a start, SEQDEDUPE_* variables come before FILE. The command locks, creates and writes nothing. Run it as the
+    sidecar's user. Warnings do not prevent a start.
+    """
+    with needing("this needs", "sidecar"):
+        from broker_sidecar.config_check import find_problems
+
+        problems = find_problems(file, os.environ)
+    errors = sum(problem.ends_start for problem in problems)
+    values = [
+        {
+            "is_error": ends_start,
+            "key": why.numbers.get("key"),
+            "reason": why.reason,
+            "message": why.message,
+            "hint": why.hint,
+        }
+        for why, ends_start in problems
+    ]
+    lines = [f"{'error' if ends_start else 'warning'}: {why} {why.hint}" for why, ends_start in problems]
+    if not errors:
+        lines.append(f"the configuration is valid{': warnings alone' if problems else ''}")
+    tell(as_json, {"file": None if file is None else str(file), "problems": values}, *lines)
+    if errors:
+        what = f"the configuration has {errors} error{'' if errors == 1 else 's'}: a start would end with the first"
+        raise error("INVALID_CONFIGURATION", what, errors=errors)
+
+
+@click.command()
+@as_json_option
+def profiles(as_json: bool) -> None:
+    """List the profiles of this user: the addresses of sidecars and the names of files.
+
+    SEQDEDUPE_PROFILE or --profile of a command chooses a profile. The command shows no content of the files.
+    """
+    chosen = os.environ.get(PROFILE_VARIABLE)
+    found = read_profiles()
+    if as_json:
+        print_json(
+            [
+                {"name": name, **{key: profile.get(key) for key in PROFILE_KEYS}, "is_chosen": name == chosen}
+                for name, profile in found.items()
+            ]
+        )
+        return
+    print_table(
+        ("PROFILE", *(key.replace("_", " ").upper() for key in PROFILE_KEYS), "CHOSEN"),
+        [
+            (name, *(profile.get(key, "-") for key in PROFILE_KEYS), "yes" if name == chosen else "-")
+            for name, profile in found.items()
+        ],
+    )

@@ -201,7 +201,13 @@ else:
             hints = get_type_hints(function, include_extras=True)
             returned = hints.pop("return")
             signature = _TYPES[returned](*(_TYPES[hint] for hint in hints.values()))
-            options: Any = {"forceinline": inline, "nogil": nogil, "_nrt": not bare, "error_model": "numpy", "no_cfunc_wrapper": True}
+            options: Any = {
+                "forceinline": inline,
+                "nogil": nogil,
+                "_nrt": not bare,
+                "error_model": "numpy",
+                "no_cfunc_wrapper": True,
+            }
             if not _is_later or at_once or numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
                 return cast(F, njit(signature, cache=_is_kept, **options)(function))
             dispatcher: Any = njit(cache=_is_kept, **options)(function)

@@ -14,8 +14,7 @@ import pytest
 from broker_sidecar.config import KEYS, Config, load
 from seqdedupe.client.credentials import VARIABLES
 from seqdedupe.errors import ConfigurationError
-from seqdedupe.profiles import VARIABLE as PROFILE_VARIABLE
-from seqdedupe.sidecar_options import ADDRESS_VARIABLE
+from seqdedupe.sidecar_options import ADDRESS_VARIABLE, PROFILE_VARIABLE
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic.policy import LARGEST, LEAST
 from seqdedupe.v1 import admin_pb2

@@ -71,7 +71,7 @@ def test_following_ends_quietly_at_ctrl_c(run: Run, tmp_path: Path, environment:
 def test_ctrl_c_during_the_imports_ends_it_quietly(tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    # A program that was started in the background of a shell without job control ignores SIGINT, and so do its children.
+    # What a shell without job control starts in the background ignores SIGINT, and so do its children.
     command = ["env", "--default-signal=INT", COMMAND, "version"]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")

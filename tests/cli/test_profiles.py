@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe import profiles
+from seqdedupe import sidecar_options
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import Sidecar
 from tests.certificates import Authority, guarded_sidecar
@@ -130,14 +130,14 @@ def test_the_folder_of_configurations_is_that_of_the_user(run: Run, tmp_path: Pa
         ("[b]", "there is no profile 'a'"),
         ("[aa]", "do you mean aa?"),
         ("[a]\n[b]\nx = 1", "the profile 'b' has a key 'x'"),
-        ("#" * (profiles.MAX_FILE_BYTES + 1), "cannot be read: "),
+        ("#" * (sidecar_options.MAX_PROFILES_BYTES + 1), "cannot be read: "),
     ],
 )
 def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     write(tmp_path, text)
     with pytest.raises(ConfigurationError) as caught:
-        profiles.read("a")
+        sidecar_options.read_profile("a")
     assert said in str(caught.value)
     assert "s3cr3t" not in str(caught.value)
     assert "token_file" in caught.value.hint

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pulsar_broker import quick
-from pulsar_broker.archive import Archive
+from pulsar_broker.quick import Archive
 
 
 class Writer:

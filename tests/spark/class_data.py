@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyspark
 
-from pulsar_broker.archive import Archive
+from pulsar_broker.quick import Archive
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 ARCHIVE = Archive(Path(pyspark.__file__).parent / "jars")
