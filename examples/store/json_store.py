@@ -10,8 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from seqdedupe.errors import error
 from seqdedupe.message_id import Position
-from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, check_replacement
+from seqdedupe_spark.stores.contract import Advance, Beside, Binding, OutputStore, Stored, check_replacement
 from seqdedupe_spark.stores.kinds import Column, check_schema, check_table
 
 
@@ -60,7 +61,16 @@ class JsonStore(OutputStore):
             state["watermarks"][f"{job} {topic}"] = {}
         return True
 
-    def write(self, job: str, table: str, batches: Iterator[pa.RecordBatch], advances: Sequence[Advance]) -> int:
+    def write(
+        self,
+        job: str,
+        table: str,
+        batches: Iterator[pa.RecordBatch],
+        advances: Sequence[Advance],
+        beside: Beside | None = None,
+    ) -> int:
+        if beside is not None:
+            raise error("UNSUPPORTED_STORE", "the JSON file has no dead letters")
         # All input first: the lock is not held while it is read.
         read = list(batches)
         changed = [advance.changed_watermarks() for advance in advances]
