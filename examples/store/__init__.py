@@ -1,0 +1,1 @@
+"""A store for reader jobs that is one JSON file."""
