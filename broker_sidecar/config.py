@@ -80,12 +80,10 @@ class PulsarConfig:
     service_url: str = key("", "Pulsar's brokers: `pulsar://host:6650` or `pulsar+ssl://host:6651`.")
     admin_url: str = key("", "Pulsar's admin calls: `http://host:8080` or `https://host:8443`.")
     namespaces: str = key("public/default", "Where to search for topics: `tenant/namespace`, separated by commas.")
-    manage_topic_policies: bool = key(
-        False, "Replace unsafe policies of a topic in Pulsar instead of refusing the topic."
-    )
+    manage_topic_policies: bool = key(False, "Replace a topic's unsafe policies in Pulsar instead of refusing it.")
     entry_format: str = key(
         "plain",
-        "New topics: `plain`, a Pulsar message for each message, for any consumer; `packed`, one for each batch.",
+        "Of new topics: `plain`, a Pulsar message for each message, for any consumer; `packed`, one for each batch.",
     )
     token_file: str = key("", "File with the token for Pulsar.")
     oauth2_issuer_url: str = key("", "Issuer of tokens for Pulsar (OAuth 2.0, client credentials).")
@@ -158,13 +156,11 @@ class Config:
     """All keys, their defaults and meanings. Names are Pulsar's where Pulsar has one."""
 
     data_directory: str = key("", "Folder for the store and the logs. Required.")
-    backup_directory: str = key("", "Existing folder for backups (`seqdedupe backup`). Unset: no backups.")
+    backup_directory: str = key("", "Existing folder for `seqdedupe backup`. Unset: no backups.")
     listen: str = key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
-    also_listen: str = key(
-        "", "A second address for gRPC. It is not advertised. At least one of the two is a Unix socket."
-    )
+    also_listen: str = key("", "A second address, not advertised. At least one of the two is a Unix socket.")
     allow_insecure_listen: bool = key(
-        False, "Allow an address that is not loopback without encryption or authentication."
+        False, "Allow addresses other than loopback without encryption or authentication."
     )
     authentication: str = key(
         "token",
@@ -172,19 +168,17 @@ class Config:
         "everybody may do everything.",
     )
     token_keys_file: str = key("", "File of public keys (JWKS) that verify JSON Web Tokens.")
-    token_audience: str = key("", "What the `aud` of these tokens must contain. Required with `token_keys_file`.")
-    token_max_lifetime_minutes: int = key(0, "Minutes that these tokens may be from `iat` to `exp`. 0: no limit.")
-    tls_certificate_file: str = key(
-        "", "PEM file with the sidecar's certificate and its chain. With it the sidecar serves TLS."
-    )
-    tls_key_file: str = key("", "PEM file with the certificate's key.")
+    token_audience: str = key("", "Required `aud` of these tokens. Needed with `token_keys_file`.")
+    token_max_lifetime_minutes: int = key(0, "Longest time from `iat` to `exp` of these tokens. 0: no limit.")
+    tls_certificate_file: str = key("", "PEM file with the sidecar's certificate and its chain. Turns on TLS.")
+    tls_key_file: str = key("", "PEM file with its key.")
     tls_client_ca_file: str = key(
-        "", "PEM file with authorities. Every client must show a certificate of one; its SAN names the client."
+        "", "PEM file with authorities. Every client must show a certificate of one; its SAN is the client's name."
     )
-    tls_client_crl_file: str = key("", "PEM file with revocation lists (CRLs) of these authorities.")
-    peer_token_file: str = key("", "File with the token that the sidecar shows to `peers`. Workers need none.")
+    tls_client_crl_file: str = key("", "PEM file with their revocation lists (CRLs).")
+    peer_token_file: str = key("", "File with the token for `peers`. Workers need none.")
     peer_tls_ca_file: str = key(
-        "", "PEM file with the authorities of other sidecars. Unset: `tls_client_ca_file`, else public ones."
+        "", "PEM file with other sidecars' authorities. Unset: `tls_client_ca_file`, else public ones."
     )
     socket_mode: str = key("600", "Permissions of the Unix socket, in octal. 660 admits its group.")
     metrics_listen: str = key(
@@ -193,25 +187,18 @@ class Config:
     audit_file: str = key("", "File of the audit trail. Unset: none. Workers add their numbers.")
     log: str = key(
         "embedded",
-        "What holds the messages: `embedded`, the sidecar; `pulsar`, a Pulsar cluster; `broker`, a broker "
-        "that attaches.",
+        "What holds the messages: `embedded`, this sidecar; `pulsar`, a cluster; `broker`, an attached broker.",
     )
-    instance_name: str = key(
-        "", "The sidecar's own name in a Pulsar cluster, different for each sidecar. Unset: a random one."
-    )
+    instance_name: str = key("", "This sidecar's unique name in a Pulsar cluster. Unset: a random one.")
     workers: int = key(
-        0,
-        "Processes that share the topics. Another number than the data directory's moves topics. 0: its "
-        "number, else 1.",
+        0, "Processes that share the topics. A new number moves topics. 0: the data directory's, else 1."
     )
-    shards: str = key("", "The shards of topics of this process, as `0-15`, if other processes have the rest.")
-    peers: str = key(
-        "", "Addresses of sidecars that this one may call, separated by commas: docs/reference/configuration.md."
-    )
+    shards: str = key("", "The shards of this process, as `0-15`, if other processes have the rest.")
+    peers: str = key("", "Sidecars that this one may call, separated by commas: docs/reference/configuration.md.")
     cluster_id: str = key("", "Name of the cluster of the shards, the same for all. Required with `shards`.")
     advertised_address: str = key("", "Where clients and other sidecars reach this one. Unset: `listen`.")
     rules_file: str = key("", "TOML file of who may do what, and each caller's share: docs/reference/rules.md.")
-    standby: bool = key(False, "Follow topics that other sidecars own, and take over each that has no owner.")
+    standby: bool = key(False, "Take over topics of other sidecars that have no owner.")
     allow_auto_topic_creation: bool = key(
         True, "Create a missing topic when a producer opens it or a broker attaches it."
     )
@@ -220,15 +207,15 @@ class Config:
     default_retention_size_in_mb: int = key(-1, "MB of messages to keep of each topic. -1: no limit.")
     default_retention_time_in_minutes: int = key(-1, "Minutes to keep each message. -1: no limit.")
     deduplication_producer_inactivity_timeout_minutes: int = key(
-        0, "Forget a producer not used for this number of minutes. 0: never."
+        0, "Minutes until an unused producer is forgotten. 0: never."
     )
     deduplication_window_memory_in_mb: int = key(
-        1024, "Memory for all deduplication IDs. Others are on disk, which is slower."
+        1024, "Memory for deduplication IDs. Others are on disk, which is slower."
     )
-    scrub_bytes_per_second: int = key(524_288, "Read all logs in the background at this rate to find damage. 0: off.")
-    max_topics: int = key(10_000, "The most topics that may be created.")
-    max_streams: int = key(1_000, "The most streams of all kinds at once.")
-    drain_timeout_seconds: int = key(30, "At SIGTERM, the longest wait for messages in flight.")
+    scrub_bytes_per_second: int = key(524_288, "Rate of reading all logs to find damage. 0: off.")
+    max_topics: int = key(10_000, "Most topics.")
+    max_streams: int = key(1_000, "Most streams of all kinds at once.")
+    drain_timeout_seconds: int = key(30, "Longest wait at SIGTERM for messages in flight.")
     log_level: str = key("info", "`debug`, `info`, `warning` or `error`.")
     log_format: str = key("json", "`json` (one object a line) or `text`.")
     pulsar: PulsarConfig = field(default_factory=PulsarConfig)
