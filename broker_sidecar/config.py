@@ -83,7 +83,7 @@ class PulsarConfig:
     manage_topic_policies: bool = key(False, "Replace a topic's unsafe policies in Pulsar instead of refusing it.")
     entry_format: str = key(
         "plain",
-        "Of new topics: `plain`, a Pulsar message for each message, for any consumer; `packed`, one for each batch.",
+        "For new topics: `plain`, a Pulsar message for each message, for any consumer; `packed`, one for each batch.",
     )
     token_file: str = key("", "File with the token for Pulsar.")
     oauth2_issuer_url: str = key("", "Issuer of tokens for Pulsar (OAuth 2.0, client credentials).")
@@ -198,7 +198,7 @@ class Config:
     cluster_id: str = key("", "Name of the cluster of the shards, the same for all. Required with `shards`.")
     advertised_address: str = key("", "Where clients and other sidecars reach this one. Unset: `listen`.")
     rules_file: str = key("", "TOML file of who may do what, and each caller's share: docs/reference/rules.md.")
-    standby: bool = key(False, "Take over topics of other sidecars that have no owner.")
+    standby: bool = key(False, "Follow other sidecars' topics, and take over each without an owner.")
     allow_auto_topic_creation: bool = key(
         True, "Create a missing topic when a producer opens it or a broker attaches it."
     )
