@@ -77,28 +77,19 @@ _ENTRY_FORMATS = ("plain", "packed")
 class PulsarConfig:
     """All keys of the table `[pulsar]`. Those about TLS have the names of Pulsar's `client.conf`."""
 
-    service_url: str = key("", "Where Pulsar's brokers are: `pulsar://host:6650`, or `pulsar+ssl://host:6651`.")
-    admin_url: str = key("", "Where Pulsar's admin calls go: `http://host:8080`, or `https://host:8443`.")
-    namespaces: str = key(
-        "public/default", "The namespaces to search for topics, as `tenant/namespace`, separated by commas."
-    )
-    manage_topic_policies: bool = key(
-        False, "Where a topic's policies in Pulsar are not safe, set safe ones for the topic instead of refusing it."
-    )
+    service_url: str = key("", "Pulsar's brokers: `pulsar://host:6650` or `pulsar+ssl://host:6651`.")
+    admin_url: str = key("", "Pulsar's admin calls: `http://host:8080` or `https://host:8443`.")
+    namespaces: str = key("public/default", "Where to search for topics: `tenant/namespace`, separated by commas.")
+    manage_topic_policies: bool = key(False, "Replace a topic's unsafe policies in Pulsar instead of refusing it.")
     entry_format: str = key(
         "plain",
-        "Format of new topics. `plain`: a Pulsar message for each message, which any consumer reads. `packed`: a "
-        "Pulsar message for each batch.",
+        "For new topics: `plain`, a Pulsar message for each message, for any consumer; `packed`, one for each batch.",
     )
-    token_file: str = key("", "File with the token for Pulsar. It is read again whenever the token is needed.")
-    oauth2_issuer_url: str = key("", "URL of the issuer of tokens for Pulsar (OAuth 2.0, client credentials).")
-    oauth2_credentials_file: str = key("", "JSON file with `client_id` and `client_secret` for the issuer.")
-    oauth2_audience: str = key(
-        "", "Audience of the tokens: the issuer's name for the cluster. Not all issuers need it."
-    )
-    tls_trust_certs_file_path: str = key(
-        "", "PEM file with the authorities that sign the brokers' certificates. Unset: those of the system."
-    )
+    token_file: str = key("", "File with the token for Pulsar.")
+    oauth2_issuer_url: str = key("", "Issuer of tokens for Pulsar (OAuth 2.0, client credentials).")
+    oauth2_credentials_file: str = key("", "JSON file with `client_id` and `client_secret`.")
+    oauth2_audience: str = key("", "Audience of the tokens, if the issuer needs it.")
+    tls_trust_certs_file_path: str = key("", "PEM file with the brokers' authorities. Unset: those of the system.")
     tls_enable_hostname_verification: bool = key(True, "Whether a broker's certificate must be for its host name.")
 
     @property
@@ -164,119 +155,67 @@ RETENTION = ("default_retention_size_in_mb", "default_retention_time_in_minutes"
 class Config:
     """All keys, their defaults and meanings. Names are Pulsar's where Pulsar has one."""
 
-    data_directory: str = key("", "Folder for the store and the logs. Required. One sidecar owns it.")
-    backup_directory: str = key(
-        "",
-        "Folder for backups (`seqdedupe backup`). The sidecar never creates it; while it is missing, the sidecar "
-        "serves and warns. Unset: no backups.",
-    )
+    data_directory: str = key("", "Folder for the store and the logs. Required.")
+    backup_directory: str = key("", "Existing folder for `seqdedupe backup`. Unset: no backups.")
     listen: str = key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
-    also_listen: str = key(
-        "",
-        "A second address for gRPC: `host:port` if `listen` is a Unix socket, or `unix:/path`. It is not advertised. "
-        "Unset: none.",
-    )
+    also_listen: str = key("", "A second address, not advertised. At least one of the two is a Unix socket.")
     allow_insecure_listen: bool = key(
-        False,
-        "Allow an address that is not loopback to be served without encryption, or without authentication.",
+        False, "Allow addresses other than loopback without encryption or authentication."
     )
     authentication: str = key(
         "token",
-        "`token`: every call shows the token in the data directory, or what the keys below accept. `none`: "
-        "everybody who can connect may do everything.",
+        "`token`: every call shows the data directory's token, or what the keys below accept. `none`: "
+        "everybody may do everything.",
     )
-    token_keys_file: str = key(
-        "", "File of public keys (JWKS). The sidecar accepts JSON Web Tokens that one of them verifies."
-    )
-    token_audience: str = key(
-        "", "Audience of these tokens: their `aud` must contain it. Required with `token_keys_file`."
-    )
-    token_max_lifetime_minutes: int = key(
-        0, "Accept only tokens with at most this number of minutes from `iat` to `exp`. 0: no limit."
-    )
-    tls_certificate_file: str = key(
-        "", "PEM file with the sidecar's certificate, and those up to its authority. With it the sidecar serves TLS."
-    )
-    tls_key_file: str = key("", "PEM file with the certificate's key.")
+    token_keys_file: str = key("", "File of public keys (JWKS) that verify JSON Web Tokens.")
+    token_audience: str = key("", "Required `aud` of these tokens. Needed with `token_keys_file`.")
+    token_max_lifetime_minutes: int = key(0, "Longest time from `iat` to `exp` of these tokens. 0: no limit.")
+    tls_certificate_file: str = key("", "PEM file with the sidecar's certificate and its chain. Turns on TLS.")
+    tls_key_file: str = key("", "PEM file with its key.")
     tls_client_ca_file: str = key(
-        "", "PEM file with authorities. Every client must show a certificate of one of them; its SAN names the client."
+        "", "PEM file with authorities. Every client must show a certificate of one; its SAN is the client's name."
     )
-    tls_client_crl_file: str = key(
-        "",
-        "PEM file with revocation lists (CRLs) of these authorities. The sidecar refuses clients that show a revoked "
-        "certificate.",
-    )
-    peer_token_file: str = key(
-        "", "File with the token that the sidecar shows to `peers`. Workers of one directory need none."
-    )
+    tls_client_crl_file: str = key("", "PEM file with their revocation lists (CRLs).")
+    peer_token_file: str = key("", "File with the token for `peers`. Workers need none.")
     peer_tls_ca_file: str = key(
-        "",
-        "PEM file with the authorities of other sidecars' certificates. Unset: `tls_client_ca_file`, else public ones.",
+        "", "PEM file with other sidecars' authorities. Unset: `tls_client_ca_file`, else public ones."
     )
     socket_mode: str = key("600", "Permissions of the Unix socket, in octal. 660 admits its group.")
     metrics_listen: str = key(
-        "",
-        "Where to serve metrics and the status page over HTTP: `host:port` (port 0: a free one). Unset: nowhere.",
+        "", "Where to serve metrics and the status page: `host:port` (port 0: a free one). Unset: nowhere."
     )
-    audit_file: str = key(
-        "",
-        "File of the audit trail: what operators do, and who is refused. Unset: none. Workers add their numbers.",
-    )
+    audit_file: str = key("", "File of the audit trail. Unset: none. Workers add their numbers.")
     log: str = key(
         "embedded",
-        "What holds the messages: `embedded`, the sidecar itself; `pulsar`, a Pulsar cluster; `broker`, a broker that "
-        "attaches (`DedupeService`).",
+        "What holds the messages: `embedded`, this sidecar; `pulsar`, a cluster; `broker`, an attached broker.",
     )
-    instance_name: str = key(
-        "",
-        "Name of this sidecar in its producers and subscriptions in Pulsar. No two sidecars may have the same one. "
-        "Unset: a random one.",
-    )
+    instance_name: str = key("", "This sidecar's unique name in a Pulsar cluster. Unset: a random one.")
     workers: int = key(
-        0,
-        "Number of processes that share the topics. Topics are moved if the data directory has another number. 0: its "
-        "number, or 1 if it is new.",
+        0, "Processes that share the topics. A new number moves topics. 0: the data directory's, else 1."
     )
-    shards: str = key("", "The shards of topics that this process has, as `0-15`, if other processes have the rest.")
-    peers: str = key(
-        "",
-        "Addresses of sidecars that this one may call, separated by commas. Which ones depends on `shards` and `log`: "
-        "docs/reference/configuration.md.",
-    )
-    cluster_id: str = key("", "Name of the cluster of the shards, the same for all processes. Required with `shards`.")
+    shards: str = key("", "The shards of this process, as `0-15`, if other processes have the rest.")
+    peers: str = key("", "Sidecars that this one may call, separated by commas: docs/reference/configuration.md.")
+    cluster_id: str = key("", "Name of the cluster of the shards, the same for all. Required with `shards`.")
     advertised_address: str = key("", "Where clients and other sidecars reach this one. Unset: `listen`.")
-    rules_file: str = key(
-        "",
-        "TOML file that says who may do what, and how much of the sidecar each may use: docs/reference/rules.md.",
-    )
-    standby: bool = key(
-        False, "Follow topics of the cluster that other sidecars own, and take over each as soon as it has no owner."
-    )
+    rules_file: str = key("", "TOML file of who may do what, and each caller's share: docs/reference/rules.md.")
+    standby: bool = key(False, "Follow other sidecars' topics, and take over each without an owner.")
     allow_auto_topic_creation: bool = key(
-        True, "Create a missing topic when a client opens a producer on it, or a broker attaches it."
+        True, "Create a missing topic when a producer opens it or a broker attaches it."
     )
-    deduplication_entries_interval: int = key(
-        1000, "Take a snapshot of a topic each time this number of batches is stored."
-    )
-    deduplication_snapshot_interval_seconds: int = key(
-        120, "Take a snapshot of a changed topic after this number of seconds. 0: not by time."
-    )
-    default_retention_size_in_mb: int = key(
-        -1, "Keep at most this number of MB of each topic's messages. -1: no limit."
-    )
-    default_retention_time_in_minutes: int = key(-1, "Keep each message for this number of minutes. -1: no limit.")
+    deduplication_entries_interval: int = key(1000, "Batches of a topic from one snapshot to the next.")
+    deduplication_snapshot_interval_seconds: int = key(120, "Seconds from a change to a snapshot. 0: not by time.")
+    default_retention_size_in_mb: int = key(-1, "MB of messages to keep of each topic. -1: no limit.")
+    default_retention_time_in_minutes: int = key(-1, "Minutes to keep each message. -1: no limit.")
     deduplication_producer_inactivity_timeout_minutes: int = key(
-        0, "Forget a producer that was not used for this number of minutes in which the sidecar ran. 0: never."
+        0, "Minutes until an unused producer is forgotten. 0: never."
     )
     deduplication_window_memory_in_mb: int = key(
-        1024, "Memory for the deduplication IDs of all topics together. IDs beyond it are on disk, which is slower."
+        1024, "Memory for deduplication IDs. Others are on disk, which is slower."
     )
-    scrub_bytes_per_second: int = key(
-        524_288, "Read all logs repeatedly in the background, at most at this rate, to find damage. 0: off."
-    )
-    max_topics: int = key(10_000, "Refuse to create more than this number of topics.")
-    max_streams: int = key(1_000, "Serve at most this number of streams of all kinds at once.")
-    drain_timeout_seconds: int = key(30, "At SIGTERM, wait at most this number of seconds for messages in flight.")
+    scrub_bytes_per_second: int = key(524_288, "Rate of reading all logs to find damage. 0: off.")
+    max_topics: int = key(10_000, "Most topics.")
+    max_streams: int = key(1_000, "Most streams of all kinds at once.")
+    drain_timeout_seconds: int = key(30, "Longest wait at SIGTERM for messages in flight.")
     log_level: str = key("info", "`debug`, `info`, `warning` or `error`.")
     log_format: str = key("json", "`json` (one object a line) or `text`.")
     pulsar: PulsarConfig = field(default_factory=PulsarConfig)
