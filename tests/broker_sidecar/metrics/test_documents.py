@@ -234,7 +234,7 @@ def test_the_runbook_knows_every_reason() -> None:
     assert not rows.keys() & set(named)
     assert "## Reasons" in told
     for reason, cells in rows.items():
-        assert len(cells) == 3, reason
+        assert len(cells) == 2, reason
         assert all(cell.rstrip(" |").endswith((".", ".)", "?", "?)")) for cell in cells), reason
 
 
