@@ -204,12 +204,22 @@ def test_every_metric_of_ours_is_in_the_dashboard(page: Page) -> None:
 
 def test_the_page_of_metrics_is_about_these(page: Page) -> None:
     rows = rows_of(METRICS)
+    text = METRICS.read_text()
     found = {}
+    histograms = set()
     for family in page.families:
         name = family.name + ("_total" if family.type == "counter" else "")
+        if name.startswith("process_"):
+            assert f"`{name}`" in text
+            continue
+        assert family.type == "counter" or not name.endswith("_total"), name
+        if family.type == "histogram":
+            histograms.add(name)
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-        found[name] = [family.type, ", ".join(f"`{label}`" for label in sorted(labels)) or "–", family.documentation]
+        found[name] = [*([", ".join(f"`{label}`" for label in sorted(labels))] if labels else []), family.documentation]
     assert rows == found
+    [listed] = re.findall(r"Histograms are (.*?)\. All others are gauges", text, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", listed)) == histograms
 
 
 def test_alerts_and_their_sections() -> None:
