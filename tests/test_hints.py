@@ -21,8 +21,8 @@ from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import check_cursor_name
 from seqdedupe.services.pipe import Pipe
 from seqdedupe.services.pipe.outputs import MAX_INPUT_INDEX, Calling
-from seqdedupe.topic.cursors import move_cursor
 from seqdedupe.topic.frame import check_by_id
+from seqdedupe.topic.operations import move_cursor
 from seqdedupe.topic.sessions import check_count
 
 POSITION = Position(7, MessageId(7, 3), 3)

@@ -18,7 +18,7 @@ from seqdedupe.errors import error
 from seqdedupe.log.contract import LargerRecordError
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
-from seqdedupe.topic import cursors, policy
+from seqdedupe.topic import operations, policy
 from seqdedupe.topic.directory import Topics, find
 from seqdedupe.topic.readers import PAGE_BYTES, Followers, Page, check_index, end_index, index_after, read_on, read_page
 from seqdedupe.topic.topic import Topic
@@ -269,7 +269,7 @@ class Cursors:
         return await find(self._topics, name)
 
     async def _get_cursor(self, request: read_pb2.GetCursorRequest) -> read_pb2.GetCursorResponse:
-        kept = cursors.kept_by_cursor(await self._topic(request.topic), request.name)
+        kept = operations.kept_by_cursor(await self._topic(request.topic), request.name)
         if kept is None:
             return read_pb2.GetCursorResponse()
         position, note = kept
@@ -285,7 +285,7 @@ class Cursors:
         there = [cursor.name for cursor in topic.newest_policy.cursors]
         if request.name not in there:
             self._permissions.check_new_cursor(topic.name, there)
-        await cursors.move_cursor(topic, request.name, expected, _kept(request.new))
+        await operations.move_cursor(topic, request.name, expected, _kept(request.new))
         return read_pb2.MoveCursorResponse()
 
     async def _wait_for_turn(self, request: read_pb2.MoveCursorRequest) -> None:
@@ -304,7 +304,7 @@ class Cursors:
 
     async def _list_cursors(self, request: admin_pb2.ListCursorsRequest) -> admin_pb2.ListCursorsResponse:
         answer = admin_pb2.ListCursorsResponse()
-        policy.fill_cursors(cursors.cursors_of(await self._topic(request.topic)), answer.cursors)
+        policy.fill_cursors(operations.cursors_of(await self._topic(request.topic)), answer.cursors)
         return answer
 
     async def _set_cursor_hold(self, request: admin_pb2.SetCursorHoldRequest) -> admin_pb2.SetCursorHoldResponse:
@@ -312,13 +312,13 @@ class Cursors:
         if self._topics is not None and self._topics.kind.log.is_shared:
             what = "retention of topics on Pulsar's log is Pulsar's: cursors cannot hold it back"
             raise error("INVALID_REQUEST", what)
-        await cursors.hold_cursor(topic, request.name, request.hold_retention_in_mb)
+        await operations.hold_cursor(topic, request.name, request.hold_retention_in_mb)
         return admin_pb2.SetCursorHoldResponse()
 
     async def _delete_cursor(self, request: admin_pb2.DeleteCursorRequest) -> admin_pb2.DeleteCursorResponse:
-        await cursors.remove_cursor(await self._topic(request.topic), request.name)
+        await operations.remove_cursor(await self._topic(request.topic), request.name)
         return admin_pb2.DeleteCursorResponse()
 
 
-def _kept(value: read_pb2.CursorValue) -> cursors.CursorContent:
+def _kept(value: read_pb2.CursorValue) -> operations.CursorContent:
     return Position.from_proto(value.position), value.note

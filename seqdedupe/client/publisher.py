@@ -63,8 +63,7 @@ MAX_PENDING_BYTES = 64 * 1024 * 1024
 """The most bytes that wait for receipts. A call that sends more waits until there is room."""
 
 MAX_RUNS = 4096
-"""The most runs of indexes that a publisher remembers. Messages of other publishers make gaps between runs. The lowest
-runs are forgotten first."""
+"""The most runs of indexes that a publisher remembers. Messages of others are between them. The lowest go first."""
 
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 1.0
@@ -90,10 +89,8 @@ class _Call:
 
 
 class TopicHistory:
-    """The facts about a topic from its receipts. Receipts of another history contradict them: of an older copy of its
-    log, or of a topic that was recreated under its name.
-
-    Receipts arrive in any order, and a duplicate has the index of its original. So a low index alone proves nothing.
+    """The facts about a topic from its receipts. Receipts of an older copy of its log, or of a topic that was recreated
+    under its name, contradict them. Receipts arrive in any order, and a duplicate has the index of its original. So a low index alone proves nothing.
     """
 
     def __init__(self) -> None:

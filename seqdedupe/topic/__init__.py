@@ -2,5 +2,5 @@
 
 Begin with `topic`. It admits a `frame` as its `judge` decides. `base` draws a topic's states; `owner` makes the changes
 of state that the log causes. `directory` has all topics by name, and `registry` the work in progress. `open_call`,
-`readers`, `cursors` and `operations` serve all requests other than frames. `attached` is the topic of a broker.
+`readers` and `operations` serve all requests other than frames. `attached` is the topic of a broker.
 """

@@ -10,7 +10,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import control, cursors
+from seqdedupe.topic import control, operations
 from seqdedupe.topic.control import CursorChange
 from seqdedupe.topic.policy import MAX_CURSORS, Applied, NamedCursor, Policy
 from seqdedupe.topic.retention import state_again
@@ -20,7 +20,7 @@ from tests.log.faulty import FaultyLog, Storage
 INCARNATION = 5
 
 
-def at(index: int) -> cursors.CursorContent:
+def at(index: int) -> operations.CursorContent:
     return Position(7, MessageId(7, index), index, 1), "note"
 
 
@@ -65,28 +65,28 @@ async def test_a_move_writes_one_cursor_however_many_there_are(topic: Topic) -> 
     log = topic.log
     assert isinstance(log, Written)
     for k in range(MAX_CURSORS):
-        await cursors.move_cursor(topic, f"c{k}", None, at(k))
+        await operations.move_cursor(topic, f"c{k}", None, at(k))
     assert max(log.sizes) < 2 * min(log.sizes)
-    await cursors.move_cursor(topic, "c3", at(3), at(4))
+    await operations.move_cursor(topic, "c3", at(3), at(4))
     assert log.changes[-1] == CursorChange("c3", NamedCursor("c3", *at(4)))
-    await cursors.hold_cursor(topic, "c3", 9)
+    await operations.hold_cursor(topic, "c3", 9)
     assert log.changes[-1] == CursorChange("c3", NamedCursor("c3", *at(4), 9))
-    await cursors.remove_cursor(topic, "c3")
+    await operations.remove_cursor(topic, "c3")
     assert log.changes[-1] == CursorChange("c3", None)
-    assert cursors.kept_by_cursor(topic, "c3") is None
+    assert operations.kept_by_cursor(topic, "c3") is None
     assert len(topic.policy.cursors) == MAX_CURSORS - 1
 
 
 async def test_a_move_to_where_it_stands_writes_nothing(topic: Topic) -> None:
     log = topic.log
     assert isinstance(log, Written)
-    await cursors.move_cursor(topic, "c", None, at(1))
-    await cursors.move_cursor(topic, "c", at(1), at(1))
+    await operations.move_cursor(topic, "c", None, at(1))
+    await operations.move_cursor(topic, "c", at(1), at(1))
     assert len(log.changes) == 1
     # It is compared all the same, and another note is another thing to keep.
     with pytest.raises(SeqdedupeError, match="CURSOR_MOVED"):
-        await cursors.move_cursor(topic, "c", at(2), at(1))
-    await cursors.move_cursor(topic, "c", at(1), (at(1)[0], "other"))
+        await operations.move_cursor(topic, "c", at(2), at(1))
+    await operations.move_cursor(topic, "c", at(1), (at(1)[0], "other"))
     assert len(log.changes) == 2
 
 
@@ -95,16 +95,16 @@ async def test_a_move_to_where_one_under_way_goes_waits_for_that(store: Store) -
     await topic.recover()
     log = topic.log
     assert isinstance(log, FaultyLog)
-    first = asyncio.ensure_future(cursors.move_cursor(topic, "c", None, at(1)))
+    first = asyncio.ensure_future(operations.move_cursor(topic, "c", None, at(1)))
     await asyncio.sleep(0)
-    again = asyncio.ensure_future(cursors.move_cursor(topic, "c", at(1), at(1)))
+    again = asyncio.ensure_future(operations.move_cursor(topic, "c", at(1), at(1)))
     await asyncio.sleep(0)
     assert not again.done()
     log.refuse()
     for move in (first, again):
         with pytest.raises(SeqdedupeError, match="LOG_REFUSED"):
             await move
-    assert cursors.kept_by_cursor(topic, "c") is None
+    assert operations.kept_by_cursor(topic, "c") is None
     await topic.close("the test is over")
 
 
@@ -113,7 +113,7 @@ async def test_moves_that_come_together_are_one_commit_and_none_is_lost(store: S
     await topic.recover()
     log = topic.log
     assert isinstance(log, FaultyLog)
-    moves = [asyncio.ensure_future(cursors.move_cursor(topic, f"c{k}", None, at(k))) for k in range(8)]
+    moves = [asyncio.ensure_future(operations.move_cursor(topic, f"c{k}", None, at(k))) for k in range(8)]
     moves.append(asyncio.ensure_future(topic.set_policy(Policy(deduplication_entries_interval=5))))
     await asyncio.sleep(0)
     # All of them are handed over before any is durable: the log writes and syncs what waits at once.
@@ -134,11 +134,11 @@ async def test_a_log_tells_them_again(store: Store, begins_with_all: bool) -> No
         await topic.set_policy(all_at_once)
     else:
         for cursor in all_at_once.cursors:
-            await cursors.move_cursor(topic, cursor.name, None, (cursor.position, cursor.note))
-    await cursors.move_cursor(topic, "c05", at(5), at(50))
-    await cursors.remove_cursor(topic, "c06")
+            await operations.move_cursor(topic, cursor.name, None, (cursor.position, cursor.note))
+    await operations.move_cursor(topic, "c05", at(5), at(50))
+    await operations.remove_cursor(topic, "c06")
     await topic.set_policy(topic.newest_policy.with_values_of(Policy(deduplication_entries_interval=7)))
-    await cursors.move_cursor(topic, "c07", at(7), at(70))
+    await operations.move_cursor(topic, "c07", at(7), at(70))
     wanted = topic.policy
     assert [c.position.index for c in wanted.cursors[4:8]] == [4, 50, 70, 8]
     await topic.close("the test is over")
@@ -147,12 +147,12 @@ async def test_a_log_tells_them_again(store: Store, begins_with_all: bool) -> No
     assert again.policy == wanted
     # What retention says again is all of it, with what comes after.
     await state_again(again, again.confirmed_index + 1)
-    moved = asyncio.ensure_future(cursors.move_cursor(again, "c07", at(70), at(71)))
+    moved = asyncio.ensure_future(operations.move_cursor(again, "c07", at(70), at(71)))
     await moved
     wanted = again.policy
     await again.close("the test is over")
     last = new_topic(store, storage)
     await last.recover()
     assert last.policy == wanted
-    assert cursors.kept_by_cursor(last, "c07") == at(71)
+    assert operations.kept_by_cursor(last, "c07") == at(71)
     await last.close("the test is over")
