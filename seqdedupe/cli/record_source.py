@@ -19,8 +19,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self
 
-from seqdedupe.cli.parquet_rows import PARQUET, BadParquetError, ParquetRows
-from seqdedupe.cli.record_values import BadValueError, json_of, key_of, sequence_id_of
+from seqdedupe.cli.record_values import (
+    PARQUET,
+    BadParquetError,
+    BadValueError,
+    ParquetRows,
+    json_of,
+    key_of,
+    sequence_id_of,
+)
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
 

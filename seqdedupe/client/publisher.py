@@ -90,7 +90,8 @@ class _Call:
 
 class TopicHistory:
     """The facts about a topic from its receipts. Receipts of an older copy of its log, or of a topic that was recreated
-    under its name, contradict them. Receipts arrive in any order, and a duplicate has the index of its original. So a low index alone proves nothing.
+    under its name, contradict them. They arrive in any order, and a duplicate has the index of its original: a low
+    index alone proves nothing.
     """
 
     def __init__(self) -> None:
