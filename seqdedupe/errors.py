@@ -261,7 +261,7 @@ REASONS: dict[str, Reason] = {
     "MOVE_FAILED": Reason(
         UnavailableError,
         "FAILED_PRECONDITION",
-        "Find out why the other sidecar cannot take the topic. Nothing is lost, and never do both have it.",
+        "Find out why the other sidecar cannot take the topic. No message is lost: at most one sidecar serves the topic.",
         1000,
     ),
     "QUEUE_FULL": Reason(
@@ -444,7 +444,9 @@ REASONS: dict[str, Reason] = {
         "Give the sidecar's credentials the permissions that docs/guides/pulsar-log.md lists, or correct the "
         "credentials."
     ),
-    "PULSAR_REFUSES": _configuration("Is pulsar.admin_url that of a Pulsar cluster, and are its topic policies on?"),
+    "PULSAR_REFUSES": _configuration(
+        "Check that pulsar.admin_url is the admin URL of a Pulsar cluster, and that topicLevelPoliciesEnabled is true there."
+    ),
     "UNSAFE_TOPIC_POLICY": _configuration(
         "Run the commands that the message names, or let the sidecar do it: pulsar.manage_topic_policies = true."
     ),
@@ -532,8 +534,8 @@ REASONS: dict[str, Reason] = {
     "POSITION_WENT_BACK": Reason(
         DataLossError,
         "DATA_LOSS",
-        "The job's database is older than what this run has committed to it: was a backup restored? Start the job "
-        "again: it writes what the backup lacks.",
+        "The job's database lacks positions that this run has committed. Perhaps a backup was restored. Start the job "
+        "again: the job writes what the backup lacks.",
     ),
     # The Spark sink.
     "AMBIGUOUS_IDENTITY": _invalid(

@@ -251,12 +251,12 @@ def _pieces(parts: Iterator[bytes]) -> Iterator[bytes]:
 class Departures:
     """Moves in progress, and moves with an unknown outcome.
 
-    The files in the folder of a topic's log say what the topic is to this sidecar:
+    Files in the folder of the topic's log record the state of the topic in this sidecar:
 
-        served here ── moved.leave ──> leaving ── the other one has it: moved.has_left ──> moved
-             ^                            │                                                 │ it serves it, and knows
-             └─ it does not have it: stays┘                                                 v
-                                                                  nothing is left but the topic's new place
+    - served here -> leaving: the move has stopped the topic (`log_folder.leave`).
+    - leaving -> served here: the other sidecar does not have the topic (`log_folder.stays`).
+    - leaving -> moved: the other sidecar has the topic (`log_folder.has_left`).
+    - moved -> only the topic's new place: the other sidecar serves the topic, and has learned of the state "moved".
     """
 
     def __init__(self, logs: EmbeddedLogs, topics: Topics[Topic], others: Neighbours) -> None:

@@ -52,9 +52,9 @@ class _Repeated(Generic[T]):
 
 
 class Repeats(Generic[C, T]):
-    """Events of callers since the last `take`, and the number of repetitions. The memory is limited.
+    """The events of each caller since the last `take`, with the number of repetitions. Memory use is bounded.
 
-    No caller can hide the events of another caller, unless there are more than `MOST_CALLERS`.
+    No caller can hide the events of another caller, unless there are more than `MOST_CALLERS` callers.
     """
 
     def __init__(self) -> None:

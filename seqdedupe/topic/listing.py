@@ -166,7 +166,7 @@ async def open_all(topics: "Topics[Any]") -> None:
     """Bring the store's records up to date with the logs, and open all topics. See `Topics.open_all`."""
     records, logs = topics.store.topics(), await topics.kind.list()
     if topics.kind.log.is_shared:
-        await _leave_made_anew(topics, records, logs)
+        await _close_recreated(topics, records, logs)
     known = {record.incarnation for record in records}
     for log in logs:
         if log.incarnation not in known:
@@ -212,7 +212,7 @@ async def look_again(topics: "Topics[Any]") -> None:
     before = topics.store.topics()
     # No other sidecar can delete a topic that is served here.
     logs = await topics.kind.list(without=[one.name for one in topics.registry.open_topics() if one.is_serving])
-    await _leave_made_anew(topics, before, logs)
+    await _close_recreated(topics, before, logs)
     # A topic that was known before may have been deleted here since the list was made.
     known = {record.incarnation for record in (*before, *topics.store.topics())}
     new = [
@@ -300,10 +300,10 @@ async def _let_go_of(topics: "Topics[Any]", name: str, incarnation: int) -> None
         await registry.change_whole(Phase.DELETING, whole, partial(topics.remove_partitions, whole))
 
 
-async def _leave_made_anew(topics: "Topics[Any]", records: Iterable[TopicRecord], logs: Iterable[LogName]) -> None:
-    """Leave topics that others have deleted and made again, perhaps with another number of partitions.
+async def _close_recreated(topics: "Topics[Any]", records: Iterable[TopicRecord], logs: Iterable[LogName]) -> None:
+    """Close topics that another sidecar has deleted and created again, perhaps with another number of partitions.
 
-    `records` must be older than the list of logs, which need not have a log that was made in the meantime.
+    Read `records` before `logs`. Otherwise a topic that is created between the two has a record, and no log in the list.
     """
     there, taken = {log.incarnation for log in logs}, {_asked(log.topic, log.partitions) for log in logs if log.topic}
     gone = [

@@ -134,8 +134,8 @@ def unavailable(what: str, hint: str = "It is tried again.") -> UnavailableError
 
 @contextmanager
 def reaching(*, at_start: bool = False) -> Iterator[None]:
-    """Raise Away for failures that pass without action, INVALID_OUTPUT for all else that the database refuses. At the
-    start, also raise INVALID_OUTPUT if there is no such database, or it does not let the user in."""
+    """Raise Away for temporary failures, and INVALID_OUTPUT if the database refuses anything for another reason. At the
+    start, also raise INVALID_OUTPUT if the database does not exist or refuses the user."""
     try:
         yield
     except SQLAlchemyError as e:

@@ -195,10 +195,10 @@ class SetAside:
 
 
 def set_aside(engine: Engine, name: str, limit: int) -> list[tuple[str, Row[Any]]]:
-    """Return the messages that a consumer has parked ("parked") and given up ("dead"), each by its place in the topic.
+    """Return (kind, row) for the messages that a consumer has set aside. The kind is "parked" or "dead".
 
-    There are at most `limit` of each, per partition. `row.consumer` is the consumer's name, or the name with the
-    partition. Raises INVALID_OPTION if there is no such consumer.
+    Rows of one kind and partition are in the order of the topic, and at most `limit`. `row.consumer` is the consumer's
+    name; for a partitioned topic it includes the partition. Raises INVALID_OPTION if the consumer does not exist.
     """
     with engine.begin() as connection:
         names = _names(connection, name)
