@@ -261,7 +261,7 @@ REASONS: dict[str, Reason] = {
     "MOVE_FAILED": Reason(
         UnavailableError,
         "FAILED_PRECONDITION",
-        "Find out why the other sidecar cannot take the topic. No message is lost: at most one sidecar serves the topic.",
+        "Find out why the other sidecar cannot take the topic. No message is lost: at most one of the two serves it.",
         1000,
     ),
     "QUEUE_FULL": Reason(
@@ -445,7 +445,7 @@ REASONS: dict[str, Reason] = {
         "credentials."
     ),
     "PULSAR_REFUSES": _configuration(
-        "Check that pulsar.admin_url is the admin URL of a Pulsar cluster, and that topicLevelPoliciesEnabled is true there."
+        "Check that pulsar.admin_url is a Pulsar cluster's admin URL, and that topicLevelPoliciesEnabled is true there."
     ),
     "UNSAFE_TOPIC_POLICY": _configuration(
         "Run the commands that the message names, or let the sidecar do it: pulsar.manage_topic_policies = true."

@@ -303,7 +303,7 @@ async def _let_go_of(topics: "Topics[Any]", name: str, incarnation: int) -> None
 async def _close_recreated(topics: "Topics[Any]", records: Iterable[TopicRecord], logs: Iterable[LogName]) -> None:
     """Close topics that another sidecar has deleted and created again, perhaps with another number of partitions.
 
-    Read `records` before `logs`. Otherwise a topic that is created between the two has a record, and no log in the list.
+    Read `records` before `logs`. Otherwise a topic created between the two has a record, and no log in the list.
     """
     there, taken = {log.incarnation for log in logs}, {_asked(log.topic, log.partitions) for log in logs if log.topic}
     gone = [
