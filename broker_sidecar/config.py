@@ -565,7 +565,9 @@ def _in_file(file: Path) -> dict[str, Any]:
         tables = tomllib.loads(read_named(file).decode())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else e
-        raise error("INVALID_CONFIGURATION", f"the configuration file {file} cannot be read: {why}") from e
+        what = f"the configuration file {file} cannot be read: {why}"
+        hint = "Correct the file's path or permissions, or its TOML."
+        raise error("INVALID_CONFIGURATION", what, hint=hint) from e
     found: dict[str, Any] = {}
     for name, value in tables.items():
         if isinstance(value, dict) and name not in KEYS:

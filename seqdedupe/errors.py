@@ -458,8 +458,9 @@ REASONS: dict[str, Reason] = {
     "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or does not exist."),
     "INVALID_SOURCE": _configuration("Correct the file, or name the column, path and format that it has."),
     "SOURCE_CHANGED": _configuration(
-        "Publish another file under another producer name. If it is the same file, corrected, another name would store "
-        "the old records twice: publish only the new records, from a separate file."
+        "`--verify` lists the differences. Publish another file under another producer name. Of a corrected file, put "
+        "the new records alone into a separate file, and publish that under another producer name: the whole corrected "
+        "file under another name would store the old records twice."
     ),
     "SOURCE_UNVERIFIED": _configuration(
         "If the file is the one published before, unchanged up to the record with that ID, use --trust-source."

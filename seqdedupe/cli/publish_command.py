@@ -145,7 +145,7 @@ class Resume:
             raise self._changed(
                 record.sequence_id,
                 f"is number {record.number}, and was number {number} when it was published: records were inserted or "
-                "removed before it",
+                "removed before it, or it came from another file",
             )
         if (message.payload or b"") != record.payload:
             raise self._changed(record.sequence_id, "is not the one that was published")

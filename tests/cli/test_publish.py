@@ -100,11 +100,27 @@ def test_another_file_is_refused_and_the_same_one_grown_is_not(run: Run, tmp_pat
         (tmp_path / "a").write_bytes(other)
         error = run(*publish, status=1).stderr
         assert b"[SOURCE_CHANGED]" in error
-        assert b"another name would store the old records twice" in error
+        assert b"under another name would store the old records twice" in error
     assert run("read", "changed").stdout == b"a\nb\nc\n"
     (tmp_path / "a").write_bytes(b"a\nb\nc\nd\n")
     run(*publish)
     assert run("read", "changed").stdout == b"a\nb\nc\nd\n"
+
+
+def test_who_follows_the_hint_about_a_corrected_file_stores_its_new_records_once(run: Run, tmp_path: Path) -> None:
+    publish = ("publish", "a", "--topic", "corrected", "--producer", "p")
+    (tmp_path / "a").write_bytes(b"a\nb\nc\n")
+    run(*publish)
+    (tmp_path / "a").write_bytes(b"a\nB\nC\nd\n")
+    hint = run(*publish, status=1).stderr
+    assert b"`--verify` lists the differences" in hint
+    listed = run(*publish, "--verify", status=1).stdout
+    assert listed.count(b"with another payload") == 2
+    assert b"put the new records alone into a separate file, and publish that under another producer name" in hint
+    (tmp_path / "new").write_bytes(b"d\n")
+    for _ in range(2):
+        run("publish", "new", "--topic", "corrected", "--producer", "p-corrected")
+    assert run("read", "corrected").stdout == b"a\nb\nc\nd\n"
 
 
 def test_a_sidecar_that_is_killed_is_waited_for(start_sidecar: StartSidecar, tmp_path: Path) -> None:
@@ -179,7 +195,7 @@ def test_a_stream_is_refused_at_the_row_and_what_is_sorted_afterwards_is_another
         (tmp_path / "a.csv").write_bytes(csv_of(*other))
         for trust in ((), ("--trust-source",)):  # which is for what cannot be told
             error = run(*publish, *trust, status=1).stderr
-            assert b"records were inserted or removed before it; nothing was sent [SOURCE_CHANGED]" in error
+            assert b"records were inserted or removed before it, or it came from another file; nothing was sent [SOURCE_CHANGED]" in error
     assert ids_in(run, "stream") == [5, 7]
     # Control: the file as it was published goes on.
     (tmp_path / "a.csv").write_bytes(csv_of(5, 7, 8))
