@@ -78,22 +78,26 @@ class PulsarConfig:
     """All keys of the table `[pulsar]`. Those about TLS have the names of Pulsar's `client.conf`."""
 
     service_url: str = key("", "Where Pulsar's brokers are: `pulsar://host:6650`, or `pulsar+ssl://host:6651`.")
-    admin_url: str = key("", "Where their admin calls go: `http://host:8080`, or `https://host:8443`.")
+    admin_url: str = key("", "Where Pulsar's admin calls go: `http://host:8080`, or `https://host:8443`.")
     namespaces: str = key(
-        "public/default", "The namespaces that are searched for topics, `tenant/namespace`, with commas between."
+        "public/default", "The namespaces to search for topics, as `tenant/namespace`, separated by commas."
     )
     manage_topic_policies: bool = key(
-        False, "Set a topic's own policies in Pulsar where they are not safe, instead of refusing the topic."
+        False, "Where a topic's policies in Pulsar are not safe, set safe ones for the topic instead of refusing it."
     )
     entry_format: str = key(
-        "plain", "Of new topics: `plain`, a Pulsar message each, which any consumer reads; `packed`, a batch each."
+        "plain",
+        "Format of new topics. `plain`: a Pulsar message for each message, which any consumer reads. `packed`: a "
+        "Pulsar message for each batch.",
     )
-    token_file: str = key("", "File with the token for Pulsar. It is read anew whenever the token is needed.")
-    oauth2_issuer_url: str = key("", "Who gives tokens for Pulsar: the issuer's URL (OAuth 2.0, client credentials).")
+    token_file: str = key("", "File with the token for Pulsar. It is read again whenever the token is needed.")
+    oauth2_issuer_url: str = key("", "URL of the issuer of tokens for Pulsar (OAuth 2.0, client credentials).")
     oauth2_credentials_file: str = key("", "JSON file with `client_id` and `client_secret` for the issuer.")
-    oauth2_audience: str = key("", "What the tokens are for, as the issuer names the cluster. Not all want it.")
+    oauth2_audience: str = key(
+        "", "Audience of the tokens: the issuer's name for the cluster. Not all issuers need it."
+    )
     tls_trust_certs_file_path: str = key(
-        "", "PEM file with the authorities that sign the brokers' certificates. Left out: the usual ones."
+        "", "PEM file with the authorities that sign the brokers' certificates. Unset: those of the system."
     )
     tls_enable_hostname_verification: bool = key(True, "Whether a broker's certificate must be for its host name.")
 
@@ -127,7 +131,7 @@ class PulsarConfig:
 
     def _check_credentials(self) -> Problems:
         if self.token_file and self.has_oauth2:
-            yield invalid("pulsar.oauth2_issuer_url", "is given, and pulsar.token_file too: one of them is enough")
+            yield invalid("pulsar.oauth2_issuer_url", "is given together with pulsar.token_file: give only one of them")
         yield from _check_file("pulsar.token_file", self.token_file)
         if self.has_oauth2:
             yield from _check_http("pulsar.oauth2_issuer_url", self.oauth2_issuer_url, ("https", "http"))
@@ -148,7 +152,7 @@ def _check_http(name: str, url: str, schemes: tuple[str, ...]) -> Problems:
 
 def _check_file(name: str, path: str) -> Problems:
     if path and not (os.path.isfile(path) and os.access(path, os.R_OK)):
-        yield invalid(name, f"is {path!r}: there is no such file that can be read")
+        yield invalid(name, f"is {path!r}: the file does not exist, or cannot be read")
 
 
 # -- All keys.
@@ -163,56 +167,60 @@ class Config:
     data_directory: str = key("", "Folder for the store and the logs. Required. One sidecar owns it.")
     backup_directory: str = key(
         "",
-        "Folder in which `seqdedupe backup` makes backups; it has to be there, also later: it is never made, for a "
-        "disk that is not mounted. A sidecar that starts without it serves, and warns. Left out: none can be made.",
+        "Folder for backups (`seqdedupe backup`). The sidecar never creates it; while it is missing, the sidecar "
+        "serves and warns. Unset: no backups.",
     )
     listen: str = key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
     also_listen: str = key(
         "",
-        "Where to serve gRPC as well: `host:port` where `listen` is a Unix socket, or `unix:/path`. It is advertised "
-        "nowhere. Left out: nowhere.",
+        "A second address for gRPC: `host:port` if `listen` is a Unix socket, or `unix:/path`. It is not advertised. "
+        "Unset: none.",
     )
     allow_insecure_listen: bool = key(
         False,
-        "Listen on an address that is not loopback, though nothing is encrypted, or nobody is asked who they are.",
+        "Allow an address that is not loopback to be served without encryption, or without authentication.",
     )
     authentication: str = key(
         "token",
-        "`token`: every call shows the token in the data directory, or what the keys below accept. `none`: whoever can "
-        "connect may do everything.",
+        "`token`: every call shows the token in the data directory, or what the keys below accept. `none`: "
+        "everybody who can connect may do everything.",
     )
-    token_keys_file: str = key("", "Public keys (JWKS) whose holders sign tokens for others, JSON Web Tokens.")
+    token_keys_file: str = key(
+        "", "File of public keys (JWKS). The sidecar accepts JSON Web Tokens that one of them verifies."
+    )
     token_audience: str = key(
-        "", "What these tokens are for: their `aud` has to have it. Needed with `token_keys_file`."
+        "", "Audience of these tokens: their `aud` must contain it. Required with `token_keys_file`."
     )
     token_max_lifetime_minutes: int = key(
-        0, "Take only tokens that live at most so many minutes, from their `iat` to their `exp`. 0: no limit."
+        0, "Accept only tokens with at most this number of minutes from `iat` to `exp`. 0: no limit."
     )
     tls_certificate_file: str = key(
-        "", "The sidecar's certificate, and those up to its authority, as PEM: TLS is spoken."
+        "", "PEM file with the sidecar's certificate, and those up to its authority. With it the sidecar serves TLS."
     )
-    tls_key_file: str = key("", "The certificate's key, as PEM.")
+    tls_key_file: str = key("", "PEM file with the certificate's key.")
     tls_client_ca_file: str = key(
-        "", "Authorities, as PEM: every client needs a certificate of one of them, whose SAN says who it is."
+        "", "PEM file with authorities. Every client must show a certificate of one of them; its SAN names the client."
     )
     tls_client_crl_file: str = key(
-        "", "Lists (CRLs), as PEM, by which these authorities have revoked certificates: whoever shows one is refused."
+        "",
+        "PEM file with revocation lists (CRLs) of these authorities. The sidecar refuses clients that show a revoked "
+        "certificate.",
     )
     peer_token_file: str = key(
-        "", "A file with the token that those in `peers` are shown. Workers of one directory need none."
+        "", "File with the token that the sidecar shows to `peers`. Workers of one directory need none."
     )
     peer_tls_ca_file: str = key(
         "",
-        "Authorities, as PEM, of other sidecars' certificates. Left out: `tls_client_ca_file`, else the public ones.",
+        "PEM file with the authorities of other sidecars' certificates. Unset: `tls_client_ca_file`, else public ones.",
     )
-    socket_mode: str = key("600", "Permissions of the Unix socket, in octal; 660 lets its group in.")
+    socket_mode: str = key("600", "Permissions of the Unix socket, in octal. 660 admits its group.")
     metrics_listen: str = key(
         "",
-        "Where to serve metrics and a page for people over HTTP: `host:port` (port 0: a free one). Left out: nowhere.",
+        "Where to serve metrics and the status page over HTTP: `host:port` (port 0: a free one). Unset: nowhere.",
     )
     audit_file: str = key(
         "",
-        "Write down in this file what operators do, and who is refused. Left out: nowhere. A worker adds its number.",
+        "File of the audit trail: what operators do, and who is refused. Unset: none. Workers add their numbers.",
     )
     log: str = key(
         "embedded",
@@ -220,51 +228,55 @@ class Config:
         "attaches (`DedupeService`).",
     )
     instance_name: str = key(
-        "", "Whose the producers and subscriptions in Pulsar are: no two sidecars may have one. Left out: a random one."
+        "",
+        "Name of this sidecar in its producers and subscriptions in Pulsar. No two sidecars may have the same one. "
+        "Unset: a random one.",
     )
     workers: int = key(
         0,
-        "So many processes, each with a share of the topics, which are moved if the data directory has another number. "
-        "0: as many as it has, in a new one one.",
+        "Number of processes that share the topics. Topics are moved if the data directory has another number. 0: its "
+        "number, or 1 if it is new.",
     )
-    shards: str = key("", "The shards of the topics that this process has, as `0-15`, where others have the rest.")
+    shards: str = key("", "The shards of topics that this process has, as `0-15`, if other processes have the rest.")
     peers: str = key(
         "",
-        "The addresses of all processes that have shards, this one too, with commas between. Without shards: those "
-        "that topics may be moved to. With log = pulsar: where the cluster's sidecars advertise themselves, this one "
-        "too, and domains as `*.example.org`; a standby follows topics for which it is the first or second of the "
-        "addresses. Left out there: all topics, and whoever owns one is a sidecar.",
+        "Addresses of sidecars that this one may call, separated by commas. Which ones depends on `shards` and `log`: "
+        "docs/reference/configuration.md.",
     )
-    cluster_id: str = key("", "Which cluster the shards are of: the same for all processes. Needed with `shards`.")
-    advertised_address: str = key("", "Where clients and other sidecars reach this one. Left out: `listen`.")
+    cluster_id: str = key("", "Name of the cluster of the shards, the same for all processes. Required with `shards`.")
+    advertised_address: str = key("", "Where clients and other sidecars reach this one. Unset: `listen`.")
     rules_file: str = key(
         "",
-        "A file of TOML that says who may do what, and how much of the sidecar each may use: docs/reference/rules.md.",
+        "TOML file that says who may do what, and how much of the sidecar each may use: docs/reference/rules.md.",
     )
     standby: bool = key(
-        False, "Read along the topics of a cluster that other sidecars own, and take them over as soon as nobody does."
+        False, "Follow topics of the cluster that other sidecars own, and take over each as soon as it has no owner."
     )
     allow_auto_topic_creation: bool = key(
-        True, "Create a topic when somebody opens a producer on it, or a broker attaches it."
+        True, "Create a missing topic when a client opens a producer on it, or a broker attaches it."
     )
-    deduplication_entries_interval: int = key(1000, "Take a snapshot of a topic every so many stored batches.")
+    deduplication_entries_interval: int = key(
+        1000, "Take a snapshot of a topic each time this number of batches is stored."
+    )
     deduplication_snapshot_interval_seconds: int = key(
-        120, "Take a snapshot of a topic with news every so many seconds. 0: not by time."
+        120, "Take a snapshot of a changed topic after this number of seconds. 0: not by time."
     )
-    default_retention_size_in_mb: int = key(-1, "Keep at most so many MB of each topic's messages. -1: no limit.")
-    default_retention_time_in_minutes: int = key(-1, "Keep each message so long. -1: no limit.")
+    default_retention_size_in_mb: int = key(
+        -1, "Keep at most this number of MB of each topic's messages. -1: no limit."
+    )
+    default_retention_time_in_minutes: int = key(-1, "Keep each message for this number of minutes. -1: no limit.")
     deduplication_producer_inactivity_timeout_minutes: int = key(
-        0, "Forget a producer that nobody has used for so many minutes that the sidecar ran. 0: never."
+        0, "Forget a producer that was not used for this number of minutes in which the sidecar ran. 0: never."
     )
     deduplication_window_memory_in_mb: int = key(
-        1024, "Of all topics of deduplication IDs together: memory for IDs. What is more lies on disk, and is slower."
+        1024, "Memory for the deduplication IDs of all topics together. IDs beyond it are on disk, which is slower."
     )
     scrub_bytes_per_second: int = key(
-        524_288, "Read all logs again and again in the background, at most so fast, to find damage. 0: not."
+        524_288, "Read all logs repeatedly in the background, at most at this rate, to find damage. 0: off."
     )
-    max_topics: int = key(10_000, "Refuse to create more topics than this.")
-    max_streams: int = key(1_000, "Serve at most so many streams of all kinds at once.")
-    drain_timeout_seconds: int = key(30, "At SIGTERM, wait at most so long for what is in flight.")
+    max_topics: int = key(10_000, "Refuse to create more than this number of topics.")
+    max_streams: int = key(1_000, "Serve at most this number of streams of all kinds at once.")
+    drain_timeout_seconds: int = key(30, "At SIGTERM, wait at most this number of seconds for messages in flight.")
     log_level: str = key("info", "`debug`, `info`, `warning` or `error`.")
     log_format: str = key("json", "`json` (one object a line) or `text`.")
     pulsar: PulsarConfig = field(default_factory=PulsarConfig)
@@ -370,25 +382,32 @@ def _check_authentication(config: Config) -> Problems:
         if getattr(config, name) and not getattr(config, other):
             yield invalid(other, f"is needed with {name}")
     if config.peer_token_file and not config.peers:
-        yield invalid("peer_token_file", "has no use without peers: to no others the token goes")
+        yield invalid("peer_token_file", "has no effect without peers: only they receive the token")
     for name in ("token_keys_file", "tls_client_ca_file", "rules_file"):
         if getattr(config, name) and config.authentication == "none":
-            yield invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
+            yield invalid("authentication", f"is 'none': callers are not authenticated, so {name} has no effect")
         if getattr(config, name) and not config.rules_file:
-            yield invalid("rules_file", f"is needed with {name}: whoever shows one may do nothing else")
+            yield invalid(
+                "rules_file", f"is needed with {name}: without rules, the callers that it admits may do nothing"
+            )
 
 
 def _check_listen(config: Config) -> Problems:
     addresses = {name: _address(config, name) for name in ("listen", "also_listen") if getattr(config, name)}
     if config.tls_certificate_file and all(address.path for address in addresses.values()):
-        yield invalid("tls_certificate_file", f"has no use with listen = {config.listen!r}: sockets are not encrypted")
+        yield invalid(
+            "tls_certificate_file", f"has no effect with listen = {config.listen!r}: Unix sockets are not encrypted"
+        )
     if len(addresses) > 1 and len({address.path for address in addresses.values()}) == 1:
-        yield invalid("also_listen", f"is {config.also_listen!r}: one of both addresses has to be another Unix socket")
+        yield invalid(
+            "also_listen",
+            f"is {config.also_listen!r}: it must differ from listen, and one of the two must be a Unix socket",
+        )
     for name, address in addresses.items():
         if not config.tls_certificate_file:
             yield from _check_reach(config, name, address, "nothing is encrypted")
         elif config.authentication == "none":
-            yield from _check_reach(config, name, address, "nobody is asked who they are")
+            yield from _check_reach(config, name, address, "callers are not authenticated")
 
 
 def _check_metrics_listen(config: Config) -> Problems:
@@ -396,7 +415,7 @@ def _check_metrics_listen(config: Config) -> Problems:
         address = _address(config, "metrics_listen", "host:port")
         if address.path:
             yield _no_address(config, "metrics_listen", "host:port")
-        is_open = "nothing is encrypted there, and nobody is asked who they are"
+        is_open = "neither encrypts nor authenticates"
         yield from _check_reach(config, "metrics_listen", address, is_open)
 
 
@@ -411,11 +430,13 @@ def _check_advertised(config: Config) -> Problems:
     if not config.advertised_address:
         host = _address(config, "listen").host
         if (config.log == "pulsar" or config.workers > 1) and host in _EVERYWHERE:
-            yield invalid("advertised_address", f"is needed: with listen = {config.listen!r} nobody knows where")
+            yield invalid(
+                "advertised_address", f"is needed: listen = {config.listen!r} is no address that clients can connect to"
+            )
         return
     address = _address(config, "advertised_address")
     if address.host in _EVERYWHERE or not (address.port or address.path):
-        yield invalid("advertised_address", f"is {config.advertised_address!r}: nobody can connect to that")
+        yield invalid("advertised_address", f"is {config.advertised_address!r}: clients cannot connect to this address")
 
 
 def _check_peers(config: Config) -> Problems:
@@ -428,7 +449,7 @@ def _check_peers(config: Config) -> Problems:
         return
     own = _address(config, "advertised_address" if config.advertised_address else "listen")
     if config.log == "pulsar" and config.standby and own not in addresses:
-        yield invalid("peers", f"is {config.peers!r}: {own}, at which this one is reached, is not among them")
+        yield invalid("peers", f"is {config.peers!r}: the list does not contain this sidecar's own address, {own}")
 
 
 def _check_shards(config: Config) -> Problems:
@@ -440,7 +461,7 @@ def _check_shards(config: Config) -> Problems:
         if not is_possible and value not in (0, 1, ""):
             yield invalid(name, f"is {value!r}: only topics on the sidecar's own log are spread over processes")
         if name != "workers" and value and config.workers > 1:
-            yield invalid(name, f"is {value!r}: each of several workers is given its own")
+            yield invalid(name, f"is {value!r}: with several workers, each of them gets its own")
     try:
         _ = from_text(config.shards) if config.shards else None
     except SeqdedupeError as e:
@@ -598,8 +619,8 @@ def for_dev(file: Path | None, flags: Mapping[str, Any], folder: str, listen: st
         if name in _NOT_IN_DEV or name.startswith("pulsar."):
             raise error(
                 "INVALID_CONFIGURATION",
-                f"{name} (given by {source}) contradicts --dev: that has a temporary data directory, listens on "
-                "loopback and asks for no token",
+                f"{name} (given by {source}) contradicts --dev: this flag means a temporary data directory, loopback "
+                "and no token",
                 hint=f"Omit --dev, or {name}.",
                 key=name,
             )

@@ -221,74 +221,80 @@ _VERDICTS = ("not_dup", "dup", "unknown")
 
 _COUNTED_BY_TOPIC = {
     "counters.stored_bytes": ("seqdedupe_stored_bytes", "Bytes of batches that were stored."),
-    "counters.refused": ("seqdedupe_refused_frames", "Frames, and checks of brokers, that were refused."),
+    "counters.refused": ("seqdedupe_refused_frames", "Frames of producers, and checks of brokers, that were refused."),
 }
 
 _COUNTED_IN_ALL = {
-    "counters.log_failures": ("seqdedupe_log_failures", "Times that a log failed to take what it was given."),
-    "counters.recoveries": ("seqdedupe_recoveries", "Times that a topic was recovered."),
-    "counters.replayed": ("seqdedupe_replayed_messages", "Messages that were read to recover topics."),
-    "counters.recovery_seconds": ("seqdedupe_recovery_seconds", "Time that recovering topics took, each by itself."),
-    "counters.resets": ("seqdedupe_producer_resets", "Producers that an operator set back."),
-    "counters.purged": ("seqdedupe_purged_producers", "Producers that were forgotten, as their topics' policies say."),
+    "counters.log_failures": ("seqdedupe_log_failures", "Number of times that a log failed to store messages."),
+    "counters.recoveries": ("seqdedupe_recoveries", "Number of recoveries of topics."),
+    "counters.replayed": ("seqdedupe_replayed_messages", "Messages read to recover topics."),
+    "counters.recovery_seconds": ("seqdedupe_recovery_seconds", "Sum of the times that the recoveries of topics took."),
+    "counters.resets": ("seqdedupe_producer_resets", "Producers that an operator reset."),
+    "counters.purged": (
+        "seqdedupe_purged_producers",
+        "Producers that were forgotten because of their topics' policies.",
+    ),
     "counters.resumed_after_purge": (
         "seqdedupe_resumed_after_purge",
-        "Sessions resumed of producers that were forgotten: what they send again is new, stored or not.",
+        "Resumed sessions of producers that were forgotten. What they send again counts as new, even if it is stored.",
     ),
     "keeper.snapshotter.taken": ("seqdedupe_snapshots", "Snapshots of topics that became durable."),
     "keeper.snapshotter.failed": ("seqdedupe_snapshot_failures", "Snapshots of topics that could not be stored."),
 }
 
 _NOW_BY_TOPIC = {
-    "in_flight_frames": ("seqdedupe_in_flight_frames", "Frames handed to the log, and not settled."),
-    "in_flight_bytes": ("seqdedupe_in_flight_bytes", "Bytes handed to the log, and not settled."),
-    "max_in_flight_seconds": ("seqdedupe_in_flight_age_seconds", "How long the oldest of them has been in flight."),
+    "in_flight_frames": ("seqdedupe_in_flight_frames", "Frames handed to the log and not settled."),
+    "in_flight_bytes": ("seqdedupe_in_flight_bytes", "Bytes handed to the log and not settled."),
+    "max_in_flight_seconds": ("seqdedupe_in_flight_age_seconds", "Time for which the oldest frame has been in flight."),
     "log_bytes": ("seqdedupe_log_bytes", "Size of the logs of open topics."),
     "producers": ("seqdedupe_producers", "Producer names that open topics hold."),
     "window_messages": ("seqdedupe_window_messages", "Deduplication IDs of stored messages that are known."),
-    "window_messages_on_disk": ("seqdedupe_window_messages_on_disk", "Those of them that lie on disk, not in memory."),
+    "window_messages_on_disk": (
+        "seqdedupe_window_messages_on_disk",
+        "Known deduplication IDs that are on disk, not in memory.",
+    ),
     "window_forgotten": ("seqdedupe_window_forgotten_messages", "Messages whose deduplication IDs were forgotten."),
-    "window_bytes": ("seqdedupe_window_bytes", "Memory that the windows of deduplication IDs take."),
+    "window_bytes": ("seqdedupe_window_bytes", "Memory for the windows of deduplication IDs."),
     "max_window_age_seconds": (
         "seqdedupe_window_age_seconds",
-        "How long ago the oldest message was published whose deduplication ID is known; the most of any.",
+        "Age of the oldest message whose deduplication ID is known; the maximum of any topic.",
     ),
     "window_imported": ("seqdedupe_window_imported", "Deduplication IDs that were imported, until all have expired."),
     "window_imported_missing": (
         "seqdedupe_window_imported_missing",
-        "Topics that take no messages, because what was imported into them is not in the store.",
+        "Topics that accept no messages, because the store lacks the window that was imported into them.",
     ),
     "max_snapshot_distance_messages": (
         "seqdedupe_snapshot_distance_messages",
-        "Messages after the last durable snapshot of a topic, which a recovery would read; the most of any.",
+        "Messages after the last durable snapshot of a topic, which a recovery would read; the maximum of any topic.",
     ),
     "max_snapshot_age_seconds": (
         "seqdedupe_snapshot_age_seconds",
-        "Time since the last durable snapshot of a topic that has messages after it, or since it was opened; the most "
-        "of any.",
+        "Time since the last durable snapshot of a topic that has messages after it, or since it was opened; the "
+        "maximum of any topic.",
     ),
     "max_reader_lag_messages": (
         "seqdedupe_reader_lag_messages",
-        "Messages that a stream of a reader could have and has not been sent; the most of any.",
+        "Messages that are ready for a reader and were not sent to it; the maximum of any reader.",
     ),
     "max_cursor_lag_messages": (
         "seqdedupe_cursor_lag_messages",
-        "Messages after the position that a named cursor keeps, whether its reader is connected or not; the most of "
-        "any.",
+        "Messages after the position of a named cursor, whether its reader is connected or not; the maximum of any "
+        "cursor.",
     ),
 }
 
 _NOW_IN_ALL = {
     "not_durable_messages": (
         "seqdedupe_not_durable_messages",
-        "Messages that were acknowledged before they are durable, as their topics' flush policies allow.",
+        "Messages that were acknowledged and are not durable yet, as their topics' flush policies allow.",
     ),
     "replay_left_messages": (
         "seqdedupe_replay_left_messages",
-        "Messages known to be in the logs of topics that are recovering, and not read yet.",
+        "Messages in the logs of recovering topics that are still to be read.",
     ),
     "damaged_places": ("seqdedupe_damaged_places", "Places at which a scrub has found damage in the logs."),
-    "damaged_messages": ("seqdedupe_damaged_messages", "Messages in them, as far as that is known."),
+    "damaged_messages": ("seqdedupe_damaged_messages", "Messages in the damaged places, as far as that is known."),
 }
 
 
@@ -327,7 +333,9 @@ def of_calls(methods: Iterable[Method]) -> Iterator[Metric]:
     handled = CounterMetricFamily("grpc_server_handled", "RPCs ended, by code.", labels=(*labels, "grpc_code"))
     received = CounterMetricFamily("grpc_server_msg_received", "Messages received in RPCs.", labels=labels)
     sent = CounterMetricFamily("grpc_server_msg_sent", "Messages sent in RPCs.", labels=labels)
-    seconds = HistogramMetricFamily("grpc_server_handling_seconds", "How long RPCs took that ended.", labels=labels)
+    seconds = HistogramMetricFamily(
+        "grpc_server_handling_seconds", "Duration of the RPCs that have ended.", labels=labels
+    )
     for method in methods:
         values = (method.kind, method.service, method.name)
         started.add_metric(values, method.started)
@@ -397,21 +405,23 @@ class Metrics:
     def _collect(self) -> Iterator[Metric]:
         """Yield all metrics except those of the process, which are made elsewhere."""
         yield InfoMetricFamily(
-            "seqdedupe_build", "Which version this is.", {"version": version("seqdedupe"), "log": self._from.config.log}
+            "seqdedupe_build",
+            "Version and kind of log of the sidecar.",
+            {"version": version("seqdedupe"), "log": self._from.config.log},
         )
         yield gauge_of(
             "seqdedupe_configuration_in_force",
-            "Whether the files that may be replaced are in force as they are now: 1, or 0.",
+            "1 if the present contents of all files that may be replaced are in force, else 0.",
             self._from.is_configuration_in_force(),
         )
         yield gauge_of(
             "seqdedupe_kernels_compiled",
-            "Whether all kernels are compiled: 1, or 0. Until then the sidecar is slow.",
+            "1 if all kernels are compiled, else 0. Until then the sidecar is slow.",
             not jit.plain_kernels(),
         )
         yield from of_topics(on_loop(self._loop, self._look))
         yield from of_calls(list(self._from.calls.methods.values()))
-        refusals = CounterMetricFamily("seqdedupe_refusals", "Errors that callers were told.", labels=("reason",))
+        refusals = CounterMetricFamily("seqdedupe_refusals", "Errors that callers received.", labels=("reason",))
         # Include reasons that no caller has received yet: Prometheus sees no increase in a series that did not exist
         # before. Also include any reason that this sidecar has passed on from another one.
         told = (reason for reason in REASONS if reason not in rpc.NOT_OF_SIDECARS or rpc.refusals[reason])
@@ -428,9 +438,9 @@ class Metrics:
 
     def _of_credentials(self) -> Iterator[Metric]:
         labels = ("credential", "subject")
-        about = "When a certificate, a list of revoked certificates or a token in use expires."
+        about = "Time at which a certificate, a list of revoked certificates or a token in use expires."
         expiry = GaugeMetricFamily("seqdedupe_credential_expiry_timestamp_seconds", about, labels=labels)
-        about = "How long it is valid in all; +Inf for a token that does not say since when."
+        about = "Whole period of validity of the credential; +Inf for a token that does not say when it begins."
         lifetime = GaugeMetricFamily("seqdedupe_credential_lifetime_seconds", about, labels=labels)
         for kind, subject, validity in self._from.authentication.credentials():
             expiry.add_metric((kind, subject), validity.ends_seconds)
@@ -444,14 +454,16 @@ class Metrics:
         streams = self._from.streams
         yield gauge_of("seqdedupe_streams", "Streams that are open.", len(streams))
         yield gauge_of("seqdedupe_streams_limit", "Streams that may be open.", streams.limit)
-        ended = CounterMetricFamily("seqdedupe_evicted_streams", "Streams ended for others' sake.", labels=("why",))
+        ended = CounterMetricFamily(
+            "seqdedupe_evicted_streams", "Streams that were ended to make room for others.", labels=("why",)
+        )
         yield by_label(ended, (("idle", streams.gave_way), ("unread", streams.unread)))
         connections = self._from.connections
         open_now = GaugeMetricFamily("seqdedupe_connections", "TCP connections that are open.", labels=("caller",))
         yield by_label(open_now, zip(("known", "unknown"), connections.count(), strict=True))
         about = (
-            "Connections ended, for a lack of authenticated calls or of places, for too many calls without a token, "
-            "or for what clients left unread or sent in part."
+            "Connections that the sidecar has ended: too few authenticated calls or places, too many calls without a "
+            "token, data left unread, or data sent in part."
         )
         ended = CounterMetricFamily("seqdedupe_ended_connections", about, labels=("why",))
         yield by_label(ended, connections.ended.items())
@@ -471,38 +483,40 @@ class Metrics:
         looks = cluster.shared.looks if cluster is not None else None
         yield gauge_of(
             "seqdedupe_pulsar_unsafe_topics",
-            "Topics that take nothing, because their policies in Pulsar let messages be lost or doubled.",
+            "Topics that accept no messages, because their policies in Pulsar let messages be lost or doubled.",
             len(looks.unsafe) if looks is not None else 0,
         )
         yield gauge_of(
             "seqdedupe_pulsar_policies_seen_timestamp_seconds",
-            "When the policies of the Pulsar topic seen longest ago were seen; 0 if there is none.",
+            "Oldest of the times at which the policies of each Pulsar topic were last seen; 0 if there is no topic.",
             min(list(looks.seen_at.values()), default=0.0) if looks is not None else 0.0,
         )
 
     def _of_the_machine(self) -> Iterator[Metric]:
         yield gauge_of(
             "seqdedupe_clock_ahead_seconds",
-            "How far the clock was ahead of the last believed time at the start, where that is over a day; else 0.",
+            "Time by which the clock was ahead of the last believed time at the start, if that is over a day; else 0.",
             self._from.data.clock_ahead_ms / 1000,
         )
         if self._from.config.backup_directory:
             yield gauge_of(
                 "seqdedupe_backup_timestamp_seconds",
-                "The moment of the newest backup that was verified, in seconds since 1970; 0 if there is none.",
+                "Time of the newest backup that was verified, in seconds since 1970; 0 if there is none.",
                 self._from.data.last_backup.made_at_us / 1e6,
             )
         yield histogram_of(
             "seqdedupe_event_loop_delay_seconds",
-            "How late the event loop came to what was due.",
+            "Delay of the event loop at work that was due.",
             self._loop_delay.seconds,
         )
         if (committer := self._from.data.committer) is not None:
             yield histogram_of(
-                "seqdedupe_sync_seconds", "What it took to make a round's writes durable.", committer.sync_seconds
+                "seqdedupe_sync_seconds", "Time to make the writes of a round durable.", committer.sync_seconds
             )
-            yield histogram_of("seqdedupe_commit_group_batches", "Batches that a round wrote.", committer.group_batches)
+            yield histogram_of(
+                "seqdedupe_commit_group_batches", "Number of batches in a round of writes.", committer.group_batches
+            )
         disk = os.statvfs(self._from.config.data_directory)
         sizes = (("free", disk.f_bavail * disk.f_frsize), ("all", disk.f_blocks * disk.f_frsize))
-        about = "Size of the data directory's file system, and what of it the sidecar may still use."
+        about = "Size of the data directory's file system (all), and the space that the sidecar may still use (free)."
         yield by_label(GaugeMetricFamily("seqdedupe_disk_bytes", about, labels=("part",)), sizes)
