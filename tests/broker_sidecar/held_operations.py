@@ -267,7 +267,7 @@ async def _deleted(side: Side, name: str) -> None:
                 await side.admin.DeleteTopic(admin_pb2.DeleteTopicRequest(topic=name))
                 return
             except grpc.aio.AioRpcError as e:
-                if "does not know yet" not in (e.details() or ""):
+                if "has not recorded its arrival" not in (e.details() or ""):
                     raise
             await asyncio.sleep(0.01)
 

@@ -151,6 +151,6 @@ def test_the_parent_of_workers_is_ready_when_all_serve_and_one_that_stands_still
         told.until(lambda line: line == "STATUS=2 of 2 workers serve")
         # Nobody else has ended it: stopped, it would have stayed.
         assert sidecar.worker_pids[1] != before
-        assert any(entry["event"] == "worker stands still" and entry["worker"] == 1 for entry in sidecar.log)
+        assert any(entry["event"] == "worker does not respond" and entry["worker"] == 1 for entry in sidecar.log)
         assert sidecar.stop() == 0
         assert told.lines.count("READY=1") == 1

@@ -119,7 +119,7 @@ def wait(sidecar: Sidecar, until: Callable[[], object]) -> None:
 
 
 def unreached(sidecar: Sidecar) -> list[str]:
-    return [entry["event"] for entry in sidecar.log if "nobody reaches the sidecar there" in entry["event"]]
+    return [entry["event"] for entry in sidecar.log if "the sidecar cannot listen there again" in entry["event"]]
 
 
 def has_said(sidecar: Sidecar, count: int) -> bool:

@@ -394,10 +394,10 @@ TABLE: dict[str, dict[str, str]] = {
         "drain": "ok; the first: DRAINING -> old standby, there old",
     },
     "arrive: coming": {
-        "create": "ok; the first: MOVE_FAILED: topic T: the sidecar at here has it not: it is taken again here"
-        " -> new, there other",
-        "open a producer": "ok; the first: MOVE_FAILED: topic T: the sidecar at here has it not: it is taken again here"
-        " -> new, there other",
+        "create": "ok; the first: MOVE_FAILED: topic T: the sidecar at here does not have it, "
+        "and this sidecar takes it again -> new, there other",
+        "open a producer": "ok; the first: MOVE_FAILED: topic T: the sidecar at here does not have it, "
+        "and this sidecar takes it again -> new, there other",
         "delete": "TOPIC_NOT_FOUND -> other, there other standby",
         "import a snapshot": "TOPIC_NOT_FOUND -> other, there other standby",
         "rebuild": "TOPIC_NOT_FOUND -> other, there other standby",
@@ -406,8 +406,8 @@ TABLE: dict[str, dict[str, str]] = {
         "list": "lists none -> other, there other standby",
         "get": "TOPIC_NOT_FOUND -> other, there other standby",
         "back up": "has none -> other, there other standby",
-        "create partitions": "ok; the first: MOVE_FAILED: topic T: the sidecar at here has it not: "
-        "it is taken again here -> 2 partitions new, there other",
+        "create partitions": "ok; the first: MOVE_FAILED: topic T: the sidecar at here does not have it, "
+        "and this sidecar takes it again -> 2 partitions new, there other",
         "create a partition's name": "ok -> other + partition new, there other standby",
         "delete a partition's name": "TOPIC_NOT_FOUND -> other, there other standby",
         "set a policy": "TOPIC_NOT_FOUND -> other, there other standby",

@@ -253,4 +253,4 @@ async def test_without_a_cluster_it_starts_says_so_and_stops_and_comes_back_with
             broker.thaw()
         sidecar.start()
         assert receipt.result().index == 1
-    assert sidecar.errors == ["seqdedupe: draining took too long: what was in flight is decided at the next start"]
+    assert sidecar.errors == ["seqdedupe: draining took too long: the next start decides about the messages in flight"]

@@ -294,7 +294,7 @@ def test_of_rows_in_another_order_none_is_blamed(address: str, tmp_path: Path, a
     failure = one.run([step]).failure
     assert failure is not None
     assert failure.reason == "INVALID_OUTPUT"
-    assert "not made of it alone, in the order of the messages" in failure.message
+    assert "from this message alone, in the order of the messages" in failure.message
     assert "index" not in failure.numbers
     assert not letters(database)
     assert not database.indexes(step.range.topic)

@@ -261,7 +261,7 @@ class TestLosses:
         new = TopicListing(client).look(name, old)
         assert isinstance(new, Loss)
         assert new.next == Position.start(client.ends(topic).last.incarnation)
-        with pytest.raises(PositionError, match="made anew"):
+        with pytest.raises(PositionError, match="recreated"):
             TopicListing(client).plan({name: old})
 
 

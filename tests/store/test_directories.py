@@ -161,5 +161,5 @@ def test_a_directory_on_its_way_gets_there_first(tmp_path: Path, asked: int) -> 
 
 def test_only_the_sidecars_own_log_has_workers(tmp_path: Path) -> None:
     make(tmp_path, 2)
-    with pytest.raises(ConfigurationError, match="logs of their own"):
+    with pytest.raises(ConfigurationError, match="embedded logs"):
         count_of(Config(data_directory=str(tmp_path), log="broker"))

@@ -302,6 +302,6 @@ def test_open_streams_end_when_it_is_replaced_and_the_new_one_opens_others(tmp_p
         fresh = reading.ReadStream(follow, metadata=bearer(OTHER), timeout=TIMEOUT_SECONDS)
         fresh.initial_metadata()
         sidecar.token_file.write_text("")
-        wait_until(lambda: any("stays as it was" in str(entry["event"]) for entry in sidecar.log))
+        wait_until(lambda: any("stays in force" in str(entry["event"]) for entry in sidecar.log))
         assert fresh.is_active()
         fresh.cancel()
