@@ -287,7 +287,7 @@ BAD_FILES: dict[str, tuple[bytes | None, bytes | None, bytes | None, str]] = {
     "the certificate for the key": (GOOD.certificate, GOOD.certificate, None, "key.pem holds no private key"),
     "a key with a password": (GOOD.certificate, locked(GOOD), None, "key.pem holds no private key"),
     "another key": (GOOD.certificate, of_server(AUTHORITY).key, None, "does not fit the key"),
-    "a key that gRPC has not": (GOOD.certificate, of_key(ed25519.Ed25519PrivateKey.generate()), None, "does not fit the"),
+    "a key that gRPC has not": (GOOD.certificate, of_key(ed25519.Ed25519PrivateKey.generate()), None, "not fit the"),
     "an expired certificate": (*PAST, None, "is valid only from"),
     "one that is not valid yet": (*FUTURE, None, "is valid only from"),
     "another curve": (

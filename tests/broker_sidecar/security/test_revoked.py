@@ -214,7 +214,7 @@ BAD_LISTS = {
     "empty": (b"", "holds no lists"),
     "noise": (b"\xff\x00" * 99, "holds no lists"),
     "a certificate": (GOOD.certificate, "holds no lists"),
-    "half a list": (revoke(OF_CLIENTS, GOOD)[:200] + b"\n-----END X509 CRL-----\n", "holds something else"),
+    "half a list": (revoke(OF_CLIENTS, GOOD)[:200] + b"\n-----END X509 CRL-----\n", "holds other data"),
     "a list, and more": (revoke(OF_CLIENTS, GOOD) + b"more", "holds no lists"),
     "of another authority": (revoke(OTHERS, GOOD), "none of the authorities"),
     "with those of others": (revoke(OF_CLIENTS, GOOD, is_indirect=True), "of other authorities"),
