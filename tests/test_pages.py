@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "docs" / "start" / "quickstart.md"
 PAGES = sorted([*ROOT.glob("docs/start/*.md"), *ROOT.glob("docs/guides/*.md")])
 ELSEWHERE = {"broker.md", "spark-stores.md"}
-"""Their programs are for a sidecar of another kind, or for a suite of its own: their tests run them."""
+"""Their programs are for a sidecar of another kind, or for its own suite: their tests run them."""
 READ_HERE = [page for page in PAGES if runnable(page) and page.name not in ELSEWHERE]
 SPARK_PAGES = [page for page in READ_HERE if page.name.startswith("spark")]
 

@@ -155,7 +155,7 @@ async def test_an_answer_that_comes_after_the_end_of_its_call_causes_no_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """gRPC writes the answer of a unary call after its handler has returned: whether the call has ended by then, and
-    gRPC knows of it, is a race. What a handler raises is told, as what gRPC itself raises there would be."""
+    gRPC knows of it, is a race. What a handler raises is reported, as what gRPC itself raises there would be."""
     cygrpc: Any = importlib.import_module("grpc._cython.cygrpc")  # only some versions have types for it
     called = asyncio.Event()
     failures: dict[str, Exception] = {

@@ -1,4 +1,4 @@
-"""A topic that is moved to whichever sidecar takes it: what the one that gives it up hears of the others meanwhile."""
+"""A topic that is moved to any sidecar that takes it: what the one that gives it up hears of the others meanwhile."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a service manager is told: that it serves, once it does; how far it is; that it runs; that it stops."""
+"""What a service manager learns: that it serves, once it does; how far it is; that it runs; that it stops."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ from tests.client.helpers import until
 StartSidecar = Callable[..., Sidecar]
 PATIENCE = {"WATCHDOG_USEC": "2000000"}
 LONG_PATIENCE = {"WATCHDOG_USEC": "8000000"}
-"""Where somebody ends what is silent for so long."""
+"""Where somebody ends what is silent for this long."""
 
 
 def is_ready(line: str) -> bool:

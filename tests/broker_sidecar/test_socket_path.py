@@ -1,4 +1,4 @@
-"""The path of a Unix socket is one sidecar's, until it ends, whatever others do there."""
+"""The path of a Unix socket is one sidecar's, until it ends, no matter what others do there."""
 
 import os
 import socket

@@ -29,7 +29,7 @@ from tests.broker_sidecar.held_operations import Hold, Holds, Key, Operation, Pl
 RECORD = os.environ.get("RECORD_OPERATIONS")
 """A file to which the table is written instead of being compared."""
 TOO_LONG_SECONDS = 60.0
-"""What takes longer waits, whatever the table says."""
+"""What takes longer waits, no matter what the table says."""
 RECORD_SECONDS = 3.0
 """The same, when there is no table yet."""
 
@@ -111,7 +111,7 @@ async def sides(folder: Path) -> AsyncIterator[tuple[Side, Side]]:
 
 
 async def made(first: First, second: str, here: Side, there: Side) -> Place:
-    """A name of its own for each pair of operations, and what there is of it before both."""
+    """Its own name for each pair of operations, and what there is of it before both."""
     place = Place(here, there)
     is_exported = ask.import_snapshot in (first.operation, SECOND[second])
     await place.make(first.before, is_there=second == "arrive", is_exported=is_exported)
@@ -436,7 +436,7 @@ TABLE: dict[str, dict[str, str]] = {
         "delete": "ok; the first: has none -> none",
         "import a snapshot": "ok; the first: has old -> old",
         "rebuild": "ok; the first: has old -> old",
-        # Neither sidecar may have it in a backup: it says that it was left out.
+        # Neither sidecar may have it in a backup: it says that it was omitted.
         "move away": "ok; the first: has old left out -> old standby, there old",
         "arrive": "MOVE_FAILED: the topic T is there already; the first: has old -> old, there other",
         "list": "lists old; the first: has old -> old",

@@ -99,7 +99,7 @@ def test_reading_says_once_that_the_sidecar_is_lost(tmp_path: Path, as_json: boo
 
 
 def test_with_follow_a_sidecar_that_is_not_up_yet_is_waited_for(tmp_path: Path) -> None:
-    """As by a program of one's own; without `--follow` it is an error at once."""
+    """As by a program of the user; without `--follow` it is an error at once."""
     with Sidecar(tmp_path) as sidecar:
         with Client(sidecar.address) as client, client.producer("t", "p") as producer:
             producer.send(b"1")
@@ -386,7 +386,7 @@ def test_a_mistyped_topic_is_told_what_may_be_meant(run: Run) -> None:
     commands = (("read", "depatures"), ("topics", "show", "persistent://public/default/depatures"), pipe)
     for command in (*commands, ("topics", "delete", "depatures")):
         assert run(*command, status=1).stderr.endswith(b"[TOPIC_NOT_FOUND] Do you mean departures?\n")
-    # Nobody who reads, moves or deletes is told how to create one.
+    # Nobody who reads, moves or deletes learns how to create one.
     said = b"[TOPIC_NOT_FOUND] Is the name mistyped? `seqdedupe topics` lists the topics.\n"
     assert run("topics", "move", "zzzzzzzz", "--to", "h:1", status=1).stderr.endswith(said)
     for short, other in (("k", "k2"), ("arrivals", "arrangers")):
@@ -425,7 +425,7 @@ def test_a_producer_is_reset_to_none(run: Run, tmp_path: Path) -> None:
     publish = ("publish", str(file), "--topic", "reset-to-none", "--producer", "p")
     run(*publish)
     run("reset-producer", "reset-to-none", "p", "-1")
-    # It has sent something: only that counts no more. A name that nobody has used is told the same.
+    # It has sent something: only that counts no more. A name that nobody has used learns the same.
     for name in ("p", "mistyped"):
         said = run("message-state", "reset-to-none", name, "0").stdout
         assert b"no sequence ID of it counts in this topic: persisted -1, pushed -1" in said

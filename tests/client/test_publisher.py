@@ -213,7 +213,7 @@ async def test_an_answer_that_is_none_ends_the_call(receipt: dict[str, list[int]
 async def test_what_may_be_in_the_log_is_to_be_sent_again_with_the_same_id(
     ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sequence IDs there are none here."""
+    """For sequence IDs there are none here."""
     monkeypatch.setattr("seqdedupe.client.publisher.ANSWER_TIMEOUT_SECONDS", 0.1)
 
     def answers(frame: publish_pb2.Frame) -> list[publish_pb2.PublishStreamResponse]:
@@ -361,7 +361,7 @@ MESSAGES = 3000
 
 
 async def _publish_through_kills(sidecar: Sidecar, topic: str, kills: int) -> dict[int, int]:
-    """Several senders of the same messages, until all are acknowledged; the index that each was told."""
+    """Several senders of the same messages, until all are acknowledged; the index that each learned."""
     rng = random.Random(1)
     told: dict[int, int] = {}
 

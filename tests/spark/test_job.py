@@ -779,7 +779,7 @@ def test_a_topic_of_deduplication_ids_is_read_and_not_deduplicated(
 
 
 def test_a_task_that_is_to_deduplicate_ids_commits_nothing(address: str, database: Database, topic: str) -> None:
-    """Of a topic that was still recovering when the job looked at it."""
+    """For a topic that was still recovering when the job looked at it."""
     with Client(address) as client:
         client.admin.create_topic(topic, deduplication_mode="deduplication-id")
         with client.publisher(topic) as publisher:

@@ -1,4 +1,4 @@
-"""The data source's options: what is taken, and what each wrong one is told."""
+"""The data source's options: what is taken, and what is said of each wrong one."""
 
 import pickle
 import re

@@ -336,7 +336,7 @@ class TestLimits:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_splits_have_the_same_messages(seed: int) -> None:
-    """Whatever is asked for, each message is in one task: as a list of single messages says it."""
+    """No matter what is asked for, each message is in one task: as a list of single messages says it."""
     chosen = random.Random(seed)
     ranges = []
     for i in range(chosen.randint(0, 5)):

@@ -470,7 +470,7 @@ def written_of(client: blocking.Client, topic: str | None, *batches: pa.RecordBa
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_ids_of_a_source_name_its_rows(client: blocking.Client, target: str, plain: bool) -> None:
-    """Of two topics with the same two IDs two messages are made, and not four; the warning is of something else."""
+    """For two topics with the same two IDs two messages are made, and not four; the warning is of something else."""
     first, second = (of_source([b"a", b"b"], f"{SOURCE}-{k}", plain=plain) for k in (1, 2))
     assert written_of(client, target, first) == SinkReport(2)
     assert written_of(client, target, second) == SinkReport(2, copies=2)
@@ -482,7 +482,7 @@ def test_ids_of_a_source_name_its_rows(client: blocking.Client, target: str, pla
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_topic_without_ids_is_known_by_its_messages(client: blocking.Client, target: str, plain: bool) -> None:
     assert written_of(client, target, of_source([None, None], plain=plain)).rows == 2
-    # Of a union of both each row has the identity that it has alone.
+    # For a union of both each row has the identity that it has alone.
     mixed = pa.Table.from_batches([of_source([None, None], plain=plain), of_source([b"a", b"b"], "s", plain=plain)])
     assert written_of(client, target, *mixed.combine_chunks().to_batches()).copies == 2
     assert ids_in(client, target) == [f"{SOURCE}/7/{i}/0".encode() for i in range(2)] + [b"a", b"b"]
@@ -701,7 +701,7 @@ def logged(tmp_path: Path) -> Path:
 
 
 def plan(location: Path | str) -> Began:
-    """In a process of its own: Spark deals what is planned over several, and ends them when it likes."""
+    """In its own process: Spark deals what is planned over several, and ends them when it likes."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(task_module.began, str(location)).result()
 

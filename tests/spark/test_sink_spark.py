@@ -1,4 +1,4 @@
-"""The sink in Spark: batches and streams, tasks that are killed, and rows that a retry deals out anew."""
+"""The sink in Spark: batches and streams, tasks that are killed, and rows that a retry deals out again."""
 
 import os
 import signal
@@ -91,7 +91,7 @@ def test_a_topic_is_copied_once_however_often(load: Load, client: blocking.Clien
     with client.reader(target) as reader:
         ids = {message.deduplication_id: message.payload for message in reader}
     assert ids[f"{topic_name(topic)}/{end.incarnation}/41/0".encode()] == b"value 41"
-    # A topic of the same name that was made anew has other messages at the same indexes.
+    # A topic of the same name that was made again has other messages at the same indexes.
     client.admin.delete_topic(topic)
     fill(client.address, topic, 10)
     write(load(topic), client, target)

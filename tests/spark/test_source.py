@@ -102,7 +102,7 @@ class Stream:
         return found
 
     def replayed(self, end: Offsets) -> list[bytes]:
-        """What a micro-batch reads whose end is logged already: Spark asks for the start of the first one anew."""
+        """What a micro-batch reads whose end is logged already: Spark asks for the start of the first one again."""
         start = self.reader.initialOffset() if self.offset is None else self.offset
         partitions = self.reader.partitions(as_logged(start), as_logged(end))
         assert all(len(partition.value) for partition in partitions)
@@ -244,7 +244,7 @@ class TestBatch:
             )
 
     def test_a_partitioned_topic_is_read_by_its_name(self, client: blocking.Client, source: Source, topic: str) -> None:
-        """Once, each partition with a range of its own; also as it grows."""
+        """Once, each partition with its own range; also as it grows."""
         client.admin.create_topic(topic, partitions=3)
         stream = source.stream(topic=topic, startingOffsets="earliest")
         assert stream.trigger() == []
@@ -518,7 +518,7 @@ class TestReplay:
 
 
 class TestLoss:
-    """A topic that was deleted, and made anew."""
+    """A topic that was deleted, and made again."""
 
     @pytest.fixture
     def offset(self, client: blocking.Client, topic: str) -> Offsets:

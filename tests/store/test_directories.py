@@ -1,4 +1,4 @@
-"""What a data directory says of itself, and what is refused rather than made anew."""
+"""What a data directory says of itself, and what is refused rather than made again."""
 
 import shutil
 from pathlib import Path

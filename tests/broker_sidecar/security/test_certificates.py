@@ -36,7 +36,7 @@ from tests.broker_sidecar.security.showing import bearer, rules_for_all, token_o
 VERSION = "/seqdedupe.v1.AdminService/GetVersion"
 CREATE = "/seqdedupe.v1.AdminService/CreateTopic"
 TERM_SECONDS = 10
-"""Of a certificate that is to end: time enough for a first call."""
+"""For a certificate that is to end: time enough for a first call."""
 AUTHORITY, OTHER_AUTHORITY, OF_CLIENTS = trustme.CA(), trustme.CA(), trustme.CA()
 
 
@@ -182,7 +182,7 @@ def test_the_name_is_the_uri_or_else_the_first_dns_name() -> None:
 
 
 def test_another_certificate_under_open_streams(tmp_path: Path) -> None:
-    """What is open goes on, new connections see the new one; a bad one changes nothing, and is told."""
+    """What is open goes on, new connections see the new one; a bad one changes nothing, and is reported."""
     folder = tmp_path / "tls"
     keys = tls_keys(folder, of_server(AUTHORITY))
     with Sidecar(tmp_path, authentication="token", **keys) as sidecar:

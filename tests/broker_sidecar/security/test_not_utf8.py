@@ -28,7 +28,7 @@ def addresses(sidecar: Sidecar) -> tuple[str, str]:
 
 
 def answer(address: str, method: str | bytes, headers: dict[str, str | bytes] | None = None) -> bytes:
-    """How a call ends, over a connection of its own."""
+    """How a call ends, over its own connection."""
     connection = RawConnection(address)
     try:
         call = connection.begin(method, headers or {})

@@ -78,7 +78,7 @@ def test_a_revoked_certificate_is_refused_also_on_an_open_connection(tmp_path: P
 
 
 def test_a_revoked_intermediate_authority(tmp_path: Path) -> None:
-    """Whoever comes by way of it is refused, with the operator's token too, and in a resumed session of TLS."""
+    """Anyone who comes by way of it is refused, with the operator's token too, and in a resumed session of TLS."""
     folder = tmp_path / "tls"
     keys = tls_keys(folder, of_server(AUTHORITY))
     root = trustme.CA()

@@ -1,4 +1,4 @@
-"""What rules say, beside the plainest reading of them; and what a file of them may not say."""
+"""What rules say, compared with the plainest reading of them; and what a file of them may not say."""
 
 from pathlib import Path
 

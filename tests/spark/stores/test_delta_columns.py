@@ -117,7 +117,7 @@ def test_a_column_whose_name_no_folder_can_have(harness: DeltaHarness, character
 
 
 def test_any_other_character_names_a_folder(harness: DeltaHarness) -> None:
-    """And whatever a column is called that does not partition, line feeds and slashes among it."""
+    """And everything that a column is called that does not partition, line feeds and slashes among it."""
     others = [chr(code) for code in range(32, 127) if chr(code) not in "/,"]
     names = [f"a{''.join(others[k : k + 20])}z" for k in range(0, len(others), 20)]
     for k, name in enumerate([*names, "..", "é\x85é", "="]):

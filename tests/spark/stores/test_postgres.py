@@ -197,7 +197,7 @@ def test_who_may_not_make_tables_can_use_those_that_are_there(harness: PostgresH
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
 def test_tables_that_another_run_makes_first_are_seen_at_any_isolation(harness: PostgresHarness, level: str) -> None:
-    """Who waits for the other one to have made them looks again, whatever the database's default."""
+    """Who waits for the other one to have made them looks again, no matter what the database's default."""
     name = harness.url.split("?")[0].rpartition("/")[2]
     run(harness, f"ALTER DATABASE {name} SET default_transaction_isolation = '{level}'")
     watcher = psycopg.connect(harness.url, autocommit=True)
