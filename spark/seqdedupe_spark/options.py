@@ -194,7 +194,7 @@ def advice(name: str, names: Sequence[str]) -> str:
     for beginning, why in _FOREIGN.items():
         if name.startswith(beginning):
             return why
-    return "the options are " + ", ".join(one for one in names if not one.startswith(("pulsar.", "admin.")))
+    return "choose from " + ", ".join(one for one in names if not one.startswith(("pulsar.", "admin.")))
 
 
 NAMES = (

@@ -66,7 +66,7 @@ class TestTopics:
         lacking = TopicListing(client)
         del lacking._topics[topic_name(f"{topic}-partition-1")]
         for selection in (selected(topic), Selection("topicsPattern", pattern=topic)):
-            with pytest.raises(NotFoundError, match=r"has 2 partitions, and .*-partition-1 is not there"):
+            with pytest.raises(NotFoundError, match=r"has 2 partitions, but .*-partition-1 does not exist"):
                 lacking.select(selection)
 
     def test_a_missing_name_is_an_error_unless_it_is_known(self, client: blocking.Client, topic: str) -> None:

@@ -296,7 +296,7 @@ class TestSchemas:
     @pytest.mark.parametrize(
         ("name", "kind", "said"),
         [
-            ("index", LongType(), "no column index, but value, __key"),
+            ("index", LongType(), "no column index; the columns are value, __key"),
             ("__index", IntegerType(), "column __index is int, it should be bigint"),
             ("value", StringType(), "column value is string, it should be binary"),
             ("__publishTime", TimestampNTZType(), "column __publishTime is timestamp_ntz, it should be timestamp"),
@@ -514,7 +514,7 @@ class TestReplay:
         for options in ({}, {"startingTime": 5}, {"startingOffsets": json.dumps({topic: 2})}):
             with pytest.raises(SeqdedupeError, match="does not say where its first batch starts") as failure:
                 source.stream(topic=topic, **options).replayed(end)
-            assert "another one" in failure.value.hint
+            assert "a new checkpoint" in failure.value.hint
 
 
 class TestLoss:

@@ -274,7 +274,7 @@ def test_a_column_that_would_drop_something_is_refused(
     harness: DeltaHarness, there: pa.DataType, given: pa.DataType, options: str
 ) -> None:
     DeltaTable.create(harness.uri, pa.schema({"n": pa.int64(), "c": there}))
-    with opened(harness, options) as store, refused("INVALID_OUTPUT", "does not take"):
+    with opened(harness, options) as store, refused("INVALID_OUTPUT", "does not accept"):
         store.prepare(harness.table, pa.schema({"n": pa.int64(), "c": given}))
 
 

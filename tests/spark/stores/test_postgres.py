@@ -339,7 +339,7 @@ def test_a_column_whose_type_changes_while_rows_are_made(
         store.write(JOB, "flights", rows(), [over(-1, 1)])
         assert ns(harness) == [100, 101]
     else:
-        with refused("INVALID_OUTPUT", "n is", "does not take int64"):
+        with refused("INVALID_OUTPUT", "n is", "does not accept int64"):
             store.write(JOB, "flights", rows(), [over(-1, 1)])
         assert harness.rows() == []
     assert store.positions(JOB) == {TOPIC: Stored(at(1 if is_right else -1), 0)}
