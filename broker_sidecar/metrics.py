@@ -406,7 +406,7 @@ class Metrics:
         """Yield all metrics except those of the process, which are made elsewhere."""
         yield InfoMetricFamily(
             "seqdedupe_build",
-            "Version and kind of log of the sidecar.",
+            "Which version this is.",
             {"version": version("seqdedupe"), "log": self._from.config.log},
         )
         yield gauge_of(

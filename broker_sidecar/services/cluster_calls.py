@@ -141,7 +141,7 @@ class ClusterCalls:
         if self._known_cluster is None:
             raise error(
                 "INVALID_REQUEST",
-                "this call is only for sidecars with log = 'pulsar'",
+                "this call is only for sidecars in front of a Pulsar cluster (log = 'pulsar')",
                 hint="This sidecar has all of its topics itself: there is nothing to list, forget or take. With log = "
                 "'broker', or with shards, a topic stays where it is.",
             )

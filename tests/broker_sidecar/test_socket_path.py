@@ -56,7 +56,7 @@ def test_a_second_sidecar_does_not_take_the_socket(tmp_path: Path, path: Path) -
             finally:
                 second.kill()
             [line] = second.errors
-            assert f"listen = 'unix:{path}': cannot listen there: process {first.pid} does" in line
+            assert f"listen = 'unix:{path}': cannot listen there, because process {first.pid} does" in line
         publish(first.address, b"2")
         first.restart()
         assert payloads(first.address) == [b"1", b"2"]

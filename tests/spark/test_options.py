@@ -150,7 +150,10 @@ def test_what_is_no_position(text: str) -> None:
         ({"topic": "t", "service.url": "pulsar://a:6650"}, "admin.url is needed with service.url = pulsar://a:6650"),
         (CLUSTER | {"admin.url": "a:8080"}, "admin.url is 'a:8080': it should be like http://host:8080"),
         (CLUSTER | {"admin.url": "http://u:secret@a"}, "admin.url: it should be like http://host:8080"),
-        (CLUSTER | {"pulsar.client.authPluginClassName": "AuthenticationAthenz"}, "it should be AuthenticationToken or"),
+        (
+            CLUSTER | {"pulsar.client.authPluginClassName": "AuthenticationAthenz"},
+            "it should be AuthenticationToken or",
+        ),
         ({"topic": "t", "admin.url": "http://a:8080"}, "admin.url is for service.url = pulsar://"),
         ({"topic": "t", "pulsar.client.authParams": "token:secret"}, "pulsar.client.authParams is for service.url"),
         ({"topic": "t", "startingOffsets": "erliest"}, "startingOffsets is 'erliest': it should be earliest or latest"),

@@ -153,7 +153,7 @@ def test_a_directory_on_its_way_gets_there_first(tmp_path: Path, asked: int) -> 
     write(tmp_path, Split("c-1", 4, 3))
     assert count_of(Config(data_directory=str(tmp_path))) == 3
     assert count_of(Config(data_directory=str(tmp_path), workers=3)) == 3
-    with pytest.raises(ConfigurationError, match="on its way to 3"):
+    with pytest.raises(ConfigurationError, match="being changed to 3"):
         count_of(Config(data_directory=str(tmp_path), workers=asked))
     with pytest.raises(ConfigurationError, match="on its way from 4 workers to 3"):
         count_of(worker)
