@@ -63,17 +63,17 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument(
         "--dev",
         action="store_true",
-        help="for trying out: data that are deleted at the end, on loopback, no token",
+        help="for trying out: temporary data, on loopback, without a token",
     )
     parser.add_argument(
         "--rebuild-store",
         action="store_true",
-        help="make records anew for logs of which the store knows nothing",
+        help="make new records for logs that have no record in the store",
     )
     parser.add_argument(
         "--give-up-journal",
         action="store_true",
-        help="go on without what is missing or damaged in the journal of the logs",
+        help="start without the missing or damaged parts of the logs' journal",
     )
     for name, item in KEYS.items():
         about = item.metadata["about"].replace("%", "%%")
@@ -132,8 +132,7 @@ def _say_what_next(folder: str, address: SidecarAddress) -> None:
     command = "seqdedupe" if found else shlex.quote(str(Path(sys.executable).with_name("seqdedupe")))
     at = f"--address {shlex.quote(str(address))}"
     print(
-        f"A sidecar for trying out, at {address}. No token is needed. Its data are in {folder}:\n"
-        "they are deleted when it ends.\n\n"
+        f"A sidecar for trying out, at {address}. It needs no token. When it ends, it deletes its data in {folder}.\n\n"
         "In another terminal:\n\n"
         f"    printf 'one\\ntwo\\n' | {command} publish - --topic orders --producer shop {at}\n"
         f"    {command} read orders {at}\n",

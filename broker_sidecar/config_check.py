@@ -83,7 +83,7 @@ def _audit_file(config: Config) -> Iterator[Problem]:
         if not folder.is_dir():
             yield Problem(_of("audit_file", path, f"there is no directory {str(folder)!r}"))
         elif not os.access(path if os.path.exists(path) else folder, os.W_OK, effective_ids=True):
-            yield Problem(_of("audit_file", path, "it cannot be written by the user of this check"), False)
+            yield Problem(_of("audit_file", path, "the user who runs this check cannot write to it"), False)
 
 
 def _own_token(config: Config) -> Iterator[Problem]:

@@ -282,7 +282,7 @@ class TcpConnections:
             except OSError as e:
                 # If descriptors have run out, the log is already full of such lines.
                 if e.errno not in (errno.EMFILE, errno.ENFILE):
-                    logger.warning("the connections cannot be looked at: %s", e)
+                    logger.warning("the connections cannot be examined: %s", e)
                 continue
             chosen = choose(self._open.values(), self._limit, self._now)
             ended = self._end(chain(chosen, self._holding_halves(), self._holding_calls()))
@@ -396,7 +396,9 @@ class TcpConnections:
         if self.ended["crowded"] > before["crowded"] and time.monotonic() >= self._warns_at:
             self._warns_at = time.monotonic() + WARN_SECONDS
             known, unknown = self.count()
-            logger.warning("connections end: too many make no call", extra={"known": known, "unknown": unknown})
+            logger.warning(
+                "the sidecar closes connections: too many make no call", extra={"known": known, "unknown": unknown}
+            )
         return self.ended != before
 
 

@@ -207,7 +207,7 @@ def _remove_arrivals(store: Store, logs: EmbeddedLogs) -> None:
             store.remove_snapshots(sorted(coming))
         logs.remove_arrivals()
     except (SeqdedupeError, OSError) as e:
-        logger.warning("what was coming from other sidecars cannot be removed now: %s", e)
+        logger.warning("the rest of unfinished moves from other sidecars cannot be removed now: %s", e)
 
 
 async def _keep_looking(topics: Topics[Any]) -> None:
@@ -216,7 +216,7 @@ async def _keep_looking(topics: Topics[Any]) -> None:
         try:
             await topics.looking.once()
         except SeqdedupeError as e:
-            logger.warning("the cluster was not asked for new topics: %s", e)
+            logger.warning("the search for new topics in the cluster has failed: %s", e)
 
 
 async def _keep_trimming(topics: Topics[Topic]) -> None:
@@ -261,7 +261,7 @@ def _check_no_logs(log: str, folder: Path) -> None:
     """Raise INVALID_CONFIGURATION if there are logs: without records in the store they would go unnoticed."""
     if folder.is_dir() and incarnations(folder):
         raise error(
-            "INVALID_CONFIGURATION", f"log = {log!r}: the data directory has logs of a sidecar's own, in {folder}",
+            "INVALID_CONFIGURATION", f"log = {log!r}: the data directory has embedded logs, in {folder}",
             key="log",
         )  # fmt: skip
 

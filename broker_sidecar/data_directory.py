@@ -26,8 +26,8 @@ _HINTS = {
     errno.EROFS: "Mount the file system for writing, or choose a directory on another one.",
     errno.EACCES: "Run the sidecar as the user that owns the directory, or give it to this user (chown).",
     errno.EPERM: "Run the sidecar as the user that owns the directory, or give it to this user (chown).",
-    errno.ENOSPC: "Make room on the disk.",
-    errno.EDQUOT: "Make room within the quota.",
+    errno.ENOSPC: "Free space on the disk.",
+    errno.EDQUOT: "Free space within the quota.",
     errno.ENOTDIR: "Name a directory: a part of the path is a file.",
     errno.EEXIST: "Name a directory: this is a file.",
 }
@@ -135,7 +135,7 @@ async def lost(lock: Lock) -> str:
         # A disk that fails now may work again later.
         with suppress(OSError):
             if not await asyncio.to_thread(lock.is_held):
-                return f"{lock.path} is not the file that this process has locked: it was moved or removed"
+                return f"{lock.path} is no longer the file that this process has locked: it was moved or removed"
 
 
 def ended_by(e: SeqdedupeError | OSError, folder: Path) -> int:
@@ -149,7 +149,7 @@ def ended_by(e: SeqdedupeError | OSError, folder: Path) -> int:
 _TRIED_AGAIN = ("STORE_UNAVAILABLE", "LOG_REFUSED", "LOG_UNREADABLE", "AUDIT_UNAVAILABLE")
 """Errors that a running sidecar retries, as their hints say. A sidecar that has ended does not."""
 
-_AT_END = "Cure what the message names, and start the sidecar again."
+_AT_END = "Fix the problem that the message names, and start the sidecar again."
 
 
 def _failed(folder: Path, e: OSError) -> SeqdedupeError:

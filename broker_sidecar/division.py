@@ -102,7 +102,7 @@ def _change(folder: Path, split: Split, count: int) -> None:
         for place, shards in places(folder, split.workers):
             has_topics = split.to is not None or _incarnations(place / LOGS)
             if has_topics and not (place / STORE).is_dir():
-                raise error("STORE_MISSING", f"{place / STORE} is not there, and its topics are to be moved")
+                raise error("STORE_MISSING", f"{place / STORE} is missing, so its topics cannot be moved")
             store = Store.open(place / STORE)
             opened.callback(store.close)
             old.append(_Part(place, shards, store))
@@ -144,10 +144,10 @@ def _check(folder: Path, split: Split, count: int, old: Sequence[_Part]) -> None
         _check_files(folder, part.folder)
         records = part.store.topics()
         if twice := seen.intersection(record.incarnation for record in records):
-            raise _refused(f"the logs {sorted(twice)} are there twice, once in {part.folder}")
+            raise _refused(f"the logs {sorted(twice)} exist twice, once in {part.folder}")
         seen.update(record.incarnation for record in records)
         if unknown := set(_incarnations(part.folder / LOGS)) - seen:
-            why = f"{part.folder / LOGS} has the logs {sorted(unknown)}, of which the store knows nothing"
+            why = f"{part.folder / LOGS} has the logs {sorted(unknown)}, which have no record in the store"
             raise error("STORE_MISSING", why)
         replay = JournalReplay(part.folder / LOGS, is_expected=part.store.has_journal)
         for record in part.active():
@@ -162,20 +162,20 @@ def _check_files(folder: Path, part: Path) -> None:
     logs = part / LOGS
     for path in (part, logs, part / STORE, *(logs / str(incarnation) for incarnation in _incarnations(logs))):
         if path.is_symlink() or (path.exists() and path.stat().st_dev != device):
-            raise _refused(f"{path} is on another file system than {folder}, or a link")
+            raise _refused(f"{path} is a link, or on another file system than {folder}")
     if part != folder:
         foreign = {path.name for path in part.iterdir()} - _OF_A_WORKER
         if foreign:
-            raise _refused(f"{part} has what is none of a worker: {', '.join(sorted(foreign))}")
+            raise _refused(f"{part} has files that are not a worker's: {', '.join(sorted(foreign))}")
     if any((folder / name).exists() and _has_files(folder / name) for name in (MOVING, MOVED)):
-        raise _refused(f"{folder} has a folder {MOVING} or {MOVED} with files, and no change is under way")
+        raise _refused(f"{folder} has a folder {MOVING} or {MOVED} with files, although no change is under way")
 
 
 def _check_topic(part: _Part, record: TopicRecord, replay: JournalReplay) -> None:
     if record.log is not LogKind.EMBEDDED:
-        raise _refused(f"{record.name} is on the log {record.log.name.lower()!r}")
+        raise _refused(f"topic {record.name} has its log in {record.log.name.lower()!r}")
     if shard_of(record.name) not in part.shards:
-        raise error("SHARD_CLAIMED_TWICE", f"{part.folder} has {record.name}, which is not of its shards")
+        raise error("SHARD_CLAIMED_TWICE", f"{part.folder} has topic {record.name}, which is not in its shards")
     folder = part.folder / LOGS / str(record.incarnation)
     if _has_moved(folder, record.name):
         return
@@ -194,9 +194,9 @@ def _has_moved(folder: Path, name: str) -> bool:
     Raises INVALID_CONFIGURATION if two sidecars still have to agree on it: workers do not do that."""
     is_known = log_folder.moved_to(folder) is not None
     if log_folder.leaving_to(folder) is not None or (folder / log_folder.ARRIVED_FILE).exists():
-        raise _refused(f"{name} is being moved from one sidecar to another, and only one of them knows")
+        raise _refused(f"topic {name} is being moved from one sidecar to another, and only one of them has recorded it")
     if is_known and log_folder.has_messages(folder):
-        raise _refused(f"{name} was moved to another sidecar that does not serve it yet, as far as is known here")
+        raise _refused(f"topic {name} was moved to another sidecar, which may not serve it yet")
     return is_known
 
 
@@ -268,7 +268,7 @@ def _move_logs(folder: Path, split: Split, old: Sequence[_Part]) -> None:
             if source.exists():
                 os.rename(source, target)
             elif not target.exists():
-                raise error("STORE_MISSING", f"the log of {record.name} is neither {source} nor {target}")
+                raise error("STORE_MISSING", f"the log of {record.name} is neither in {source} nor in {target}")
     for place in [*(place for place, _ in new), *(part.folder for part in old)]:
         if (place / LOGS).exists():
             sync_folder(place / LOGS)

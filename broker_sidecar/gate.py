@@ -197,7 +197,7 @@ class _Receiving:
             async with limit:
                 return await _receive(context)
         except TimeoutError as e:
-            raise error("STREAM_IDLE", f"a request of {self._whose} did not come in time") from e
+            raise error("STREAM_IDLE", f"a request of {self._whose} did not arrive in time") from e
         finally:
             del self._limits[limit]
             self._release()
@@ -239,7 +239,7 @@ class _Receiving:
             self._waiting[origin] = queue
 
     def _full(self) -> SeqdedupeError:
-        return error("QUEUE_FULL", f"{self._most_waiting} {self._whose} wait to be received: call again")
+        return error("QUEUE_FULL", f"{self._most_waiting} {self._whose} wait to be received: that is the limit")
 
     def _hurry(self) -> None:
         """Shorten the limits of slow requests, because a call waits."""

@@ -90,7 +90,9 @@ def compile_for_installation() -> Path:
     is_for_all = _made(folder.parents[1], folder.parent.name, folder.name) and _is_closed(folder)
     if not is_for_all:
         if (own := _folder("")) is None:
-            raise PermissionError(f"there is nowhere to keep kernels: {folder} cannot be written, nor a cache folder")
+            raise PermissionError(
+                f"compiled kernels cannot be kept: neither {folder} nor a cache folder can be written"
+            )
         folder = own
     if not (folder / _COMPLETE).exists():
         jit.keep_compiled(folder)
@@ -118,8 +120,8 @@ def _compile_now(goes_on: Callable[[], bool] = lambda: True) -> bool:
         jit.compile_now(goes_on)
     except Exception as e:  # noqa: BLE001 (numba and LLVM raise anything, and plain functions give the same)
         logger.error(
-            "%d of %d kernels cannot be compiled (%s: %s): the sidecar goes on with plain functions, which take up to "
-            "a hundred times as long",
+            "%d of %d kernels cannot be compiled (%s: %s): the sidecar uses plain functions, which take up to a "
+            "hundred times as long",
             jit.plain_kernels(),
             kernels,
             type(e).__name__,
@@ -179,7 +181,7 @@ class CompilingBeside:
 
     def __init__(self, data_directory: str) -> None:
         if (folder := _folder(data_directory)) is None:
-            raise FileNotFoundError("there is nowhere to keep kernels")
+            raise FileNotFoundError("there is no folder for compiled kernels")
         self._complete = folder / _COMPLETE
         # Do not import from the current folder: other users may be able to write there. The process ends when its
         # standard input does, so it does not outlive this one. Ctrl-C reaches only this process.
@@ -190,7 +192,7 @@ class CompilingBeside:
             command, stdin=pipe, stdout=nothing, stderr=pipe, text=True, errors="replace", start_new_session=True
         )
         jit.compile_later()
-        _tell("seqdedupe: compiling for this machine, which can take a minute; until then the sidecar serves, slowly")
+        _tell("seqdedupe: compiling for this machine, which can take a minute; until then the sidecar serves slowly")
         self._is_stopped = False
         self._took_too_long = False
         self._thread = threading.Thread(target=self._take_over, name="seqdedupe-compiling", daemon=True)
@@ -220,21 +222,21 @@ class CompilingBeside:
         if self._is_stopped:
             return
         if is_complete:
-            logger.info("compiled for this machine: the sidecar is as fast now as it can be")
+            logger.info("compiled for this machine: the sidecar has its full speed now")
         elif process.returncode == -signal.SIGTERM:
             logger.info(
-                "compiling for this machine was ended (SIGTERM): the sidecar goes on, slowly; the next start compiles "
+                "compiling for this machine was ended (SIGTERM): the sidecar serves slowly; the next start compiles "
                 "before it serves"
             )
         elif self._took_too_long:
             logger.warning(
-                "compiling for this machine was ended: it took more than %g s; the sidecar goes on, slowly; the next "
+                "compiling for this machine was ended: it took more than %g s; the sidecar serves slowly; the next "
                 "start compiles before it serves",
                 COMPILE_LIMIT_SECONDS,
             )
         else:
             logger.warning(
-                "compiling for this machine has failed (status %d: %s): the sidecar goes on, slowly; the next start "
+                "compiling for this machine has failed (status %d: %s): the sidecar serves slowly; the next start "
                 "compiles before it serves",
                 process.returncode,
                 said.strip().rpartition("\n")[2],

@@ -68,7 +68,7 @@ class Manager:
             return
         except OSError as e:
             # The manager has gone, or never existed: the sidecar serves without it.
-            logger.debug("the service manager is not told: %s", e)
+            logger.debug("the service manager cannot be notified: %s", e)
         self._owed.clear()
 
     async def keep_telling(self, status: Callable[[], str]) -> None:

@@ -88,7 +88,7 @@ def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | N
             break
     if missing := [k for k, topic in enumerate(partitions) if topic is None]:
         message.state = State.DAMAGED.value  # type: ignore[assignment]
-        message.why = f"of its partitions these are not there: {', '.join(map(str, missing))}"
+        message.why = f"these partitions are missing: {', '.join(map(str, missing))}"
     return message
 
 

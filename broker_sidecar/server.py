@@ -225,7 +225,7 @@ class SidecarServer:
         # If gRPC's coroutine were cancelled, the server could no longer be stopped.
         await asyncio.shield(server.wait_for_termination())
         if not self._is_stopping:
-            fatal(f"its gRPC server at {address} has ended, and nobody has stopped it")
+            fatal(f"its gRPC server at {address} has ended unexpectedly")
 
     async def _keep_listening(self, key: str) -> None:
         """Listen again if a Unix socket's path is removed or replaced: any user who may write to its folder can do
@@ -245,7 +245,9 @@ class SidecarServer:
             except SeqdedupeError as e:
                 # The next look tries again.
                 if told != (told := str(e)):
-                    logger.error("%s was removed or replaced, and nobody reaches the sidecar there: %s", address, e)
+                    logger.error(
+                        "%s was removed or replaced, and the sidecar cannot listen there again: %s", address, e
+                    )
 
     def _services(self) -> tuple[list[Any], ReadService | None]:
         """Return the services' handlers; and the service for readers, None if there is none."""
@@ -325,8 +327,8 @@ def connections_within(limit: int) -> int:
     if connections < 1:
         raise error(
             "INVALID_CONFIGURATION",
-            f"the process may have {limit} files open: {others + 1} are needed at least",
-            hint="Raise the limit of open files (ulimit -n, LimitNOFILE=); 1024 are enough for any number of topics.",
+            f"the process may open {limit} files, and needs at least {others + 1}",
+            hint="Raise the limit of open files (ulimit -n, LimitNOFILE=): 1024 is enough for any number of topics.",
             limit=limit,
         )
     return connections
@@ -351,8 +353,8 @@ async def _serve(config: Config, lock: Lock, on_serving: OnServing | None, repai
     logger.info("listening", extra={"address": str(sidecar.address)})
     if config.log == "embedded" and not config.retention_was_chosen:
         logger.warning(
-            "messages are kept for ever, until the disk is full: set default_retention_size_in_mb or "
-            "default_retention_time_in_minutes; -1 says that it is wanted"
+            "messages are kept until the disk is full: set default_retention_size_in_mb or "
+            "default_retention_time_in_minutes; -1 confirms that they should be kept for ever"
         )
     folder = Path(config.data_directory)
     if config.authentication == "token" and whole_of(folder) is None:
@@ -389,7 +391,7 @@ def run(config: Config, lock: Lock, on_serving: OnServing | None = None, **repai
     telemetry.configure(config.log_level, config.log_format)
     if config.backup_directory and not Path(config.backup_directory).is_dir():
         # The disk may not be mounted yet, and serving does not need it.
-        logger.warning("no backup can be made before backup_directory is there: %s", config.backup_directory)
+        logger.warning("no backup can be made while backup_directory does not exist: %s", config.backup_directory)
     give_back_freed_memory()
     try:
         import uvloop
@@ -406,7 +408,7 @@ async def _served(config: Config, lock: Lock, on_serving: OnServing | None, repa
         status = 0
     except TimeoutError:
         print(
-            "seqdedupe: draining took too long: what was in flight is decided at the next start",
+            "seqdedupe: draining took too long: the next start decides about the messages in flight",
             file=sys.stderr,
         )
     except (SeqdedupeError, OSError) as e:

@@ -113,7 +113,9 @@ class Use:
         wait_seconds = max(0.0, begins - now_seconds)
         if wait_seconds > MAX_MOVE_WAIT_SECONDS:
             delay_ms = int(wait_seconds * 1000) + 1
-            raise self.exceeded("cursor_moves", "more cursor moves a second have come", delay_ms, MOVES_PER_SECOND)
+            raise self.exceeded(
+                "cursor_moves", "there are too many cursor moves per second", delay_ms, MOVES_PER_SECOND
+            )
         paid_until[topic] = begins + max(1 / MOVES_PER_SECOND, size / MOVED_BYTES_PER_SECOND)
         return wait_seconds
 
@@ -129,7 +131,7 @@ class Use:
     ) -> SeqdedupeError:
         """Return the error for this limit; `limit` is its value, if the caller has no such limit."""
         limit = getattr(self.limits, what) if limit is None else limit
-        why = f"the share of {self.name}: {message}, and {limit} is the limit"
+        why = f"the share of {self.name} is exceeded: {message}, and the limit is {limit}"
         return error("SHARE_EXCEEDED", why, retry_delay_ms=retry_delay_ms, share=what, limit=limit)
 
 
@@ -145,7 +147,7 @@ class CallerShares:
         """Return the use of the caller with this name; empty: of all unknown callers."""
         if (use := self._uses.get(subject)) is None:
             use = self._uses[subject] = Use(
-                repr(subject) if subject else "all who are not known", self._limits_of(subject)
+                repr(subject) if subject else "all unknown callers", self._limits_of(subject)
             )
         return use
 
@@ -178,7 +180,7 @@ class CallerShares:
         for one in (use, self.in_all):
             if rest_seconds := one.rest_seconds(now_seconds):
                 delay_ms = int(rest_seconds * 1000) + 1
-                raise one.exceeded("bytes_per_second", "more bytes a second have come", delay_ms)
+                raise one.exceeded("bytes_per_second", "there are too many bytes per second", delay_ms)
         self.spend(use, size, now_seconds)
 
 

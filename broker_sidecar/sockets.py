@@ -124,5 +124,5 @@ def _listener(path: Path) -> str:
 
 
 def _taken(address: SidecarAddress, owner: str, key: str) -> SeqdedupeError:
-    what = f"{key} = {str(address)!r}: cannot listen there: {owner} does"
+    what = f"{key} = {str(address)!r}: cannot listen there, because {owner} does"
     return error("CANNOT_LISTEN", what, hint="Stop that process, or choose another path.")

@@ -184,7 +184,7 @@ class Stream:
             async with asyncio.timeout(TURN_SECONDS):
                 return await self.reserve(size, size)
         except TimeoutError:
-            self.reserve_now(size, f"readers have held the memory that a call needs for {TURN_SECONDS:.0f} seconds")
+            self.reserve_now(size, f"a call has waited {TURN_SECONDS:.0f} seconds for memory that readers hold")
             return size
 
     async def write_reserved(self, data: bytes) -> None:
@@ -395,7 +395,7 @@ class Streams:
             # One place is enough. This stream is chosen until it has left.
             longest = min(unread, key=lambda one: one.writing_since or until)
             self.unread += longest.ended_because is None
-            self._end(longest, "this stream's client reads nothing, and others wait for the place of its export")
+            self._end(longest, "this stream's client reads nothing, and other exports wait for its place")
         return False
 
     def _make_room_in_share(self, new: Stream) -> None:
@@ -450,7 +450,8 @@ class Streams:
             self.gave_way += 1
             longest = min(most, key=lambda stream: (stream.frames_in_flight > 0, stream.moved_at))
             self._end(
-                longest, f"this stream gave way to another caller's: {len(most)} of {self._limit} are its caller's"
+                longest,
+                f"this stream gave way to another caller's: its caller has {len(most)} of {self._limit} streams",
             )
         return True
 
@@ -462,7 +463,7 @@ class Streams:
             return False
         self.gave_way += 1
         longest = min(idle, key=lambda stream: stream.moved_at)
-        self._end(longest, f"this stream gave way to another: {most} are open, and it was silent for longest")
+        self._end(longest, f"this stream gave way to another: {most} are open, and it was silent the longest")
         return True
 
     def _end(self, stream: Stream, why: str) -> None:
@@ -484,7 +485,7 @@ class Streams:
             is_unread = stream.writing_since is not None and stream.writing_since <= until
             if is_unread and stream.share.held_bytes and (whose is None or stream.use in whose):
                 self.unread += 1
-                self._end(stream, "this stream's client reads nothing, and others wait for the memory")
+                self._end(stream, "this stream's client reads nothing, and other clients wait for its memory")
         for stream in list(self._left):
             if whose is None or stream.use in whose:
                 self._give_up(stream)

@@ -50,7 +50,7 @@ def _cut(value: object, most: int = MAX_TEXT_CHARACTERS) -> object:
     """Return the value, or the beginning and the end of a longer text."""
     if not isinstance(value, str) or len(value) <= most:
         return value
-    return f"{value[: most // 2]} [{len(value) - most} characters are left out] {value[-(most // 2) :]}"
+    return f"{value[: most // 2]} [{len(value) - most} characters are omitted] {value[-(most // 2) :]}"
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
@@ -76,7 +76,7 @@ class WithoutValues(logging.Filter):
             while trace is not None and trace.tb_next is not None:
                 trace = trace.tb_next
             where = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else record.funcName
-            record.msg, record.args = "gRPC has met %s at %s", (what, where)
+            record.msg, record.args = "gRPC reports %s at %s", (what, where)
             record.exc_info = record.exc_text = record.stack_info = None
         return True
 
@@ -170,7 +170,7 @@ class Limit(logging.Filter):
 
 def _tell(kind: _Kind, window: _Window) -> None:
     name, level, message = kind
-    told = "%d lines were left out as this one: %s"
+    told = "%d lines like this one were omitted: %s"
     logging.getLogger(name).log(level, told, window.left_out, message, extra={"left_out": window.left_out})
 
 
@@ -241,7 +241,7 @@ def _provider(environment: Mapping[str, str]) -> "TracerProvider | None":
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        logger.warning("an OTLP endpoint is set, and calls are not traced: install seqdedupe[tracing]")
+        logger.warning("an OTLP endpoint is set, but calls are not traced: install seqdedupe[tracing]")
         return None
     named = Resource.create({} if environment.get("OTEL_SERVICE_NAME") else {"service.name": _NAME})
     provider = TracerProvider(resource=named, shutdown_on_exit=False)

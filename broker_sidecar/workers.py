@@ -46,13 +46,13 @@ def count_of(config: Config) -> int:
         return config.workers or 1
     if config.log != "embedded":
         raise error(
-            "INVALID_CONFIGURATION", f"log = {config.log!r}: {folder} has workers with logs of their own", key="log"
+            "INVALID_CONFIGURATION", f"log = {config.log!r}: {folder} has workers with embedded logs", key="log"
         )
     if split.to is not None and config.workers not in (0, split.to):
         raise error(
             "INVALID_CONFIGURATION",
-            f"workers is {config.workers}, but the data directory {folder} is on its way to {split.to}",
-            hint=f"Start it with {split.to} first.",
+            f"workers is {config.workers}, but the data directory {folder} is being changed to {split.to}",
+            hint=f"Start it with workers = {split.to} first.",
             key="workers",
         )
     return config.workers or split.to or split.workers
@@ -223,7 +223,7 @@ class Worker:
         Call this at each beat. It counts calls, not time: if parent and workers were stopped together, they go on."""
         self._looks += 1
         if self._process is not None and self.serves and self._looks > BEATS_WITHIN_PATIENCE:
-            logger.error("worker stands still", extra={"worker": self._number, "pid": self._process.pid})
+            logger.error("worker does not respond", extra={"worker": self._number, "pid": self._process.pid})
             self.serves = False
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

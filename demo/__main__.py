@@ -40,7 +40,9 @@ To try next:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("--flights", type=int, default=TOTAL, metavar="N", help="publish only the first N flights")
-    parser.add_argument("--no-deduplication", action="store_true", help="switch it off for the topic, to compare")
+    parser.add_argument(
+        "--no-deduplication", action="store_true", help="switch deduplication off for the topic, to compare"
+    )
     parser.add_argument("--pulsar", action="store_true", help="keep the messages in a real Pulsar broker")
     return parser.parse_args()
 
@@ -72,14 +74,14 @@ def main() -> int:
             print("Reading the topic into a SQLite table with a Spark job, which takes a while to start.", flush=True)
             job.read(run.say, kill_at=() if arguments.no_deduplication else KILL_AT)
             table = check_rows(job.rows(), flights)
-        print("Auditing the topic with another one.", flush=True)
+        print("Auditing the topic with another Spark job.", flush=True)
         audited, report = audit(run.sidecar.address)
         print(report.rstrip())
         print_table(run, topic, table)
         print(f"\nTook {time.monotonic() - began:.0f} s.")
         status = verdict(run, job, topic, table) or audited
     if status and arguments.no_deduplication:
-        print("That is what resends do without deduplication. The reader job has dropped them: --deduplicate.")
+        print("Without deduplication, resends double messages. The reader job has dropped the copies: --deduplicate.")
     return status
 
 
@@ -113,7 +115,7 @@ def print_table(run: Run, topic: dict[str, Tally], table: dict[str, Tally]) -> N
     for name, numbers in [*rows.items(), ("total", totals)]:
         print(f"{name:>9}" + "".join(f"{number:>9,}" for number in numbers))
     unanswered = totals[0] - sum(totals[1:4])
-    print(f"Of those sent, {unanswered:,} got no verdict: it was lost on the way, or one side was killed.")
+    print(f"{unanswered:,} of the messages sent got no verdict: it was lost on the way, or one side was killed.")
 
 
 def verdict(run: Run, job: ReaderJob, topic: dict[str, Tally], table: dict[str, Tally]) -> int:

@@ -22,7 +22,7 @@ def _ends(number: int, _: FrameType | None) -> None:
 
 def _serve() -> None:
     with Broker(get()) as broker:
-        print("A Pulsar broker for trials. Its data is removed when it ends: with Ctrl-C, or SIGTERM.")
+        print("A Pulsar broker for trials. End it with Ctrl-C or SIGTERM, which removes its data.")
         print(f"  service URL  {broker.service_url}")
         print(f"  admin URL    {broker.admin_url}", flush=True)
         try:
@@ -46,7 +46,7 @@ def _prepare(home: Path) -> None:
     try:
         quick.archive(home).make(write)
     except (OSError, subprocess.SubprocessError, Stalled) as e:
-        print(f"Brokers start without an archive of their classes: {e}")
+        print(f"No archive of classes could be written, so brokers start more slowly: {e}")
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ def home() -> Path:
     named = os.environ.get("PULSAR_HOME")
     found = Path(named) if named else _unpacked_in(FOLDER)
     if not (found / "bin" / "pulsar").is_file():
-        where = "in PULSAR_HOME" if named else "yet; `python -m pulsar_broker get` fetches it"
+        where = "in PULSAR_HOME" if named else "yet: `python -m pulsar_broker get` fetches it"
         raise Unavailable(f"there is no Pulsar distribution {where}")
     _check_java()
     return found

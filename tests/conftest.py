@@ -41,7 +41,7 @@ _topics = itertools.count()
 DEAR = ("tests/spark/", "tests/pulsar/")
 
 # The longest files come next, for the same reason, the longest of all first. Those of a dear folder share little or
-# nothing with its others, or are worth a Spark session of their own.
+# nothing with its others, or are worth their own Spark session.
 LONG = (
     "tests/backup/test_place_kills.py",
     "tests/backup/test_bucket.py",
@@ -170,7 +170,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(scope="session")
 def shared_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    """A sidecar for all tests that do not harm it; each uses topics of its own."""
+    """A sidecar for all tests that do not harm it; each uses its own topics."""
     with Sidecar(tmp_path_factory.mktemp("shared-sidecar")) as sidecar:
         yield sidecar
 
@@ -183,7 +183,7 @@ def topic() -> str:
 
 @pytest.fixture
 def start_sidecar(tmp_path: Path) -> Iterator[StartSidecar]:
-    """Starts sidecars, each with a data directory of its own; they are gone when the test ends."""
+    """Starts sidecars, each with its own data directory; they are gone when the test ends."""
     started: list[Sidecar] = []
 
     def start(**keys: Any) -> Sidecar:

@@ -58,7 +58,7 @@ class Imports:
         return [f"{name}, line {line}" for node in nodes for line in self._early_lines(node, is_prepared=is_prepared)]
 
     def _early_lines(self, part: ast.AST, *, is_prepared: bool) -> Iterator[int]:
-        """Of a function, or of a program's main part."""
+        """For a function, or of a program's main part."""
         is_main = _is_of_main(part)
         if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
             is_main = part.name == "main"

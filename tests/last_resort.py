@@ -9,7 +9,7 @@ import pytest
 
 from seqdedupe.testing import all_stacks
 
-# Of what the tests start, so that it can say where it hangs.
+# For what the tests start, so that it can say where it hangs.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
 

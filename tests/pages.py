@@ -3,7 +3,7 @@
 The word after three backticks says what becomes of a block. All blocks of a page run in their order, in one folder:
 
     console    commands after `$ `, each with the output that it has; `…` there stands for anything
-    sh         commands that have to succeed, whatever they print
+    sh         commands that have to succeed, no matter what they print
     python     statements, in one namespace for the page
     toml       a configuration of the sidecar, which must be valid
     text       no code: drawings, pieces of files, what a program prints

@@ -39,7 +39,7 @@ class SchemaBroker:
         self.channel: grpc.Channel | None = None  # while the topic is attached
 
     def publish(self, messages: list[Message]) -> list[bool]:
-        """Of each message whether it is in the log; if one is not, its producer sends again from there, in order."""
+        """For each message whether it is in the log; if one is not, its producer sends again from there, in order."""
         try:
             if self.channel is None:
                 self._attach()
@@ -47,7 +47,7 @@ class SchemaBroker:
         except grpc.RpcError as e:
             self.close()  # 8
             if e.code() != grpc.StatusCode.UNAVAILABLE:
-                raise  # REPLAY_GAP, and whatever trying again does not help
+                raise  # REPLAY_GAP, and no matter what trying again does not help
             time.sleep(0.05)
             return [False] * len(messages)
 

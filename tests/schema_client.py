@@ -31,7 +31,7 @@ class SchemaClient:
                     self._send(channel, left, rows, in_flight)
                 except grpc.RpcError as e:
                     if e.code() != grpc.StatusCode.UNAVAILABLE:
-                        raise  # FENCED, and whatever trying again does not help
+                        raise  # FENCED, and no matter what trying again does not help
                     time.sleep(0.05)
 
     def _open(self, channel: grpc.Channel) -> None:
@@ -43,7 +43,7 @@ class SchemaClient:
         self.epochs, self.incarnation, self.persisted = list(answer.epochs), answer.incarnation, answer.persisted[0]
 
     def _send(self, channel: grpc.Channel, left: dict[int, bytes], rows: int, in_flight: int) -> None:
-        """Sends what is left, from the first message without a receipt; returns early when that has to begin anew."""
+        """Sends what is left, from the first message without a receipt; returns early when that has to begin again."""
         requests: queue.SimpleQueue[publish_pb2.PublishStreamRequest | None] = queue.SimpleQueue()
         requests.put(publish_pb2.PublishStreamRequest(topic=self.topic))
         answers = publish_pb2_grpc.PublishServiceStub(channel).PublishStream(iter(requests.get, None))

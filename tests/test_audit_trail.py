@@ -1,4 +1,4 @@
-"""The chain of an audit trail: whatever is done to a line shows."""
+"""The chain of an audit trail: everything that is done to a line shows."""
 
 import json
 from pathlib import Path

@@ -20,7 +20,7 @@ _NAMED = re.compile(r"(?<![\w/.-])docs/[\w/-]+\.md(?:#[\w-]+)?")
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """Of each heading of a page what links name it by."""
+    """For each heading of a page what links name it by."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):

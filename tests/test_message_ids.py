@@ -34,7 +34,7 @@ def plain(runs: list[Run]) -> list[MessageId]:
 
 
 def are_right(runs: list[Run], rows: int) -> bool:
-    """Whether a record of so many rows can have these runs, as batch.proto says."""
+    """Whether a record of this many rows can have these runs, as batch.proto says."""
     if sum(run[0] for run in runs) != rows or any(run[0] < 1 for run in runs):
         return False
     ids = plain(runs)

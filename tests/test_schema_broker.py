@@ -69,7 +69,7 @@ def test_publish_resend_and_attach_again(brokers: Callable[..., SchemaBroker]) -
 
 
 class Failing(Log):
-    """Appends fail when they are told to."""
+    """Appends fail when they are asked to."""
 
     def __init__(self) -> None:
         super().__init__()

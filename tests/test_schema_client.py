@@ -41,7 +41,7 @@ def test_publish_resend_and_read(sidecar: Sidecar) -> None:
     client.publish(messages(0, 120))
     assert client.dups == 100
     assert list(client.read()) == [(i, "p", i, payload) for i, payload in messages(0, 120)]
-    # A process of its own with the same name, as after a restart that lost what was acknowledged.
+    # Its own process with the same name, as after a restart that lost what was acknowledged.
     other = SchemaClient(sidecar.address, "t", "p")
     other.publish(messages(110, 20))
     assert other.dups == 10

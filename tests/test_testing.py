@@ -24,7 +24,7 @@ from tests.processes import running
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guides" / "testing.md"
 
-# Of these only the one that has registered prints its stacks: to be asked would end the others.
+# For these only the one that has registered prints its stacks: to be asked would end the others.
 HANG = "import time\ndef hang():\n    print('here', flush=True)\n    time.sleep(1e6)\n"
 ENABLED = "import faulthandler\nfaulthandler.enable()\n" + HANG + "hang()"
 REGISTERED = f"import faulthandler\nfaulthandler.register({testing.STACKS_SIGNAL:d})\n" + HANG + "hang()"

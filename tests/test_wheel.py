@@ -1,5 +1,5 @@
-"""What is installed: a wheel has all packages, and Spark finds the data source in it. Whoever builds it gets the same
-bytes, and it says what it needs."""
+"""What is installed: a wheel has all packages, and Spark finds the data source in it. Anyone who builds it gets the
+same bytes, and it says what it needs."""
 
 import base64
 import hashlib

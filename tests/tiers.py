@@ -193,7 +193,7 @@ STARTS_JAVA = (
     "tests/test_demo.py",
     "tests/spark/test_pages.py",
 )
-"""Node IDs that begin so start Java in a process of their own. Other tests of Spark use the fixture `spark`."""
+"""Node IDs that begin so start Java in their own process. Other tests of Spark use the fixture `spark`."""
 
 # What starts a process in this one: `subprocess`, `multiprocessing`, and sidecars that `tests.warm` forks.
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
@@ -211,7 +211,7 @@ def tier_of(path: str) -> str:
 def divide(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Return the tests of the suite and those that run in the campaign alone, in their order.
 
-    Of each family the cases that were collected first stay.
+    For each family the cases that were collected first stay.
     """
     suite: list[pytest.Item] = []
     campaign: list[pytest.Item] = []

@@ -60,7 +60,7 @@ _READ_LATE = (
     "WITH_",
 )
 _SPARKS = ("SPARK_", "PYSPARK_", "AWS_")
-"""What a session in the tests' process leaves in its environment, beside folders of this repository in PYTHONPATH."""
+"""What a session in the tests' process leaves in its environment, except folders of this repository in PYTHONPATH."""
 _MAX_REQUEST_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _INHERITED = -1

@@ -95,7 +95,7 @@ class Giving:
         self._reads_snapshot = answer.reads_snapshot
         receiver: str = answer.receiver.hex()
         if len(receiver) != 2 * (RECEIVER_BYTES + MOVE_BYTES):
-            raise error("MOVE_FAILED", "the other sidecar does not say who it is")
+            raise error("MOVE_FAILED", "the other sidecar does not name its data directory")
         return receiver
 
     async def copy_while_it_serves(self, topic: Topic) -> None:
@@ -133,10 +133,10 @@ class Giving:
             async with asyncio.timeout(REST_SECONDS):
                 await topic.all_settled()
                 if topic.policy.imported not in (None, self._imported):
-                    raise error("MOVE_FAILED", "a window was imported meanwhile")
+                    raise error("MOVE_FAILED", "a window of deduplication IDs was imported during the move")
                 await self._copy_log()
         except TimeoutError as e:
-            why = f"what was in flight was not stored there within {REST_SECONDS:.0f} s"
+            why = f"the messages in flight were not stored and copied within {REST_SECONDS:.0f} s"
             raise error("MOVE_FAILED", why) from e
 
     async def _copy_log(self) -> int:
@@ -199,7 +199,7 @@ class Giving:
         async with _in_time(seconds):
             answer = await self._call.read()
         if answer is grpc.aio.EOF:
-            raise error("MOVE_FAILED", "the other sidecar ended it without an answer")
+            raise error("MOVE_FAILED", "the other sidecar ended the move without an answer")
         found: admin_pb2.ReceiveTopicResponse = answer
         return found
 
@@ -215,7 +215,7 @@ async def _in_time(seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as e:
-        raise error("UNREACHABLE", f"the other sidecar does not go on within {seconds:.0f} s") from e
+        raise error("UNREACHABLE", f"the other sidecar did not continue within {seconds:.0f} s") from e
 
 
 def _check(part: DurablePart) -> None:
@@ -230,7 +230,7 @@ def _read(part: DurablePart, offset: int) -> bytes:
     with part.path.open("rb", buffering=0) as file:
         data = os.pread(file.fileno(), min(PIECE_BYTES, part.end - offset), offset)
     if not data:
-        raise error("MOVE_FAILED", f"{part.path} ends at {offset}, and should go on to {part.end}")
+        raise error("MOVE_FAILED", f"{part.path} ends at byte {offset}, and should end at byte {part.end}")
     return data
 
 
@@ -305,22 +305,22 @@ class Departures:
             raise
         topic.check_serving()
         if not to:
-            why = f"to which sidecar topic {topic.name} is to go was not said"
-            hint = "Say it (`--to ADDRESS`). Only in a cluster whoever takes it may have it."
+            why = f"topic {topic.name} cannot be moved: the request names no sidecar"
+            hint = "Name one: `--to ADDRESS`. Only with log = pulsar can the address be omitted."
             raise error("INVALID_ADDRESS", why, hint=hint)
         if str(SidecarAddress.parse(to)) == self.address:
             return to
         if self._logs.has_arrived(topic.incarnation):
             # The previous sidecar asks here whether the topic came. If it had moved on, the answer would be no.
-            why = f"the sidecar that topic {topic.name} came from does not know yet that it is here"
+            why = f"topic {topic.name} cannot be moved yet: the sidecar that it came from has not recorded its arrival"
             raise error("RECOVERING", why)
         if (address := self._others.allowed(to)) is None:
-            hint = (
-                "Name the other sidecar among this one's `peers`: all of the log goes there, and what makes it its own."
-            )
-            raise error("INVALID_ADDRESS", f"{to!r} is none of the sidecars that a topic may be given to", hint=hint)
+            hint = "Add it to this sidecar's `peers`. The sidecars in this list receive whole logs and their secrets."
+            raise error("INVALID_ADDRESS", f"{to!r} is none of the sidecars that topics may be moved to", hint=hint)
         if self._topics.partitions_beside(topic.name):
-            raise error("INVALID_REQUEST", f"{topic.name} is a partition: they stay together")
+            raise error(
+                "INVALID_REQUEST", f"topic {topic.name} is a partition: the partitions of a topic stay together"
+            )
         entry = self._topics.registry.entry(topic.name)
         entry.change_to(Phase.MOVING)
         # A draining sidecar abandons the move at any step.
@@ -330,7 +330,8 @@ class Departures:
         await asyncio.wait({moving})
         if moving.cancelled():
             raise error(
-                "DRAINING", f"the sidecar is shutting down: who has topic {topic.name} is known when it is back"
+                "DRAINING",
+                f"the sidecar is shutting down: after its next start it finds out which sidecar has topic {topic.name}",
             )
         moving.result()
         return str(address)
@@ -385,14 +386,19 @@ class Departures:
             why = e.message if isinstance(e, SeqdedupeError) else f"{type(e).__name__}: {e}"
             if to is None:
                 raise error("MOVE_FAILED", f"topic {topic.name} stays here: {why}") from e
-            logger.warning("what became of moving topic %s to %s is being found out: %s", topic.name, address, why)
+            logger.warning(
+                "it is not known yet whether topic %s has moved to %s, and the sidecar keeps asking: %s",
+                topic.name,
+                address,
+                why,
+            )
         if to is not None:
             await self._let_go(topic, record, to)  # 6
             await self._found_out(record, to)
 
     async def _let_go(self, topic: Topic, record: TopicRecord, to: To) -> None:
         """Close the topic here. Its clients come again, and the error then says where it is."""
-        why = log_folder.not_here(to, "has it, or is asked whether it has it")
+        why = log_folder.not_here(to, "has it, or is being asked whether it has it")
         async with self._topics.registry.locked(record.name) as entry:
             entry.found = Closed(record, why, State.STANDBY)
             self._topics.on_state(record.name, State.STANDBY)
@@ -408,9 +414,9 @@ class Departures:
         # Or it was moved there, and has come back.
         if log_folder.moved_to(folder) is not None or self._is_gone(record):
             return
-        why = "does not say whether it has it, and is asked"
+        why = "does not say whether it has the topic; this sidecar keeps asking"
         if log_folder.leaving_to(folder) is None:
-            why = "has it not: it is taken again here"
+            why = "does not have it, and this sidecar takes it again"
         raise error("MOVE_FAILED", f"topic {record.name}: the sidecar at {to.address} {why}")
 
     async def _settle(self, record: TopicRecord, to: To) -> None:
@@ -429,7 +435,7 @@ class Departures:
                 if f"{type(e).__name__}: {e}" != said:
                     said = f"{type(e).__name__}: {e}"
                     is_defect = not isinstance(e, SeqdedupeError | OSError)
-                    what = "who has topic %s is not known yet: %s"
+                    what = "it is not known yet which sidecar has topic %s: %s"
                     logger.warning(what, record.name, e, exc_info=e if is_defect else None)
                 return False
 
@@ -451,7 +457,7 @@ class Departures:
                     return True
                 await asyncio.to_thread(log_folder.has_left if answer.has_it else log_folder.stays, folder)
                 if answer.has_it and log_folder.moved_to(folder) is None:
-                    raise error("MOVE_FAILED", f"the sidecar at {to.address} has it, and was not told that it may")
+                    raise error("MOVE_FAILED", f"the sidecar at {to.address} has it, but no move is recorded here")
             logger.info("topic %s %s", record.name, f"was moved to {to.address}" if answer.has_it else "stays here")
             if not answer.has_it:
                 return True

@@ -51,7 +51,7 @@ def listed(config: Config) -> Sidecars | None:
     try:
         return Sidecars.parse(config.peers, _credentials(config)) if config.peers else None
     except SeqdedupeError as e:
-        raise error("INVALID_CONFIGURATION", f"what other sidecars are to be shown: {e.message}", hint=e.hint) from e
+        raise error("INVALID_CONFIGURATION", f"the credentials for other sidecars: {e.message}", hint=e.hint) from e
 
 
 def _credentials(config: Config) -> Credentials:
@@ -179,7 +179,7 @@ class Neighbours:
         """
         owner = SidecarAddress.parse(address) if self._listed is None else self._listed.allowed(address)
         if owner is None:
-            raise error("INVALID_ADDRESS", f"{address!r} is none of the sidecars {self._listed}: it is not asked")
+            raise error("INVALID_ADDRESS", f"{address!r} is not among the peers {self._listed}, so it is not asked")
         reader = SnapshotReader()
         async with self._channel(owner, is_one=False) as channel:
             call: Any = channel.unary_stream(_EXPORT, admin_pb2.ExportSnapshotRequest.SerializeToString)
@@ -191,7 +191,7 @@ class Neighbours:
                     data = await _next(coming, owner, SILENT_SECONDS)
         head, loaded = reader.finish()
         if head.topic != topic:
-            raise error("INVALID_REQUEST", f"{owner} gave a snapshot of {head.topic} for one of {topic}")
+            raise error("INVALID_REQUEST", f"{owner} answered with a snapshot of {head.topic}, not of {topic}")
         return head.position.incarnation, loaded
 
 
@@ -200,7 +200,7 @@ async def _next(coming: Any, owner: SidecarAddress, seconds: float) -> Any:
         async with asyncio.timeout(seconds):
             return await coming.read()
     except TimeoutError as e:
-        raise error("UNREACHABLE", f"the sidecar at {owner} said nothing for {seconds:.0f} s") from e
+        raise error("UNREACHABLE", f"the sidecar at {owner} sent nothing for {seconds:.0f} s") from e
 
 
 LOOK_SECONDS = 5.0
@@ -222,7 +222,7 @@ def claim_of(config: Config) -> tuple[Claim | None, bool]:
     wanted = from_text(config.shards) if config.shards else None
     if said is None:
         return (Claim(config.cluster_id, wanted) if wanted is not None else None), False
-    keeps = "a data directory keeps its shards and its cluster for good"
+    keeps = "the shards and the cluster of a data directory cannot be changed"
     if wanted not in (None, said.shards):
         why = f"shards is {config.shards!r}, but the data directory has {to_text(said.shards)}: {keeps}"
         raise error("INVALID_CONFIGURATION", why, key="shards")
@@ -255,17 +255,17 @@ class Peers(Ownership):
             return
         owners = [address for address, claim in self._known.items() if shard in claim.shards]
         if len(owners) > 1:
-            raise error("SHARD_CLAIMED_TWICE", f"{' and '.join(owners)} both claim shard {shard}, that of {topic}")
+            raise error("SHARD_CLAIMED_TWICE", f"{' and '.join(owners)} both claim shard {shard} of topic {topic}")
         owner = owners[0] if owners else ""
-        where = f"at {owner}" if owner else "which was not found yet"
-        raise error("NOT_OWNER", f"{topic} is of shard {shard}: another process has it, {where}", owner_address=owner)
+        where = f"at {owner}" if owner else "whose address is not known yet"
+        raise error("NOT_OWNER", f"topic {topic} is in shard {shard} of another process, {where}", owner_address=owner)
 
     def check_found(self, topics: Iterable[str]) -> None:
         for topic in topics:
             if (shard := shard_of(topic)) not in self.claim.shards:
                 raise error(
                     "SHARD_CLAIMED_TWICE",
-                    f"the data directory has the topic {topic}, which is of shard {shard}: its shards are "
+                    f"the data directory has topic {topic} of shard {shard}, but its shards are "
                     f"{to_text(self.claim.shards)}",
                     shard=shard,
                 )
@@ -327,7 +327,7 @@ class Peers(Ownership):
         check_once(claims)
         if lacking := unclaimed(claims):
             silent = [f"{address}: {one}" for address, one in answers.items() if isinstance(one, SeqdedupeError)]
-            who = f"who has the shards {to_text(lacking)} does not answer, or is none of the peers"
+            who = f"no peer that answers has the shards {to_text(lacking)}"
             raise error("SHARDS_INCOMPLETE", "; ".join([who, *silent]), shards=to_text(lacking))
         return there
 

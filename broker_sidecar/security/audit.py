@@ -250,7 +250,7 @@ class Audit:
                 link, end = last_link(reading)
             if end < os.fstat(file).st_size:
                 logger.error(
-                    "the last line of the audit trail was cut off, and is removed", extra={"line": link.number + 1}
+                    "the last line of the audit trail is incomplete, and is removed", extra={"line": link.number + 1}
                 )
                 os.ftruncate(file, end)
             os.fsync(file)
@@ -322,7 +322,7 @@ MOST_FAILED = 1_000
 """The most failed changes in `REPEATS_SECONDS` of one caller for whom rules count. Each takes two lines. A script may
 try to create this many existing topics at once."""
 
-_AFTERWARDS = "it was carried out, but "
+_AFTERWARDS = "the call was carried out, but "
 """The text before the reason why a completed change could not be written."""
 
 

@@ -104,14 +104,14 @@ def name_in(peer: Mapping[str, Iterable[bytes]]) -> str:
     This is its only URI, as in SPIFFE, or else its first DNS name. Raises UNAUTHENTICATED."""
     uris, names = list(peer.get("peer_uri", ())), list(peer.get("peer_dns", ()))
     if len(uris) > 1:
-        raise error("UNAUTHENTICATED", "the client's certificate has several URIs: it is not clear whose it is")
+        raise error("UNAUTHENTICATED", "the client's certificate has several URIs, so it does not name one client")
     if not uris and not names:
-        raise error("UNAUTHENTICATED", "the client's certificate names nobody: it has no URI and no DNS name as SAN")
+        raise error("UNAUTHENTICATED", "the client's certificate names no client: its SAN has no URI and no DNS name")
     # Bytes that are not UTF-8 become surrogates, which cannot be printed.
     name = (uris or names)[0].decode(errors="surrogateescape")
     if not can_be_name(name):
-        why = f"its SAN is not 1 to {MAX_NAME_BYTES} bytes that can be printed"
-        raise error("UNAUTHENTICATED", f"the client's certificate names nobody: {why}")
+        why = f"its SAN is not 1 to {MAX_NAME_BYTES} printable bytes"
+        raise error("UNAUTHENTICATED", f"the client's certificate names no client: {why}")
     return name
 
 
@@ -139,15 +139,17 @@ def _read(certificate: Path, key: Path, authorities: Path | None) -> _Loaded:
     try:
         public = load_pem_private_key(key_pem, None).public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm) as e:
-        raise unusable(key, "holds no private key that can be read (an encrypted one cannot)") from e
+        raise unusable(key, "holds no private key that can be read; it must not be encrypted") from e
     if _spki(public) != _spki(own.public_key()):
-        raise unusable(certificate, f"is not of the key in {key}: the sidecar's own certificate stands first in it")
+        raise unusable(certificate, f"does not fit the key in {key}: its first certificate must be the sidecar's own")
     if not _is_taken(public):
-        raise unusable(key, f"has a key that gRPC does not take: RSA of {MIN_RSA_BITS} bits, P-256 or P-384 is needed")
+        raise unusable(
+            key, f"has a key that gRPC does not accept: RSA of {MIN_RSA_BITS} bits, P-256 or P-384 is needed"
+        )
     now = datetime.now(UTC)
     if not own.not_valid_before_utc <= now < own.not_valid_after_utc:
         term = f"{own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
-        raise unusable(certificate, f"is valid from {term}, which is not now")
+        raise unusable(certificate, f"is valid only from {term}")
     authorities_pem = of_authorities = None
     if authorities is not None:
         authorities_pem = bytes_of(authorities)
@@ -184,7 +186,7 @@ def _is_taken(key: PublicKeyTypes) -> bool:
 
 def unusable(path: Path, why: str) -> SeqdedupeError:
     """Return INVALID_CONFIGURATION for a TLS file."""
-    hint = "docs/guides/security.md says what the TLS files hold. A certificate and its key are replaced together."
+    hint = "docs/guides/security.md says what the TLS files hold. Replace a certificate and its key together."
     return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint)
 
 
@@ -302,7 +304,7 @@ def _read_lists(lists: Path, authorities: Path) -> _Lists:
             is_signed = any(_name(one.subject) == issuer and _has_signed(one, crl) for one in known)
             serials.update(Serial(issuer, one.serial_number) for one in crl)
         except ValueError as e:
-            raise unusable(lists, "holds something else than lists of revoked certificates (CRLs) as PEM") from e
+            raise unusable(lists, "holds other data than lists of revoked certificates (CRLs) as PEM") from e
         if not is_signed:
             raise unusable(lists, f"holds a list that none of the authorities in {authorities} has signed")
         if is_of_others:
@@ -310,7 +312,9 @@ def _read_lists(lists: Path, authorities: Path) -> _Lists:
         if (ends := crl.next_update_utc) is None:
             continue
         if ends <= datetime.now(UTC):
-            raise unusable(lists, f"holds a list that was to be replaced by {ends:%Y-%m-%d %H:%M} UTC")
+            raise unusable(
+                lists, f"holds a list that is out of date: its successor was due by {ends:%Y-%m-%d %H:%M} UTC"
+            )
         validities.append(Validity(crl.last_update_utc.timestamp(), ends.timestamp()))
     revoked = [one for one in known if _serial_of(one) in serials]
     return _Lists(
@@ -447,18 +451,20 @@ class Authentication:
         """Return a function that ends the streams of callers with this kind of credential."""
 
         def why(subject: Subject) -> SeqdedupeError | None:
-            return error("TOKEN_EXPIRED", "the sidecar takes other tokens now") if subject.kind == kind else None
+            return error("TOKEN_EXPIRED", "the sidecar accepts other tokens now") if subject.kind == kind else None
 
         return lambda: self._end_streams(why)
 
     def _end_all(self) -> None:
         """End all streams. A stream does not know the certificate of its connection, and is judged when it begins."""
-        self._end_streams(lambda _: error("TOKEN_EXPIRED", "other certificates are revoked now: show yours again"))
+        self._end_streams(
+            lambda _: error("TOKEN_EXPIRED", "the list of revoked certificates has changed: open the stream again")
+        )
 
 
 def _check_name(subject: Subject) -> Subject:
     if subject.name in RESERVED and subject.kind != "token":
-        why = f"nobody else may have the name {subject.name!r}"
+        why = f"the name {subject.name!r} is reserved"
         raise error("UNAUTHENTICATED", why, subject=subject.name, kind=subject.kind)
     return subject
 
@@ -470,6 +476,6 @@ def _token_in(context: Context) -> bytes | None:
         return None
     scheme, _, token = str(shown[0]).partition(" ")
     if len(shown) > 1 or scheme.lower() != _SCHEME:
-        raise error("UNAUTHENTICATED", f"the call's metadata {AUTHORIZATION} is not one token, as `Bearer TOKEN`")
+        raise error("UNAUTHENTICATED", f"the call's metadata {AUTHORIZATION} must be one token, as `Bearer TOKEN`")
     # Strip spaces only. gRPC decodes bytes that are not UTF-8 as Latin-1; other white space is part of the token.
     return token.strip(" ").encode()

@@ -282,7 +282,7 @@ def read_rules(path: Path) -> RulesFile:
 def _read(tables: Mapping[str, Any], lines: Sequence[str]) -> RulesFile:
     for kind in tables:
         if kind not in (*_KEYS, _ALL):
-            raise _Wrong(f"{kind!r} is no table of it: there are [[allow]], [[deny]], [[share]] and [{_ALL}]")
+            raise _Wrong(f"{kind!r} is no table of a rules file: there are [[allow]], [[deny]], [[share]] and [{_ALL}]")
     rules = [_rule(kind, *one) for kind in ("allow", "deny") for one in _each(tables, kind, lines)]
     shares = [_share(*one) for one in _each(tables, "share", lines)]
     return RulesFile(Rules(rules), tuple(shares), _in_all(tables))
@@ -292,7 +292,7 @@ def _each(tables: Mapping[str, Any], kind: str, lines: Sequence[str]) -> Iterato
     """Yield the tables of a kind, each with its place. The place is its name if it has none."""
     found = tables.get(kind, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise _Wrong(f"{kind} should be written [[{kind}]], once for each")
+        raise _Wrong(f"{kind} should be tables: write [[{kind}]] above each")
     # The parser does not report a table's line. So look for its head, unless text of several lines looks like one.
     heads = [number for number, line in enumerate(lines, 1) if re.match(rf"\s*\[\[\s*{kind}\s*\]\]", line)]
     for place, table in enumerate(found, 1):
@@ -306,7 +306,7 @@ def _rule(kind: str, table: Mapping[str, Any], where: str) -> Rule:
         actions = _actions(table)
         for key, action in _OF_NAMES.items():
             if key in table and actions != {action}:
-                raise _Wrong(f"{key} is for rules whose actions are {action.value} alone: make two of it")
+                raise _Wrong(f"{key} is for rules whose only action is {action.value}: split this rule")
         every = ("*",)
         return Rule(
             _name(table, where),
@@ -339,7 +339,7 @@ def _check_keys(table: Mapping[str, Any], keys: Sequence[str]) -> None:
     for key in table:
         if key not in keys:
             near = difflib.get_close_matches(key, keys, 1)
-            raise _Wrong(f"{key!r} is no key of it" + (f": do you mean {near[0]}?" if near else ""))
+            raise _Wrong(f"{key!r} is no key of this table" + (f": do you mean {near[0]}?" if near else ""))
 
 
 def _name(table: Mapping[str, Any], otherwise: str) -> str:
@@ -360,7 +360,7 @@ def _actions(table: Mapping[str, Any]) -> frozenset[Action]:
     known = [action.value for action in Action]
     for text in (texts := _texts(table, "actions")):
         if text not in known:
-            raise _Wrong(f"actions has {text!r}: there are {', '.join(known)}")
+            raise _Wrong(f"actions has {text!r}: the actions are {', '.join(known)}")
     return frozenset(map(Action, texts))
 
 
@@ -368,7 +368,7 @@ def _patterns_of(table: Mapping[str, Any], key: str, *words: str) -> tuple[str, 
     for text in (texts := _texts(table, key)):
         for word in words_in(text):
             if word not in words:
-                there = f"there is ${{{words[0]}}}" if words else "there nothing is put in"
+                there = f"this key knows only ${{{words[0]}}}" if words else "this key knows no such words"
                 raise _Wrong(f"{key} has {text!r}, where ${{{word}}} is not known: {there}")
     return tuple(texts)
 
@@ -384,7 +384,9 @@ def _topic(text: str, actions: frozenset[Action]) -> str:
             "short one stands for persistent://public/default/name"
         )
     if (whole := whole_of(full)) and actions != {Action.CREATE}:
-        why = f"partitions belong to their topic, so name that: {whole} (a rule of create alone may name it)"
+        why = (
+            f"rules are for whole topics: name {whole} (only a rule with the single action create may name a partition)"
+        )
         raise _Wrong(f"topics has {text!r}: {why}")
     return full
 
@@ -393,7 +395,7 @@ def _limits(table: Mapping[str, Any]) -> CallerLimits:
     found = {key: value for key, value in table.items() if key in _LIMITS}
     for key, value in found.items():
         if type(value) is not int or value < 1:
-            raise _Wrong(f"{key} is {value!r}: a whole number from 1 up is needed; left out, there is no limit")
+            raise _Wrong(f"{key} is {value!r}: a whole number from 1 up is needed; without this key there is no limit")
     if not found and table:
-        raise _Wrong(f"it limits nothing: there are {', '.join(_LIMITS)}")
+        raise _Wrong(f"it limits nothing: its keys are {', '.join(_LIMITS)}")
     return CallerLimits(**found)

@@ -150,7 +150,7 @@ def read_keys(path: Path) -> Keys:
         found = json.loads(read_named(path))["keys"]
         keys = {key["kid"]: _public_key(key) for key in found}
         if not keys or len(keys) < len(found) or not all(isinstance(kid, str) and kid for kid in keys):
-            raise ValueError("each key needs a kid of its own, and there has to be one")
+            raise ValueError("it needs at least one key, and each key needs a different kid")
     except OSError as e:
         raise _unusable(path, f"cannot be read: {e.strerror}") from e
     except (ValueError, TypeError, KeyError, RecursionError, jwt.PyJWTError) as e:
@@ -163,13 +163,13 @@ def read_keys(path: Path) -> Keys:
 def _public_key(key: dict[str, Any]) -> PublicKey:
     """Return the key. Raises ValueError with the reason if it is invalid; TypeError, KeyError, PyJWTError."""
     if "d" in key:
-        raise ValueError("one of the keys is private; whoever can read it can make tokens")
+        raise ValueError("one of the keys is private: everybody who can read the file can make tokens")
     algorithm = ALGORITHMS.get((key["kty"], key.get("crv")))
     if algorithm is None or key.get("alg", algorithm) != algorithm or key.get("use", "sig") != "sig":
-        raise ValueError("a key is of none of the kinds Ed25519 (EdDSA), P-256 (ES256), RSA (RS256), for signatures")
+        raise ValueError("each key must be for signatures, and one of Ed25519 (EdDSA), P-256 (ES256), RSA (RS256)")
     made = PublicKey(key, algorithm)
     if isinstance(made.key, RSAPublicKey) and made.key.key_size < MIN_RSA_BITS:
-        raise ValueError(f"an RSA key has less than {MIN_RSA_BITS} bits")
+        raise ValueError(f"an RSA key has fewer than {MIN_RSA_BITS} bits")
     return made
 
 
@@ -187,7 +187,7 @@ def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float 
     try:
         key = keys.get(jwt.get_unverified_header(token).get("kid", ""))
         if key is None:
-            raise error("UNAUTHENTICATED", "the token names none of the keys (`kid`) that are taken here")
+            raise error("UNAUTHENTICATED", "the token's `kid` names none of the keys that this sidecar accepts")
         claims = jwt.decode(
             token,
             key,
@@ -200,7 +200,7 @@ def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float 
         raise error("UNAUTHENTICATED", f"the token is not valid here: {e}") from e
     subject = claims["sub"]
     if not can_be_name(subject):
-        raise error("UNAUTHENTICATED", f"the token's `sub` is not 1 to {MAX_NAME_BYTES} bytes that can be printed")
+        raise error("UNAUTHENTICATED", f"the token's `sub` is not 1 to {MAX_NAME_BYTES} printable bytes")
     proven = {"subject": subject, "kind": "jwt"}
     times = {name: claims[name] for name in ("exp", "iat", "nbf") if name in claims}
     for name, value in times.items():
@@ -212,10 +212,10 @@ def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float 
         raise error("TOKEN_EXPIRED", "the token has expired", **proven)
     if max_lifetime_seconds < math.inf:
         if "iat" not in times:
-            raise error("UNAUTHENTICATED", "the token has no `iat`: it is not known how long it lives", **proven)
+            raise error("UNAUTHENTICATED", "the token has no `iat`, so its lifetime is unknown", **proven)
         if (lifetime_seconds := times["exp"] - times["iat"]) > max_lifetime_seconds:
-            lives = f"the token lives {lifetime_seconds:.0f} s, from `iat` to `exp`"
-            raise error("UNAUTHENTICATED", f"{lives}: at most {max_lifetime_seconds:.0f} are taken here", **proven)
+            lives = f"the token is valid for {lifetime_seconds:.0f} s, from `iat` to `exp`"
+            raise error("UNAUTHENTICATED", f"{lives}: at most {max_lifetime_seconds:.0f} s are accepted", **proven)
     return Claims(subject, ends_at_seconds, min(times.get("iat", -math.inf), times["exp"]))
 
 
@@ -332,7 +332,7 @@ def read(path: Path) -> bytes:
             token = file.read(MAX_TOKEN_BYTES + 1).strip()
     except OSError as e:
         raise _unusable_file(
-            path, f"cannot be read: {e.strerror}", "Give it to the user that the sidecar runs as."
+            path, f"cannot be read: {e.strerror}", "Make it readable for the user that the sidecar runs as."
         ) from e
     if mode & _UNWANTED:
         raise _unusable_file(path, f"can be read or written by others (mode {mode & 0o777:03o})", f"chmod 600 {path}")
@@ -373,6 +373,6 @@ class OwnToken:
         if hmac.compare_digest(token, self._now):
             return True
         if self._former and hmac.compare_digest(token, self._former):
-            what, hint = "the sidecar has another token now", "Read its file again."
+            what, hint = "the sidecar has another token now", "Read the token file again."
             raise error("TOKEN_EXPIRED", what, hint=hint, subject=OPERATOR, kind="token")
         return False

@@ -63,7 +63,7 @@ class Watched(Generic[T]):
             self._remind()
         else:
             self.problem = None
-            logger.info("%s was read again", self.what)
+            logger.info("read again: %s", self.what)
             if self.value != former:
                 self._on_change()
         self.on_tried()
@@ -71,7 +71,7 @@ class Watched(Generic[T]):
     def _remind(self) -> None:
         if self.problem is not None and time.monotonic() >= self._reminds_at:
             self._reminds_at = time.monotonic() + REMIND_SECONDS
-            logger.error("%s stays as it was: %s %s", self.what, self.problem, self.problem.hint)
+            logger.error("the former version of %s stays in force: %s %s", self.what, self.problem, self.problem.hint)
 
     def _signature(self) -> list[tuple[int, ...] | None]:
         return [_signature_of(path) for path in self._paths]

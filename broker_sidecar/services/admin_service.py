@@ -219,7 +219,7 @@ class AdminService:
         """Return the values that a request sets; there must be at least one."""
         policy = Policy.of_request(message)
         if policy == Policy():
-            raise error("INVALID_REQUEST", "policy is missing or sets nothing: say at least one value")
+            raise error("INVALID_REQUEST", "policy is missing or sets nothing: set at least one value")
         return policy.check_has_effect(self._topics.kind.log)
 
     def _policies_of(self, namespace: str) -> tuple[admin_pb2.TopicPolicy, admin_pb2.TopicPolicy]:
@@ -237,8 +237,8 @@ async def in_time(name: str, creation: Awaitable[object]) -> None:
     except TimeoutError as e:
         raise error(
             "RECOVERING",
-            f"topic {name} is still being made after {CREATION_SECONDS:.0f} seconds",
-            hint="Wait, and ask for the topic, or try again: TOPIC_EXISTS then says that it has been made.",
+            f"topic {name} is still being created after {CREATION_SECONDS:.0f} seconds",
+            hint="Wait, and look the topic up or try again: TOPIC_EXISTS then means that it has been created.",
             retry_delay_ms=1_000,
         ) from e
 
@@ -255,8 +255,8 @@ def _layout_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> Layout:
     value = request.entry_format
     for field, is_given in (("entry_format", value != admin_pb2.ENTRY_FORMAT_UNSPECIFIED), ("schema", request.schema)):
         if is_given and log is not LogKind.PULSAR:
-            why = f"{field} can be chosen only where the log is a Pulsar cluster's, and here it is not"
-            raise error("INVALID_REQUEST", why, hint="Leave it out.")
+            why = f"{field} can be set only on a sidecar with log = 'pulsar'"
+            raise error("INVALID_REQUEST", why, hint="Omit it.")
     for name, known in ENTRY_FORMATS.items():
         if known == value:
             return Layout(name, request.schema)
@@ -268,9 +268,7 @@ def _mode_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> bool:
     mode = request.deduplication_mode
     if mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         if log is not LogKind.EMBEDDED:
-            why = (
-                "deduplication_mode can be DEDUPLICATION_ID only where the log is the sidecar's own, and here it is not"
-            )
+            why = "deduplication_mode can be DEDUPLICATION_ID only on a sidecar with log = 'embedded'"
             raise error("INVALID_REQUEST", why)
         return True
     if mode not in (admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED, admin_pb2.DEDUPLICATION_MODE_SEQUENCE_ID):
@@ -288,6 +286,6 @@ def _route_of(request: admin_pb2.CreateTopicRequest) -> DeduplicationRoute | Non
             why = f"deduplication_route is {request.deduplication_route}, which this version does not know"
             raise error("INVALID_REQUEST", why) from None
     if request.deduplication_route != admin_pb2.DEDUPLICATION_ROUTE_UNSPECIFIED:
-        why = "deduplication_route is for topics of deduplication IDs with partitions, and this is none"
-        raise error("INVALID_REQUEST", why, hint="Leave it out.")
+        why = "deduplication_route can be set only for topics of deduplication IDs with partitions"
+        raise error("INVALID_REQUEST", why, hint="Omit it.")
     return None

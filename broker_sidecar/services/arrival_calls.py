@@ -110,7 +110,7 @@ class Coming:
             await store.remove_snapshot(self.record.incarnation)
             await self.run(self.arrival.remove)
         except SeqdedupeError as e:
-            logger.warning("what has come of topic %s cannot be removed now: %s", self.record.name, e)
+            logger.warning("the received part of topic %s cannot be removed now: %s", self.record.name, e)
             return False
         return True
 
@@ -143,11 +143,14 @@ class ArrivalCalls:
         If the topic were deleted or moved on now, that sidecar would take it again."""
         record = self._topics.registry.record(name) if self._topics is not None else None
         if self._logs is not None and record is not None and self._logs.has_arrived(record.incarnation):
-            raise error("RECOVERING", f"the sidecar that topic {name} came from does not know yet that it is here")
+            raise error(
+                "RECOVERING",
+                f"topic {name} cannot be changed yet: the sidecar that it came from has not recorded its arrival",
+            )
 
     def _own(self) -> tuple[EmbeddedLogs, Topics[Topic]]:
         if self._logs is None or self._topics is None:
-            raise error("INVALID_REQUEST", "this is only for sidecars with logs of their own, and without shards")
+            raise error("INVALID_REQUEST", "this call is only for sidecars with embedded logs and without shards")
         return self._logs, self._topics
 
     async def _receive_topic(self, _requests: object, _context: Context, stream: Stream) -> None:
@@ -208,7 +211,7 @@ class ArrivalCalls:
             ("store", head.store_format_version, parts.FORMAT_VERSION),
         ):
             if version != known:
-                raise parts.other_format(f"the {what} of the sidecar that gives topic {name}", version, known)
+                raise parts.other_format(f"the {what} of the sidecar that sends topic {name}", version, known)
         if name in self._under_way:
             raise error("MOVE_FAILED", f"topic {name} is being moved here already")
         record = TopicRecord(name, head.incarnation, TopicState.CREATING, head.secret)
@@ -223,7 +226,10 @@ class ArrivalCalls:
         name = coming.record.name
         # SettleMove may have removed the entry. Then the topic is never taken. A later call finds it in creation.
         if self._under_way.pop(name, None) is not coming:
-            raise error("MOVE_FAILED", f"topic {name} is not taken any more: it was asked what became of it")
+            raise error(
+                "MOVE_FAILED",
+                f"topic {name} is no longer accepted: the other sidecar has asked for the outcome of its move",
+            )
         _check_is_free(logs, topics, coming.record)
         coming.is_taken = True
         await topics.registry.run(Phase.CREATING, name, partial(self._taken, topics, coming, stored, next_index))
@@ -238,11 +244,13 @@ class ArrivalCalls:
         logs, topics = self._own()
         name = topic_name(request.topic)
         if request.receiver[:RECEIVER_BYTES].hex() != await asyncio.to_thread(logs.receiver):
-            raise error("MOVE_FAILED", f"topic {name} was given to another data directory than this sidecar's")
+            raise error("MOVE_FAILED", f"topic {name} was moved to another data directory than this sidecar's")
         coming = self._under_way.get(name)
         if coming is not None and coming.record.incarnation == request.incarnation:
             del self._under_way[name]
-            coming.stream.end(error("MOVE_FAILED", f"it was asked what became of the move of topic {name}"))
+            coming.stream.end(
+                error("MOVE_FAILED", f"the other sidecar has asked for the outcome of the move of topic {name}")
+            )
         entry = topics.registry.get(name)
         if entry is not None and entry.phase is Phase.CREATING and entry.under_way is not None:
             await asyncio.wait({entry.under_way})
@@ -258,7 +266,9 @@ class ArrivalCalls:
             # was here before, and did not come back.
             return admin_pb2.SettleMoveResponse()
         elif log_folder.leaving_to(folder) is not None:
-            raise error("MOVE_FAILED", f"topic {name} was given away here, too: who has it is being found out")
+            raise error(
+                "MOVE_FAILED", f"topic {name} was moved away from here too: it is not known yet which sidecar has it"
+            )
         topic = topics.registry.topic(name)
         is_serving = topic.state is State.SERVING if topic is not None else has_moved
         return admin_pb2.SettleMoveResponse(has_it=True, is_serving=is_serving)
@@ -270,9 +280,11 @@ async def _next(stream: Stream) -> admin_pb2.ReceiveTopicRequest:
         async with asyncio.timeout(SILENT_SECONDS):
             data = await stream.read()
     except TimeoutError as e:
-        raise error("STREAM_IDLE", f"the sidecar that gives a topic said nothing for {SILENT_SECONDS:.0f} s") from e
+        raise error(
+            "STREAM_IDLE", f"the sidecar that moves a topic here sent nothing for {SILENT_SECONDS:.0f} s"
+        ) from e
     if data is grpc.aio.EOF:
-        raise error("MOVE_FAILED", "the sidecar that gives a topic has ended in the middle of it")
+        raise error("MOVE_FAILED", "the sidecar that moves a topic here ended the stream before the topic was complete")
     return parse_small(admin_pb2.ReceiveTopicRequest, data)
 
 
@@ -293,7 +305,7 @@ def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecor
     entry = topics.registry.get(name)
     former = None if entry is None else entry.record
     if former is not None and not logs.has_moved(former.incarnation):
-        raise error("TOPIC_EXISTS", f"the topic {name} is there already", topic=name)
+        raise error("TOPIC_EXISTS", f"topic {name} exists already", topic=name)
     if entry is not None:
         entry.check_may(Phase.CREATING)
     if former is None or former.incarnation != record.incarnation:
@@ -308,8 +320,8 @@ async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, ne
         # A crash may leave a half-written record. The other sidecar has not sent one.
         is_torn = isinstance(topic.log, EmbeddedLog) and topic.log.cut_bytes
         if is_torn or topic.confirmed_index != next_index:
-            why = f"its log ends with index {topic.confirmed_index}, and should with {next_index}"
-            raise error("MOVE_FAILED", f"topic {name} has not come whole: {why}")
+            why = f"its log ends with index {topic.confirmed_index}, and should end with {next_index}"
+            raise error("MOVE_FAILED", f"topic {name} did not arrive complete: {why}")
 
     name = coming.record.name
     try:
@@ -326,7 +338,7 @@ async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, ne
     except SeqdedupeError:
         raise
     except Exception as e:
-        raise error("MOVE_FAILED", f"topic {name} was not taken: {type(e).__name__}: {e}") from e
+        raise error("MOVE_FAILED", f"topic {name} was not accepted: {type(e).__name__}: {e}") from e
 
 
 async def _forgotten(topics: Topics[Topic], record: TopicRecord) -> bool:

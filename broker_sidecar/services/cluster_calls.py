@@ -61,13 +61,13 @@ async def _move(topic: Topic, to: str, cluster: "LogCluster") -> str:
     if to:
         await _check_can_have(topic, to, cluster.neighbours)
     await topic.owner.hand_over(to, AWAY_SECONDS)
-    said = [f"nobody has taken it within {TAKE_SECONDS:.0f} s"]
+    said = [f"no sidecar has taken it within {TAKE_SECONDS:.0f} s"]
     try:
         async with asyncio.timeout(TAKE_SECONDS):
             return await _taken(topic, to, cluster, said)
     except (SeqdedupeError, TimeoutError) as e:
         why = "; ".join(said)
-        raise error("MOVE_FAILED", f"topic {topic.name} was not moved, and is taken again here: {why}") from e
+        raise error("MOVE_FAILED", f"topic {topic.name} was not moved, and this sidecar takes it again: {why}") from e
     finally:
         # End keeping away. If no sidecar has the topic, this takes it back; otherwise it shows who has the topic.
         topic.owner.wanted.set()
@@ -80,7 +80,7 @@ async def _check_can_have(topic: Topic, address: str, others: Neighbours) -> Non
     except SeqdedupeError as e:
         raise error("MOVE_FAILED", f"topic {topic.name} stays here: {e}", hint=e.hint) from e
     if known.incarnation != topic.incarnation:
-        what = f"the sidecar at {address} has another topic of that name: is it in front of this cluster?"
+        what = f"the sidecar at {address} has another topic of that name, perhaps in another cluster"
         raise error("MOVE_FAILED", f"topic {topic.name} stays here: {what}")
     if known.state != admin_pb2.TOPIC_STATE_STANDBY:
         state = admin_pb2.TopicState.Name(known.state).removeprefix("TOPIC_STATE_")
@@ -141,9 +141,9 @@ class ClusterCalls:
         if self._known_cluster is None:
             raise error(
                 "INVALID_REQUEST",
-                "this is only for sidecars in front of a cluster, and here the log is not a cluster's",
-                hint="Nothing has to be listed, forgotten or taken here: this sidecar has all of its topics itself. "
-                "Where log = 'broker', or topics are spread over processes, a topic stays where it is.",
+                "this call is only for sidecars in front of a Pulsar cluster (log = 'pulsar')",
+                hint="This sidecar has all of its topics itself: there is nothing to list, forget or take. With log = "
+                "'broker', or with shards, a topic stays where it is.",
             )
         return self._known_cluster
 
@@ -168,7 +168,7 @@ class ClusterCalls:
 
     async def _get_shards(self, _request: admin_pb2.GetShardsRequest) -> admin_pb2.GetShardsResponse:
         if self._peers is None:
-            raise error("INVALID_REQUEST", "here no shards of topics are spread over the processes of a cluster")
+            raise error("INVALID_REQUEST", "this process has no shards of a cluster")
         return admin_pb2.GetShardsResponse(
             cluster_id=self._peers.claim.cluster_id,
             shards=to_text(self._peers.claim.shards),
@@ -179,7 +179,7 @@ class ClusterCalls:
 
     async def _forget_sidecar(self, request: admin_pb2.ForgetSidecarRequest) -> admin_pb2.ForgetSidecarResponse:
         if request.name == self._cluster.shared.instance_name:
-            raise error("SIDECAR_ALIVE", f"{request.name} is the sidecar that was asked")
+            raise error("SIDECAR_ALIVE", f"{request.name} is the sidecar that this call has reached")
         return admin_pb2.ForgetSidecarResponse(topics=await self._cluster.forget(request.name))
 
     async def _move_topic(self, request: admin_pb2.MoveTopicRequest) -> admin_pb2.MoveTopicResponse:

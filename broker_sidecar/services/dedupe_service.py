@@ -98,7 +98,7 @@ class DedupeService:
             return
         request = parse_steps(first)
         if not request.HasField("begin") or len(request.ListFields()) > 1:
-            raise error("INVALID_REQUEST", "the first message is begin, alone and without a token")
+            raise error("INVALID_REQUEST", "the first message must be begin, alone and without a token")
         topic = await self._topic_of(topic_name(request.begin.topic))
         # It holds the topic, so it never gives way to another stream, even if nobody publishes.
         stream.frames_in_flight += 1
@@ -169,7 +169,7 @@ class _Hold:
             if request.token != self._token:
                 raise error("NOT_ATTACHED", "the token is not that of this attachment")
             if request.HasField("begin"):
-                raise error("INVALID_REQUEST", "begin is said once, in the first message")
+                raise error("INVALID_REQUEST", "begin may be sent only once, in the first message")
             answer = wire.AttachResponse()
             await self._change(request, answer)
             for check in request.checks:
@@ -228,7 +228,7 @@ class _Hold:
         try:
             columns = columns_of(check)
             if not self._stream.share.fits(CHECK_BYTES + len(columns) * ADMISSION_BYTES):
-                raise error("QUEUE_FULL", "this broker, or all clients together, have too much in flight")
+                raise error("QUEUE_FULL", "this broker has too much in flight, or all clients together have")
             checked = self._topic.check(self._attachment, columns)
         except SeqdedupeError as e:
             refusals[e.reason] += 1

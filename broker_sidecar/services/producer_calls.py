@@ -85,8 +85,8 @@ class ProducerCalls:
         if self._topics is None:
             raise error(
                 "INVALID_REQUEST",
-                "this is only for topics on the sidecar's own log, and these are a broker's",
-                hint="Ask the broker: messages are there alone.",
+                "this call needs a log that the sidecar writes, and here a broker has the logs",
+                hint="Ask the broker: only it has the messages.",
             )
         return self._topics
 

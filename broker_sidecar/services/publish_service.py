@@ -304,8 +304,8 @@ class _FrameStream:
             return encode_receipt(self.topic, answer) if isinstance(answer, FrameReceipt) else encode_refusal(answer)
         except Exception as e:
             # Without an answer the client would wait. When the stream has ended, it sends the frame again.
-            logger.exception("an answer could not be made")
-            self.stream.end(error("OUT_OF_MEMORY", f"there is no answer to a frame: {type(e).__name__}"))
+            logger.exception("an answer could not be encoded")
+            self.stream.end(error("OUT_OF_MEMORY", f"the answer to a frame could not be encoded: {type(e).__name__}"))
             return b""
 
     def _is_durable(self) -> None:
@@ -468,7 +468,7 @@ class PublishService:
             self._check_unnamed(topic)
             looked_up = await topic.ids.look_up(batch) if topic.ids.window is not None else None
             share = Share(self._streams.budget, use)
-            why = f"topic {topic.name}, or all clients together, have too much in flight"
+            why = f"topic {topic.name} has too much in flight, or all clients together have"
             share.check(max(len(batch), _answer_bytes(len(batch))), why)
             if not topic.flight.has_room():
                 raise error("QUEUE_FULL", why)
@@ -532,7 +532,7 @@ class PublishService:
             if topic.has_successor:
                 # Raises an error with the topic's place if it is not here.
                 self._topics.get(topic.name)
-                raise error("DRAINING", f"topic {topic.name} was opened again: open the stream again")
+                raise error("DRAINING", f"topic {topic.name} was reopened: open the stream again")
             # Test the limit here first: every frame passes here, and few callers have this limit.
             if publishing.stream.use.limits.bytes_on_disk is not None:
                 self._permissions.check_disk(self._topics)
@@ -549,7 +549,7 @@ class PublishService:
             del data  # the frames are copies of it
             # Compare names only. A caller must not learn about other topics.
             if name and topic_name(name) != topic.name:
-                raise error("INVALID_REQUEST", "a stream is for one topic: open another stream for the other one")
+                raise error("INVALID_REQUEST", "a stream is for one topic: open a second stream for the other topic")
 
 
 async def _opened_to_proto(topic: Topic, opened: OpenAnswer) -> publish_pb2.OpenResponse:

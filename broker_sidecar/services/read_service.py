@@ -124,7 +124,7 @@ class ReadService:
         """Return a page for a call. It does not wait for room. Raises QUEUE_FULL, SHARE_EXCEEDED."""
         size = _page_bytes(stream.share)
         while True:
-            stream.reserve_now(size, "readers hold all the memory that there is for pages")
+            stream.reserve_now(size, "readers hold all the memory for pages")
             try:
                 page_bytes = min(size, PAGE_BYTES)
                 return await read_page(topic, index, stop, page_bytes, skip_damaged=skip_damaged, most_bytes=size)
@@ -174,7 +174,7 @@ class ReadService:
             self.readings.discard(reading)
         if stop is None or reading.index < stop:
             index = reading.index
-            raise error("DRAINING", f"topic {topic.name} is closing: read on at index {index}", index=index)
+            raise error("DRAINING", f"topic {topic.name} is closing: continue reading at index {index}", index=index)
 
     def _count(self, index: int, page: Page) -> None:
         self.sent_messages += page.next_index - index
@@ -264,7 +264,7 @@ class Cursors:
 
     async def _topic(self, name: str) -> Topic:
         if self._topics is None:
-            what = "cursors are kept in the logs of topics, and these are on a broker's own"
+            what = "cursors are kept in the logs of topics, and here a broker has the logs"
             raise error("INVALID_REQUEST", what, hint="Keep the position with the broker.")
         return await find(self._topics, name)
 
@@ -277,7 +277,7 @@ class Cursors:
 
     async def _move_cursor(self, request: read_pb2.MoveCursorRequest) -> read_pb2.MoveCursorResponse:
         if not request.HasField("new"):
-            raise error("INVALID_REQUEST", "new is missing: what the cursor is to keep")
+            raise error("INVALID_REQUEST", "new is missing: the value that the cursor should keep")
         expected = _kept(request.expected) if request.HasField("expected") else None
         await self._wait_for_turn(request)
         topic = await self._topic(request.topic)
@@ -310,7 +310,7 @@ class Cursors:
     async def _set_cursor_hold(self, request: admin_pb2.SetCursorHoldRequest) -> admin_pb2.SetCursorHoldResponse:
         topic = await self._topic(request.topic)
         if self._topics is not None and self._topics.kind.log.is_shared:
-            what = "retention of topics on Pulsar's log is Pulsar's: cursors cannot hold it back"
+            what = "Pulsar decides about retention of topics on its log: cursors cannot hold it back"
             raise error("INVALID_REQUEST", what)
         await operations.hold_cursor(topic, request.name, request.hold_retention_in_mb)
         return admin_pb2.SetCursorHoldResponse()

@@ -130,7 +130,7 @@ class TransferCalls:
                 importing = begin_import(topic)
                 ended.callback(importing.close)
             elif request.topic and (topic is None or topic_name(request.topic) != topic.name):
-                raise error("INVALID_REQUEST", "an import is into one topic")
+                raise error("INVALID_REQUEST", "an import must be for a single topic")
             with _writing(stream):
                 if request.producer_names or request.persisted:
                     stream.moves()
@@ -141,11 +141,11 @@ class TransferCalls:
                     producers += len(names)
                 if request.HasField("producers"):
                     if request.producers != producers:
-                        raise error("INVALID_REQUEST", f"producers is {request.producers}, but {producers} have come")
+                        raise error("INVALID_REQUEST", f"producers is {request.producers}, but {producers} were sent")
                     async with self._trail.change("ImportWatermarks", f"topic: {topic.name if topic else ''}"):
                         await importing.finish()
                     return producers
-        raise error("INVALID_REQUEST", "the import ended without the number of its producers: nothing is in force")
+        raise error("INVALID_REQUEST", "the import ended without the number of its producers: nothing was imported")
 
     async def _import_window(self, _requests: object, _context: Context, stream: Stream) -> None:
         async with _read_to_its_end(stream):
@@ -172,21 +172,21 @@ class TransferCalls:
                     async with self._trail.change("ImportWindow", f"topic: {name}"):
                         await importing.finish(request.ids)
                     return request.ids
-        raise error("INVALID_REQUEST", "the import ended without the number of its IDs: nothing is in force")
+        raise error("INVALID_REQUEST", "the import ended without the number of its IDs: nothing was imported")
 
 
 def _with_window(topic: TopicBase) -> Topic:
     """Return the topic. Raises INVALID_REQUEST for a topic on a broker's own log."""
     if not isinstance(topic, Topic):
-        raise error("INVALID_REQUEST", f"topic {topic.name} takes no deduplication IDs: its log is a broker's own")
+        raise error("INVALID_REQUEST", f"topic {topic.name} accepts no deduplication IDs: a broker has its log")
     return topic
 
 
 def _check_has_producers(topic: TopicBase) -> None:
     """Raise INVALID_REQUEST for a topic of deduplication IDs: such a file does not contain its window."""
     if topic.window is not None:
-        why = f"topic {topic.name} is one of deduplication IDs, whose state is exported and imported by backups alone"
-        raise error("INVALID_REQUEST", why, hint="`seqdedupe backup` has all of it.")
+        why = f"topic {topic.name} has deduplication IDs: only a backup can export and import its state"
+        raise error("INVALID_REQUEST", why, hint="Use `seqdedupe backup`.")
 
 
 @contextmanager
@@ -412,17 +412,17 @@ class BackupCalls:
         """
         folder = Path(self._backup_directory).absolute()
         if not self._backup_directory or not folder.is_dir():
-            why = f"{folder} is not there" if self._backup_directory else "it was not told where to"
-            hint = "Set backup_directory in the sidecar's configuration: a folder that is there."
+            why = f"{folder} does not exist" if self._backup_directory else "backup_directory is not set"
+            hint = "Set backup_directory in the sidecar's configuration to a folder that exists."
             raise error("INVALID_REQUEST", f"this sidecar makes no backups: {why}", hint=hint)
         if not _NAME.fullmatch(name) or name.endswith(UNFINISHED):
-            what = "it should be 1 to 100 ASCII letters, digits and any of ._-, the first one a letter or digit"
+            what = "it should be 1 to 100 ASCII letters, digits and any of ._-, and begin with a letter or digit"
             raise error("INVALID_REQUEST", f"{name!r} cannot be the name of a backup: {what}")
         below = [self._data_directory.name] if directories.whole_of(self._data_directory) else []
         # The folder `name` itself may exist if other workers have their parts in it.
         for there in {folder / name, folder.joinpath(name, *below)}:
             if there.is_symlink() or (there.exists() and (not below or there != folder / name)):
-                raise error("DIRECTORY_NOT_EMPTY", f"{there} is there", hint="Choose another name, or remove that.")
+                raise error("DIRECTORY_NOT_EMPTY", f"{there} exists already", hint="Choose another name, or remove it.")
         return folder.joinpath(name, *below), [path.joinpath(*below) for path in folder.iterdir() if path.is_dir()]
 
 

@@ -375,7 +375,7 @@ def _refusals(found: admin_pb2.GetStatisticsResponse) -> Content:
     if not found.refusals:
         return None
     rows = (tag("div", tag("dt", one.reason), tag("dd", f"{one.count:,}")) for one in found.refusals)
-    return section("Errors that callers were told in the last 10 min", tag("dl", *rows, class_="reasons"))
+    return section("Errors that callers received in the last 10 min", tag("dl", *rows, class_="reasons"))
 
 
 def _warnings(found: admin_pb2.GetStatisticsResponse) -> Markup:
@@ -442,7 +442,7 @@ def topic_page(
 
 def _facts(one: admin_pb2.TopicStatistics) -> Markup:
     topic, beyond = one.topic, beyond_snapshot(one.topic)
-    age = f", the oldest for {duration(one.snapshot_age_ms // 1000)} at most" if one.snapshot_age_ms else ""
+    age = f", the oldest for at most {duration(one.snapshot_age_ms // 1000)}" if one.snapshot_age_ms else ""
     facts: dict[str, str] = {}
     if beyond is not None:
         count = topic.last.index + 1 - topic.first_index
@@ -526,8 +526,8 @@ _STATUSES = {
     "NOT_ALLOWED": HTTPStatus.FORBIDDEN,
 }
 
-_NOT_HERE = "A token would travel here without TLS, so this page does not ask for one."
-_FORWARD = "Forward a port of your machine to it, as `ssh -L` and `kubectl port-forward` do, and look at that."
+_NOT_HERE = "This page does not ask for a token, because the token would travel without TLS."
+_FORWARD = "Forward a local port to it, for example with `ssh -L` or `kubectl port-forward`, and open the page there."
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R")
@@ -559,7 +559,7 @@ class Pages:
     def _overview(self, request: Request) -> Response:
         search, order = request.query.get("q", ""), request.query.get("order", "rate")
         if order not in ORDERS:
-            raise error("INVALID_REQUEST", f"there is no order {order!r}: there are {', '.join(ORDERS)}")
+            raise error("INVALID_REQUEST", f"there is no order {order!r}: the orders are {', '.join(ORDERS)}")
         offset = _number(request, "offset", 2**31 - 1)
         asked = admin_pb2.GetStatisticsRequest(search=search, order=ORDERS[order], offset=offset, limit=TOPICS)
         found = self._ask(request, asked)
@@ -597,8 +597,8 @@ def _told(route: Route) -> Route:
             if status != HTTPStatus.UNAUTHORIZED:
                 return failure("This cannot be shown", str(e), e.hint, status)
             if not asks(request):
-                return failure("Not from here", _NOT_HERE, _FORWARD, HTTPStatus.FORBIDDEN)
-            return failure("Who is it?", str(e), e.hint, status, ASK)
+                return failure("Not available from here", _NOT_HERE, _FORWARD, HTTPStatus.FORBIDDEN)
+            return failure("A token is needed", str(e), e.hint, status, ASK)
 
     return answer
 
@@ -607,5 +607,5 @@ def _number(request: Request, name: str, most: int) -> int:
     """Return a number of the query, 0 if it is missing. Raises INVALID_REQUEST."""
     text = request.query.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
-        raise error("INVALID_REQUEST", f"{name} is {text!r}: it should be a number that a link of the page has")
+        raise error("INVALID_REQUEST", f"{name} is {text!r}: it should be a number from a link of the page")
     return int(text)

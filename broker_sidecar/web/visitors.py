@@ -54,8 +54,8 @@ class Visitors:
         token = _token_in(visitor)
         if token is not None and not _is_loopback(host):
             # The token has been sent already. The refusal keeps the visitor from sending it regularly.
-            why = f"a token was sent from {host} without TLS: whoever was on the way can have read it"
-            raise error("UNAUTHENTICATED", why, hint="Make another token, and forward a port to look at the page.")
+            why = f"a token was sent from {host} without TLS: others on the network may have read it"
+            raise error("UNAUTHENTICATED", why, hint="Replace the token, and forward a port to open the page.")
         return self._authentication.of_token(token, address)
 
 

@@ -277,7 +277,7 @@ class Broker:
                 group = await self._group()
                 await self._publish(attachment, group)
         except (SeqdedupeError, OutcomeUnknown) as e:
-            print(f"not attached any more: {e}", file=sys.stderr)
+            print(f"no longer attached: {e}", file=sys.stderr)
         # 8: what was received, and has no answer, has no verdict.
         self._attachment = None
         attachment.close()
@@ -343,16 +343,21 @@ async def serve_log(log: Log, options: argparse.Namespace) -> None:
 def options_of(description: str) -> argparse.ArgumentParser:
     """What every broker here can be told."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--topic", default="example", help="its name at the sidecar")
-    parser.add_argument("--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="for producers")
+    parser.add_argument("--topic", default="example", help="the topic's name at the sidecar")
+    parser.add_argument("--listen", default="127.0.0.1:7070", metavar="HOST:PORT", help="address for producers")
     address = os.environ.get("SEQDEDUPE_ADDRESS", "127.0.0.1:6660")
-    parser.add_argument("--sidecar", default=address, metavar="HOST:PORT", help="seqdedupe serve --log broker")
+    parser.add_argument(
+        "--sidecar",
+        default=address,
+        metavar="HOST:PORT",
+        help="address of the sidecar, started with seqdedupe serve --log broker",
+    )
     return parser
 
 
 def main() -> None:
     parser = options_of("A broker whose log is a file, deduplicated by a sidecar.")
-    parser.add_argument("log", type=Path, help="the file")
+    parser.add_argument("log", type=Path, help="file of the log")
     parser.add_argument("--print", action="store_true", help="print what the log holds, and end")
     options = parser.parse_args()
     if options.print:

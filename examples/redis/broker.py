@@ -105,7 +105,7 @@ class RedisLog:
             entries = await self._asked(self._redis.xrange(self._keys[0], first, count=REPLAY_ENTRIES))
             for position, fields in entries:
                 if b"previous" not in fields:
-                    raise error("REPLAY_GAP", f"the entry {position.decode()} was added by somebody else")
+                    raise error("REPLAY_GAP", f"the entry {position.decode()} was added by another process")
                 name, sequence_id = fields[b"producer_name"].decode(), int(fields[b"sequence_id"])
                 yield Entry(Range(name, sequence_id), position, fields[b"previous"])
             if not entries:

@@ -18,10 +18,10 @@ KILLS = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status is 0 if nothing is missing, nothing doubled, and all in order."""
     parser = argparse.ArgumentParser(prog="python -m examples.shop", description=__doc__)
-    parser.add_argument("--orders", type=int, default=ORDERS, metavar="N", help="so many orders and refunds")
-    parser.add_argument("--kills", type=int, default=KILLS, metavar="N", help="so many of each process")
+    parser.add_argument("--orders", type=int, default=ORDERS, metavar="N", help="number of orders and refunds")
+    parser.add_argument("--kills", type=int, default=KILLS, metavar="N", help="number of kills of each process")
     for which in ("orders", "payments"):
-        what = f"an empty database for {which}, sqlite:///path or postgresql+psycopg://…; left out: SQLite"
+        what = f"an empty database for {which}, sqlite:///path or postgresql+psycopg://…; default: SQLite"
         parser.add_argument(f"--{which}-database", metavar="URL", help=what)
     told = parser.parse_args(arguments)
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # of processes that do not end
@@ -50,10 +50,10 @@ def verdict(lines: dict[str, Line], ordered_cents: int, booked_cents: int, count
     total = Line(*(sum(column) for column in zip(*lines.values(), strict=True)))
     is_right = total.placed == total.in_topic == count and total.booked == count - BROKEN == count - total.dead_letters
     if not is_right or total.missing or total.doubled or total.disordered or ordered_cents != booked_cents:
-        print("FAILED: the two databases do not say the same.")
+        print("FAILED: the two databases differ.")
         return 1
     print(
-        "Each order and refund is booked exactly once, in the order of its customer; what nobody can read is set aside."
+        "Each order and refund is booked exactly once, in the order of its customer; unreadable messages are set aside."
     )
     return 0
 

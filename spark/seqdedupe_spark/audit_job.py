@@ -144,11 +144,11 @@ class TopicReport:
             for example in finding.examples:
                 yield f"    {example}"
         if self.links == "none":
-            yield "  What is missing cannot be told: its start is trimmed, and deduplication is off."
+            yield "  Missing messages cannot be found: the start is trimmed, and deduplication is off."
         elif self.links == "after_first":
-            yield "  Its start is trimmed: what is missing before a producer's first message left cannot be told."
+            yield "  The start is trimmed: what is missing before a producer's first stored message cannot be found."
         if self.unlinked:
-            yield f"  {self.unlinked:,} batches left their link out: what is missing before those cannot be told."
+            yield f"  {self.unlinked:,} batches have no link: what is missing before them cannot be found."
 
 
 @dataclass(frozen=True)
@@ -487,12 +487,12 @@ def _shown(deduplication_id: bytes) -> tuple[str, str | None]:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("topics", nargs=-1)
-@click.option("--topics-pattern", metavar="REGEX", help="Audit the topics whose whole names, full or short, match.")
+@click.option("--topics-pattern", metavar="REGEX", help="Audit the topics whose full or short names match as a whole.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/guides/spark-audit.md describes it.")
 @sidecar_options
 def main(topics: tuple[str, ...], topics_pattern: str | None, as_json: bool, address: str) -> int:
-    """Tell what is doubled, out of order or missing in TOPICS. The exit status is 0 if nothing is, 1 if something is,
-    2 if that could not be found out."""
+    """Report what is doubled, out of order or missing in TOPICS. The exit status is 0 if there is nothing, 1 if
+    there is something, 2 if the audit failed."""
     if bool(topics) == bool(topics_pattern):
         raise click.UsageError("Name topics, or give --topics-pattern.")
     sidecar = SidecarService(address, **told_files())

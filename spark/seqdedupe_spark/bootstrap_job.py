@@ -65,7 +65,9 @@ def column_of(schema: StructType, option: str, given: str | None, usual: str, wh
     wanted = (given,) if given is not None else names(usual)
     there_are = [name for name in wanted if name in schema.names]
     if len(there_are) > 1:
-        raise error("INVALID_SOURCE", f"{option}: the files have the columns {' and '.join(there_are)}: say which")
+        raise error(
+            "INVALID_SOURCE", f"{option}: the files have the columns {' and '.join(there_are)}: name one of them"
+        )
     name = there_are[0] if there_are else None
     if name is None:
         there = ", ".join(schema.names[:20])
@@ -126,14 +128,14 @@ def bootstrap_window_from_topic(
 def _check_log_tells_all(topic: admin_pb2.Topic) -> None:
     what = ""
     if topic.window_imported:
-        what = f"{topic.window_imported} IDs that were imported into it"
+        what = f"{topic.window_imported} imported IDs"
     elif topic.window_first_index < topic.first_index:
         what = f"those of messages {topic.window_first_index} to {topic.first_index - 1}, which retention has dropped"
     if what:
         raise error(
             "LOG_INCOMPLETE",
-            f"topic {topic.name} knows more deduplication IDs than its log tells: {what}",
-            hint="Move the topic as it is (seqdedupe topics move), or its directory by a backup: they have all of it.",
+            f"topic {topic.name} knows deduplication IDs that are not in its log: {what}",
+            hint="Move the whole topic (seqdedupe topics move), or its data directory by a backup. Both have all IDs.",
         )
 
 
@@ -191,7 +193,9 @@ def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str
     ):
         for wrong in (first_ms, last_ms):
             if not 0 <= wrong <= LATEST_MS:
-                raise bad(time_column, f"{wrong} ms, of {shows}, which is no publish time: 0 to {LATEST_MS} are")
+                raise bad(
+                    time_column, f"{wrong} ms, of {shows}, which is no publish time: it should be 0 to {LATEST_MS}"
+                )
         yield KnownId(one, last_ms)
 
 
@@ -308,14 +312,14 @@ def _grouped(
         topic = topic or of_key[0]
         for other in of_key:
             if other != topic:
-                raise bad(str(of_topics), f"{topic} and {other}: {they_are} of one topic, select its rows")
+                raise bad(str(of_topics), f"{topic} and {other}, but {they_are} of one topic: select its rows")
         yield bytes(key), (int(lowest), int(highest)), shows
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--topic", help="Take those of this topic; of sequence IDs, of one partition.")
-@click.option("--parquet", multiple=True, metavar="PATH", help="Take them from these files, folders or globs.")
+@click.option("--topic", help="Read this topic. With sequence IDs, it must be a single partition.")
+@click.option("--parquet", multiple=True, metavar="PATH", help="Read these files, folders or globs.")
 @click.option("--producer-column", metavar="NAME", help=f"In Parquet; else {' or '.join(names(PRODUCER_COLUMN))}.")
 @click.option(
     "--sequence-id-column", metavar="NAME", help=f"In Parquet; else {' or '.join(names(SEQUENCE_ID_COLUMN))}."
@@ -335,13 +339,13 @@ def main(
 ) -> None:
     """Write each producer's highest sequence ID, or all deduplication IDs, to the file OUTPUT.
 
-    It is IDs where the topic is one of these, or the files have such a column, and `seqdedupe import` takes either.
+    It writes IDs if the topic has deduplication IDs, or the files have such a column. `seqdedupe import` reads either.
     """
     if bool(topic) == bool(parquet):
-        raise click.UsageError("Say --topic, or --parquet.")
+        raise click.UsageError("Give either --topic or --parquet.")
     of_marks, of_window = (producer_column, sequence_id_column), (deduplication_id_column, publish_time_column)
     if any(of_marks) and any(of_window):
-        raise click.UsageError("Files have sequence IDs, or deduplication IDs: name the columns of one of them.")
+        raise click.UsageError("Name the columns of sequence IDs, or those of deduplication IDs, but not both.")
     if not output.absolute().parent.is_dir():
         raise error("INVALID_OPTION", f"OUTPUT: there is no folder {output.parent} for {output.name}")
     try:

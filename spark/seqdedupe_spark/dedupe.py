@@ -74,9 +74,9 @@ def has_no_producers(topic: str) -> SeqdedupeError:
     """Return why --deduplicate is refused for a topic of deduplication IDs."""
     return error(
         "INVALID_OPTION",
-        f"deduplicate: {topic} has deduplication IDs, which the rule about producers' sequence IDs says nothing of",
-        hint="Leave it out: such a topic holds each ID once, as far back as its window reached. For what came later, "
-        "let the table have a unique key.",
+        f"deduplicate: {topic} has deduplication IDs, but --deduplicate compares producers' sequence IDs",
+        hint="Omit it: such a topic holds each ID once within its window. For copies that come later, give the table a "
+        "unique key.",
     )
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 # -- Where to start or stop in topics: text from a user, checked.
 
-TURNED_ROUND = "Let startingOffsets or startingTime name a place before that of endingOffsets or endingTime."
+TURNED_ROUND = "Set startingOffsets or startingTime to a place before endingOffsets or endingTime."
 """The hint for an error when reading would start after its end."""
 
 _MAX_INT64 = 2**63 - 1
@@ -105,7 +105,7 @@ def _by_topic(text: str, forms: str, place: Callable[[str, object], T]) -> dict[
         parts = [(_partition(name, number), one) for number, one in of_partitions]
         for part, one in parts or [(name, value)]:
             if part in places:
-                raise ValueError(f"{part} is in it twice")
+                raise ValueError(f"{part} occurs twice")
             places[part] = place(part, one)
     return places
 
@@ -123,12 +123,12 @@ def _offset(name: str, value: object, words: tuple[End, ...]) -> PlaceInTopic:
         return value
     # An index that was counted wrongly must not become Kafka's -1, the end: the missing messages would go unnoticed.
     hint = '; Kafka\'s -1 is "latest" here, its -2 "earliest"' if value in (-1, -2) else ""
-    raise ValueError(f"that of {name} is neither an index from 0 up nor a text{hint}")
+    raise ValueError(f"the value for {name} is neither an index from 0 up nor a text{hint}")
 
 
 def _time(name: str, value: object) -> Time:
     if not _is_number(value):
-        raise ValueError(f"that of {name} is not a number of milliseconds from 0 up")
+        raise ValueError(f"the value for {name} is not a number of milliseconds from 0 up")
     return Time(value)
 
 
@@ -154,29 +154,29 @@ _ELSEWHERE = {
 }
 """The options of other connectors, with the option here that has the same meaning."""
 
-_NOBODY = "positions are in the query's checkpoint, no consumer group or subscription keeps any: leave it out"
-_WAITS = "a reader waits by itself, and goes on where it was: leave it out"
+_NOBODY = "positions are in the query's checkpoint, not in a consumer group or subscription: omit it"
+_WAITS = "a reader waits and resumes automatically: omit it"
 
 _MEANINGLESS = {
-    "allowdifferenttopicschemas": "value is bytes, whatever their schema: leave it out",
+    "allowdifferenttopicschemas": "the column value has bytes, for any schema: omit it",
     "fetchoffset.numretries": _WAITS,
     "fetchoffset.retryintervalms": _WAITS,
     "groupidprefix": _NOBODY,
-    "includeheaders": "the column __messageProperties is always there: leave it out",
+    "includeheaders": "the column __messageProperties always exists: omit it",
     "kafka.group.id": _NOBODY,
     "predefinedsubscription": _NOBODY,
-    "startingoffsetsbytimestampstrategy": "a time after the end is the end: leave it out",
+    "startingoffsetsbytimestampstrategy": "a time after the end means the end: omit it",
     "subscriptionprefix": _NOBODY,
     "subscriptiontype": _NOBODY,
-    "waitingfornonexistedtopic": "topics have to be there, those of a topicsPattern may come later: leave it out",
+    "waitingfornonexistedtopic": "topics must exist, but those of a topicsPattern may come later: omit it",
 }
 """The options that have no meaning here, and the reason."""
 
 _FOREIGN = {
-    "kafka.": "it is of Kafka's clients: here service.url, authParams and the files tls… say who is reached, and how",
-    "pulsar.admin.": "it is of Pulsar's connector: here admin.url and pulsar.client.… are all there is of it",
-    "pulsar.producer.": "it is of Pulsar's connector: batches and their times are the client's own",
-    "pulsar.reader.": "it is of Pulsar's connector: leave it out",
+    "kafka.": "it is an option of Kafka's clients: set service.url, authParams and the tls… files instead",
+    "pulsar.admin.": "it is an option of Pulsar's connector: only admin.url and pulsar.client.… exist here",
+    "pulsar.producer.": "it is an option of Pulsar's connector: the client decides about batches and their times",
+    "pulsar.reader.": "it is an option of Pulsar's connector: omit it",
 }
 """The same for all options with this prefix."""
 
@@ -194,7 +194,7 @@ def advice(name: str, names: Sequence[str]) -> str:
     for beginning, why in _FOREIGN.items():
         if name.startswith(beginning):
             return why
-    return "there are " + ", ".join(one for one in names if not one.startswith(("pulsar.", "admin.")))
+    return "choose from " + ", ".join(one for one in names if not one.startswith(("pulsar.", "admin.")))
 
 
 NAMES = (
@@ -348,8 +348,8 @@ def sidecar_of(given: "Given", address: str) -> str | SidecarService:
     if params and not token_file:
         raise error(
             "INVALID_OPTION",
-            "authParams: it should be the URL of the token's file, as file:///path",
-            hint="Plans and logs show options: write the token into a file that every executor has, or set "
+            "authParams: it should be the URL of a token file, as file:///path",
+            hint="Plans and logs show options. Write the token into a file that every executor has, or set "
             "spark.executorEnv.SEQDEDUPE_TOKEN_FILE.",
         )
     found = SidecarService(
@@ -396,7 +396,9 @@ def check_shows_no_secret(of_table: Mapping[str, str]) -> None:
     """Raise INVALID_OPTION if a table's options have a token: the catalog shows them."""
     given = next((value for name, value in of_table.items() if name.lower() == _CREDENTIALS.lower()), "")
     if given.strip().startswith("token:"):
-        raise error("INVALID_OPTION", f"{_CREDENTIALS}: a table would show the token; name a file, file:///path")
+        raise error(
+            "INVALID_OPTION", f"{_CREDENTIALS}: a table would show the token: give a file instead, as file:///path"
+        )
 
 
 def _service_url(text: str) -> str:
@@ -412,7 +414,7 @@ def _admin_url(text: str) -> str:
 def _authentication(text: str) -> str:
     found = _AUTHENTICATION.fullmatch(text)
     if not found or found[1] not in AUTHENTICATIONS:
-        raise ValueError(f"there are {' and '.join(AUTHENTICATIONS)}")
+        raise ValueError(f"it should be {' or '.join(AUTHENTICATIONS)}")
     return found[1]
 
 
@@ -464,7 +466,7 @@ class Given:
 def _selection(given: Given) -> Selection:
     option = given.one_of("topic", "topics", "topicsPattern")
     if option is None:
-        raise error("INVALID_OPTION", "which topics? Give one of the options topic, topics and topicsPattern")
+        raise error("INVALID_OPTION", "no topic is named: give one of the options topic, topics and topicsPattern")
     if option == "topicsPattern":
         return Selection(option, pattern=given.take(option, _pattern, ""))
     return Selection(option, names=given.take(option, _one_topic if option == "topic" else _topics, ()))
@@ -481,7 +483,7 @@ def _least(given: Given, limits: ReadLimits) -> Least | None:
     delay = given.take("maxTriggerDelay", _delay_seconds, None)
     if messages is None:
         if delay is not None:
-            raise error("INVALID_OPTION", "maxTriggerDelay is how long minOffsetsPerTrigger is waited for: give both")
+            raise error("INVALID_OPTION", "maxTriggerDelay limits the wait for minOffsetsPerTrigger: give both")
         return None
     if limits.messages is not None and messages > limits.messages:
         what = f"minOffsetsPerTrigger is {messages}, more than maxOffsetsPerTrigger, {limits.messages}"

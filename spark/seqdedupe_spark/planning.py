@@ -34,7 +34,7 @@ from seqdedupe_spark.stock import StockEnds
 Ends = TopicEnds | StockEnds
 """The ends of a topic: one with indexes, or one that no sidecar writes."""
 
-_GO_ON = "To go on with what is left set failOnDataLoss to false (a reader job: --no-fail-on-data-loss)."
+_GO_ON = "To continue with what is left, set failOnDataLoss to false (a reader job: --no-fail-on-data-loss)."
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,16 @@ def earliest(topic_ends: Ends) -> Position:
 def find_loss(topic: str, position: Position, found: Ends | None) -> Loss | None:
     """Return why a topic with these ends cannot be read on after a position; None if it can."""
     if found is None:
-        message = f"{topic} was deleted; what it held after index {position.index} is gone"
+        message = f"{topic} was deleted: its messages after index {position.index} are gone"
         return Loss(topic, None, "TOPIC_NOT_FOUND", message)
     if isinstance(found, StockEnds):
         return _find_loss_of_entries(topic, position, found)
     first, last = found
     if last.incarnation != position.incarnation:
         message = (
-            f"{topic} was made anew: its incarnation is {last.incarnation}, the position is of {position.incarnation}; "
-            f"what it held after index {position.index} is gone, and it begins with index {first} now"
+            f"{topic} was recreated: its incarnation is {last.incarnation}, and the position is of "
+            f"{position.incarnation}. The old messages after index {position.index} are gone, and the topic begins "
+            f"with index {first} now"
         )
         return Loss(topic, earliest(found), "POSITION_OF_ANOTHER_INCARNATION", message)
     if last.index < position.index:
@@ -97,8 +98,8 @@ def _find_loss_of_entries(topic: str, position: Position, found: StockEnds) -> L
     """Do the same for a topic that no sidecar writes."""
     if position.incarnation != stock.STOCK:
         message = (
-            f"no sidecar writes {topic} now, and the position {position} is of a topic that one wrote; "
-            f"what that held after index {position.index} is gone"
+            f"no sidecar writes {topic} now, but the position {position} is of a topic that a sidecar wrote: "
+            f"its messages after index {position.index} are gone"
         )
         return Loss(topic, earliest(found), "POSITION_OF_ANOTHER_INCARNATION", message)
     if found.last.index < position.index:
@@ -106,9 +107,8 @@ def _find_loss_of_entries(topic: str, position: Position, found: StockEnds) -> L
         return Loss(topic, None, "POSITION_AFTER_END", message)
     if found.entries_up_to(position) is None:
         message = (
-            f"{topic} was read up to {stock.entry_before(position)}, which it does not hold any more: what followed is "
-            f"gone too, as far as it stood before ledger {found.first_ledger}, with which it begins now. Retention has "
-            "removed it, or the topic was made anew"
+            f"{topic} was read up to {stock.entry_before(position)}, and begins with ledger {found.first_ledger} now: "
+            "messages between them may be gone. Retention has removed them, or the topic was recreated"
         )
         return Loss(topic, earliest(found), "POSITION_TRIMMED", message)
     return None
@@ -288,7 +288,7 @@ class TopicListing:
             if name in selection.names or (selection.pattern is not None and _matches(selection.pattern, name)):
                 parts = {partition_name(name, k) for k in range(count)}
                 if missing := parts.difference(there):
-                    why = f"the topic {name} has {count} partitions, and {min(missing)} is not there"
+                    why = f"the topic {name} has {count} partitions, but {min(missing)} does not exist"
                     raise error("TOPIC_NOT_FOUND", why, topic=name)
 
     def ends(self, topic: str) -> Ends | None:
@@ -366,7 +366,7 @@ class TopicListing:
         for name, position in found.items():
             if option == "endingOffsets" and position.incarnation == stock.STOCK and stock.rows_read(position):
                 what = f"{option}: in {name}, {position.message_id} is one of several messages of an entry"
-                raise error("INVALID_OPTION", f"{what}, which is read whole: give ledger:entry")
+                raise error("INVALID_OPTION", f"{what}, and entries are read whole: give ledger:entry")
         return found
 
     def _spread(self, names: list[str], places: Mapping[str, PlaceInTopic], option: str) -> Mapping[str, PlaceInTopic]:
@@ -386,7 +386,8 @@ class TopicListing:
                 return stock.given(where)
             if where.incarnation == stock.STOCK:
                 raise error(
-                    "INVALID_OPTION", f"{where} is a place in a topic that no sidecar writes, and one writes {name}"
+                    "INVALID_OPTION",
+                    f"{where} is a place in a topic that no sidecar writes, but a sidecar writes {name}",
                 )
             return where
         if isinstance(where, Time):
@@ -395,7 +396,7 @@ class TopicListing:
         found = self.ends(name) or self._patiently(lambda: self._client.ends(name))
         if isinstance(where, int):
             if isinstance(found, StockEnds):
-                raise error("INVALID_OPTION", f"no sidecar writes {name}, it has no indexes: give a message ID")
+                raise error("INVALID_OPTION", f"no sidecar writes {name}, so it has no indexes: give a message ID")
             return Position.before(found.last.incarnation, where)
         return found.last if where == "latest" else earliest(found)
 

@@ -96,8 +96,8 @@ def _check_mode(client: blocking.Client, topic: str) -> None:
         return
     raise error(
         "INVALID_OPTION",
-        f"topic: {topic} has deduplication IDs, publish sends to topics of sequence IDs",
-        hint="The sink writes such rows, with a column deduplicationId: "
+        f"topic: {topic} has deduplication IDs, but publish sends only to topics of sequence IDs",
+        hint="Use the sink, with a column deduplicationId: "
         "df.write.format('seqdedupe').option('topic', …).mode('append').save().",
     )
 
@@ -159,8 +159,8 @@ def _by_producer(batch: pa.RecordBatch) -> Iterator[tuple[str, str, pa.RecordBat
     if _ID in batch.schema.names and (given := len(batch) - batch.column(_ID).null_count):
         raise error(
             "INVALID_REQUEST",
-            f"{_ID} is there in {given:,} of {len(batch):,} rows, which publish knows by producer name and sequence ID",
-            hint="Drop that column; or write the rows with format('seqdedupe') into a topic of deduplication IDs.",
+            f"{_ID} is set in {given:,} of {len(batch):,} rows, but publish identifies rows by sequence ID",
+            hint="Drop that column, or write the rows with format('seqdedupe') into a topic of deduplication IDs.",
         )
     topics, names = (batch.column(name).dictionary_encode() for name in _ORDER[:2])
     numbers = np.stack([topics.indices.to_numpy(), names.indices.to_numpy()])

@@ -98,7 +98,7 @@ def summary(total: Round, seconds: float) -> dict[str, object]:
 def text(total: Round, seconds: float) -> str:
     """Return the same for a person."""
     if not total.has_looked:
-        return f"nothing was read in {seconds:.1f} s: where the topics stand could not be found out"
+        return f"nothing was read in {seconds:.1f} s: the ends of the topics could not be determined"
     dropped = f", {total.duplicates:,} duplicates dropped" if total.duplicates else ""
     if total.dead_letters:
         dropped += f", {total.dead_letters:,} dead letters"
@@ -170,21 +170,25 @@ _source_options = _options(
     _service_options,
     click.option("--topic", metavar="TOPIC", help="One topic, or all partitions of one."),
     click.option("--topics", metavar="TOPIC,…", help="Several."),
-    click.option("--topics-pattern", metavar="REGEX", help="All whose full or short name matches."),
-    click.option("--starting-offsets", metavar="earliest|latest|JSON", help="Where the first start begins."),
-    click.option("--starting-time", metavar="MS|JSON", help="Or: what was published then or later, in ms since 1970."),
-    click.option("--max-offsets-per-trigger", metavar="N", help="Messages in a round at most, of all topics."),
-    click.option("--max-bytes-per-trigger", metavar="N", help="Bytes in a round at most, about."),
+    click.option("--topics-pattern", metavar="REGEX", help="All topics whose full or short name matches."),
+    click.option("--starting-offsets", metavar="earliest|latest|JSON", help="Where the first start begins to read."),
+    click.option(
+        "--starting-time", metavar="MS|JSON", help="Or begin with what was published at this time, in ms since 1970."
+    ),
+    click.option(
+        "--max-offsets-per-trigger", metavar="N", help="At most this number of messages in a round, of all topics."
+    ),
+    click.option("--max-bytes-per-trigger", metavar="N", help="At most about this number of bytes in a round."),
     click.option(
         "--fail-on-data-loss/--no-fail-on-data-loss",
         default=True,
         show_default=True,
-        help="Whether messages that are gone before they were read are an error, or a warning.",
+        help="Whether messages that were removed before they were read are an error or a warning.",
     ),
     click.option(
         "--read-timeout-seconds",
         metavar="N",
-        help="A task to which no message has come for so long ends, and is planned again; default: 20.",
+        help="A task that receives no message for this time ends, and is planned again; default: 20.",
     ),
     click.option("--plain-column-names", is_flag=True, help="Columns without the leading __."),
     click.option(
@@ -197,48 +201,52 @@ _source_options = _options(
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Jobs of their own, with their own --help: `seqdedupe job audit` tells what is doubled, out of order or "
-    "missing in topics, `seqdedupe job bootstrap` writes producers' highest sequence IDs to a file.",
+    epilog="Separate jobs, each with its own --help: `seqdedupe job audit` reports what is doubled, out of order or "
+    "missing in topics. `seqdedupe job bootstrap` writes producers' highest sequence IDs to a file.",
 )
 def cli() -> None:
-    """Read topics into a table, each message once, however often the job is killed, started again or run twice."""
+    """Read topics into a table, each message once, even if the job is killed, started again or run twice."""
 
 
 @cli.command(short_help="Run the job.")
 @_job
 @_store
-@click.option("--table", required=True, help="Where the rows go; made if it is missing.")
+@click.option("--table", required=True, help="Table for the rows; created if it is missing.")
 @_source_options
-@click.option("--transform", metavar="MODULE:FUNCTION", help="Makes an Arrow RecordBatch of rows of one of messages.")
+@click.option(
+    "--transform",
+    metavar="MODULE:FUNCTION",
+    help="Function that turns an Arrow RecordBatch of messages into one of rows.",
+)
 @click.option("--deduplicate", is_flag=True, help="Drop messages that the topic itself holds twice.")
 @click.option(
     "--transaction",
     type=click.Choice(["topic", "batch"]),
     default="topic",
     show_default=True,
-    help="What is committed at once: a topic's part of a round, or all of it.",
+    help="What one transaction commits: one topic's part of a round, or the whole round.",
 )
 @click.option(
     "--on-error",
     type=click.Choice(["fail", "dead-letter"]),
     default="fail",
     show_default=True,
-    help="What becomes of a message that the transformation or the table refuses: it ends the job, or is put into the "
+    help="What happens to a message that the transformation or the table refuses: it ends the job, or goes to the "
     f"table TABLE{SUFFIX}.",
 )
 @click.option(
     "--max-dead-letters",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"With --on-error dead-letter: more of them in one transaction end the job; default: {MAX_DEAD_LETTERS}.",
+    help=f"With --on-error dead-letter: more than N in one transaction end the job; default: {MAX_DEAD_LETTERS}.",
 )
-@click.option("--follow", is_flag=True, help="Go on when all is read, until SIGTERM or Ctrl-C.")
+@click.option("--follow", is_flag=True, help="Continue when all is read, until SIGTERM or Ctrl-C.")
 @click.option(
     "--trigger-seconds",
     type=click.FloatRange(min=0),
     default=TRIGGER_SECONDS,
     show_default=True,
-    help="With --follow: from one look for new messages to the next.",
+    help="With --follow: the interval at which to look for new messages.",
 )
 @click.option("--checkpoint-location", metavar="DIR", help="Run as a streaming query with this checkpoint.")
 @click.option("--master", metavar="URL", help="Spark's master; default: spark-submit's, else this machine.")
@@ -260,10 +268,10 @@ def run(
     as_json: bool,
     **source: Any,
 ) -> int:
-    """Read all there is now, or with --follow also what comes later, and write it.
+    """Read all messages that exist now, or with --follow also later ones, and write them.
 
-    SIGTERM ends it after the round; Ctrl-C or kill -9 at once, without harm. Started again it goes on where the
-    database is.
+    SIGTERM ends the job after the round; Ctrl-C or kill -9 ends it at once, without harm. The next start continues at
+    the positions in the database.
     """
     given = _given(source)
     if on_error == "dead-letter":
@@ -293,7 +301,7 @@ def _run(
 
     def stop(*_: object) -> None:
         reader.stop()
-        say("seqdedupe job", "SIGTERM: it ends after its round")
+        say("seqdedupe job", "SIGTERM: the job ends after this round")
 
     signal.signal(signal.SIGTERM, stop)
     progress = Progress(sys.stderr)
@@ -350,7 +358,7 @@ def _stream(
         except PositionError as e:
             # If one of the job's own positions does not fit, this reports it and ends the job.
             read()
-            _log.warning("%s: the checkpoint does not fit, the query begins a new one elsewhere: %s", checkpoint, e)
+            _log.warning("%s: the checkpoint does not fit, so the query begins a new one elsewhere: %s", checkpoint, e)
             writer = query()
         # If the sidecar or the database is away, this waits for longer than a query does.
         read()
@@ -373,11 +381,11 @@ def _imported(name: str) -> Transform:
     except (ImportError, AttributeError, ValueError) as e:
         raise error("INVALID_OPTION", f"--transform {name}: {e}") from e
     if not callable(found):
-        raise error("INVALID_OPTION", f"--transform {name}: that is no function")
+        raise error("INVALID_OPTION", f"--transform {name}: this is not a function")
     return found  # type: ignore[no-any-return]
 
 
-@cli.command(short_help="Show where the job is.")
+@cli.command(short_help="Show the job's positions.")
 @_job
 @_store
 @_as_json
@@ -401,15 +409,15 @@ def positions(job: str, store_url: str, as_json: bool) -> None:
 def lag(
     job: str, store_url: str, max_messages: int | None, max_seconds: float | None, address: str, as_json: bool
 ) -> int:
-    """Show how many messages the job has not read, and how old the oldest is: from its stored positions to the ends of
-    its topics, at a sidecar. It need not run."""
+    """Show how many messages the job has not read, and the age of the oldest. The command compares the stored positions
+    with the ends of the topics at a sidecar. The job need not run."""
     found = positions_of(from_url(store_url, create=False), job)
     positions = {topic: stored.position for topic, stored in found.items()}
     with Client(address, told_credentials()) as client:
         return show_lag(client, positions, max_messages, max_seconds, as_json=as_json)
 
 
-@cli.command(short_help="Set where the job goes on.")
+@cli.command(short_help="Set where the job continues.")
 @_job
 @_store
 @click.option("--topic", required=True, help="The topic: the full name of one partition.")
@@ -423,7 +431,7 @@ def lag(
 @_service_options
 @_as_json
 def reset(job: str, store_url: str, topic: str, place: str, as_json: bool, **source: Any) -> None:
-    """Set a topic's position, in a new epoch: runs under way end with POSITION_RESET. Rows stay as they are."""
+    """Set a topic's position, in a new epoch. Runs under way end with POSITION_RESET. Rows stay as they are."""
     service = options.parse(_given(source) | {"topic": topic}).service
     before, after = reset_position(from_url(store_url, create=False), job, topic, place, service)
     topic = topic_name(topic)

@@ -122,8 +122,8 @@ def _check_has_this_package(context: SparkContext) -> None:
         said = str(e)
     raise error(
         "INVALID_CONFIGURATION",
-        f"Spark starts {python!r} for its Python processes, and that cannot import seqdedupe_spark: {said}",
-        hint="Set PYSPARK_PYTHON to a Python that has seqdedupe[spark], before the session is made. On this machine "
+        f"Spark starts {python!r} for its Python processes, which cannot import seqdedupe_spark: {said}",
+        hint="Set PYSPARK_PYTHON to a Python that has seqdedupe[spark], before the session is created. On this machine "
         f"{sys.executable} has it.",
     )
 

@@ -88,7 +88,7 @@ def _parsed(texts: Mapping[str, str]) -> dict[str, Position]:
     try:
         return {topic: Position.parse(text) for topic, text in texts.items()}
     except InvalidRequestError as e:
-        what = f"the checkpoint's offsets are not this source's: {e.message}"
+        what = f"the checkpoint's offsets are not from this source: {e.message}"
         raise error("INVALID_POSITION", what, hint="Start the query with its own checkpoint, or with a new one.") from e
 
 
@@ -128,7 +128,7 @@ class SeqdedupeDataSource(DataSource):
         options = self._parsed(schema)
         if options.limits != NO_LIMITS or options.least is not None:
             names = "maxOffsetsPerTrigger, maxBytesPerTrigger, minOffsetsPerTrigger and maxTriggerDelay"
-            raise error("INVALID_OPTION", f"{names} are for streams: a batch has all")
+            raise error("INVALID_OPTION", f"{names} are for streams: a batch reads everything")
         return BatchReader(options, wanted_columns(schema, options))
 
     def streamReader(self, schema: StructType) -> "StreamReader":  # noqa: N802
@@ -157,7 +157,7 @@ class SeqdedupeDataSource(DataSource):
 
 def _sink_task(options: SinkOptions, schema: StructType, overwrite: bool, since: Began) -> SinkTask:
     if overwrite:
-        raise error("INVALID_OPTION", "a topic is only appended to: there are mode('append') and outputMode('append')")
+        raise error("INVALID_OPTION", "a topic can only be appended to: use mode('append') or outputMode('append')")
     task = SinkTask(options.service, layout_of(schema, options.topic), since, options.fail_on_forgotten_ids)
     task.check_topic()
     return task
@@ -174,10 +174,12 @@ def wanted_columns(schema: StructType, options: Options) -> pa.Schema:
     """
     known = from_arrow_schema(_all_columns(options))
     if not schema.fields:
-        raise error("INVALID_OPTION", f"schema: it has no column; there are {', '.join(known.names)}")
+        raise error("INVALID_OPTION", f"schema: it has no column; the columns are {', '.join(known.names)}")
     for field in schema.fields:
         if field.name not in known.names:
-            raise error("INVALID_OPTION", f"schema: there is no column {field.name}, but {', '.join(known.names)}")
+            raise error(
+                "INVALID_OPTION", f"schema: there is no column {field.name}; the columns are {', '.join(known.names)}"
+            )
         kind = known[field.name].dataType
         if field.dataType != kind:
             named = f"{field.dataType.simpleString()}, it should be {kind.simpleString()}"
@@ -210,11 +212,11 @@ class _Reading:
             if first is None or last is None:
                 continue
             if first.incarnation != last.incarnation:
-                raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew just now: try again")
+                raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was recreated during planning: try again")
             if first.index < last.index:
                 ranges.append(listing.range(topic, first, last))
             elif (first, last) == (start, end) and len(listing.range(topic, end, start)):
-                what = f"in {topic} it would start after {start} and stop after {end}, which stands before that"
+                what = f"in {topic} the start, after {start}, is behind the end, after {end}"
                 raise error("INVALID_OPTION", f"there is nothing to read: {what}", hint=TURNED_ROUND)
         return split(ranges, self.options.min_partitions, self.options.max_records_per_partition)
 
@@ -239,7 +241,7 @@ class _Reading:
             raise loss.error()
         if loss.message not in self._told:
             self._told.add(loss.message)
-            _log.warning("failOnDataLoss is false, reading goes on: %s", loss.message)
+            _log.warning("failOnDataLoss is false, so reading continues: %s", loss.message)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the messages of a task's ranges. Spark gives None if there is no task."""
@@ -388,8 +390,7 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         if start == NOTHING_YET and self.options.starting != "earliest":
             raise error(
                 "INVALID_POSITION",
-                f"the checkpoint does not say where its first batch starts in {topic}: an older version planned it",
-                hint="No batch of this checkpoint is complete: start with another one, and with startingOffsets that "
-                "say where.",
+                f"the checkpoint, of an older version, does not say where its first batch starts in {topic}",
+                hint="No batch of this checkpoint is complete. Start with a new checkpoint, and set startingOffsets.",
             )
         return Position.start(incarnation)

@@ -157,4 +157,4 @@ class StockEnds:
 
 def trimmed(topic: str, first_missing: str) -> SeqdedupeError:
     """Return the error for messages after a position that are gone, or may be."""
-    return error("POSITION_TRIMMED", f"{topic} has lost what stood {first_missing}")
+    return error("POSITION_TRIMMED", f"{topic} has lost its messages {first_missing}")

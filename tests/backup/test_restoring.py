@@ -1,4 +1,4 @@
-"""A backup that is not what was written is refused, whatever has changed; and a restore leaves all or nothing."""
+"""A backup that is not what was written is refused, no matter what has changed; and a restore leaves all or nothing."""
 
 import json
 import os

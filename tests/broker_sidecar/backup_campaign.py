@@ -25,11 +25,11 @@ from tests.broker_sidecar.load import Publisher
 EVERY_SECONDS = 0.15
 """Between two backups, at most."""
 A_ROUND = 10
-"""So many are of one load."""
+"""This many are of one load."""
 
 
 def settings(folder: Path, **more: str) -> dict[str, Any]:
-    """Of a sidecar whose backups can be stopped half-way, with snapshots all the time."""
+    """For a sidecar whose backups can be stopped half-way, with snapshots all the time."""
     backups = folder / "backups"
     backups.mkdir(exist_ok=True)
     return {
@@ -148,7 +148,7 @@ def check_restored(backup: Path, to: Path, load: Load, acknowledged: dict[str, d
 
 
 def round_(folder: Path, backups: int, seed: int) -> None:
-    """So many backups at random moments of one load, each restored and compared when it has ended."""
+    """This many backups at random moments of one load, each restored and compared when it has ended."""
     rng = random.Random(seed)
     acknowledged = []
     with Sidecar(folder / "sidecar", **settings(folder)) as sidecar, Operator(sidecar.address) as operator:
@@ -166,7 +166,7 @@ def round_(folder: Path, backups: int, seed: int) -> None:
 
 
 def campaign(backups: int, seed: int) -> None:
-    """Round after round, until so many backups were restored."""
+    """Round after round, until this many backups were restored."""
     for number in range(0, backups, A_ROUND):
         with tempfile.TemporaryDirectory() as folder:
             round_(Path(folder), min(A_ROUND, backups - number), seed + number)

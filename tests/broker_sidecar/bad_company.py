@@ -1,4 +1,4 @@
-"""A client that behaves beside one that says nothing, one that reads nothing, one that floods and one that lies, each
+"""A client that behaves next to one that says nothing, one that reads nothing, one that floods and one that lies, each
 with a share of the sidecar: `python -m tests.broker_sidecar.bad_company --seconds 300 --seed 1`.
 """
 
@@ -164,7 +164,7 @@ class Company:
 
 
 def campaign(seconds: float, seed: int) -> None:
-    """So long; prints what the good one had of it."""
+    """Run for this long; print what the good one had of it."""
     with tempfile.TemporaryDirectory() as folder:
         company = Company(Path(folder), seed)
         took = sorted(company.run(seconds))

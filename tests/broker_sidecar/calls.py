@@ -99,7 +99,7 @@ def refusal_of(answer: Answer) -> publish_pb2.Refusal:
 
 
 class Stream:
-    """A publish stream: frames go out at once, answers are looked up by frame number in whatever order they come."""
+    """A publish stream: frames go out at once, answers are looked up by frame number in any order they come."""
 
     def __init__(self, channel: grpc.Channel, topic: str) -> None:
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -157,7 +157,7 @@ class Client:
     """A channel to a sidecar and what is called over it."""
 
     def __init__(self, address: str) -> None:
-        # Of its own: a shared one would break for all when a test cuts it.
+        # Its own: a shared one would break for all when a test cuts it.
         self.address = address
         options = [("grpc.use_local_subchannel_pool", 1), *SOON_AGAIN]
         self.channel = grpc.insecure_channel(address, options)

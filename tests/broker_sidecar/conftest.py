@@ -52,7 +52,7 @@ def read_only() -> Iterator[Callable[[Path], None]]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
-    """Mounts a small file system of its own at a folder, which it makes."""
+    """Mounts its own small file system at a folder, which it makes."""
     places: list[Path] = []
 
     def mount(place: Path) -> None:

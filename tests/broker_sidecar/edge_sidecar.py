@@ -25,7 +25,7 @@ _BYTES = 8
 
 
 class Quick(NamedTuple):
-    """A time of its own: when it began, in nanoseconds of the steady clock, and how fast it is."""
+    """Its own time: when it began, in nanoseconds of the steady clock, and how fast it is."""
 
     began_ns: int
     speed: int
@@ -67,7 +67,7 @@ class Time:
         return self.true_ms() + int.from_bytes(os.pread(self._file, _BYTES, 0), "little", signed=True)
 
     def shift(self, ms: int) -> None:
-        """From now on the clock is ahead by so much, or behind."""
+        """From now on the clock is ahead by this much, or behind."""
         os.pwrite(self._file, ms.to_bytes(_BYTES, "little", signed=True), 0)
 
     def begin(self) -> None:

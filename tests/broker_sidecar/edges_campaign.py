@@ -2,7 +2,7 @@
 
     python -m tests.kernels tests.broker_sidecar.edges_campaign --cases 100 --seed 1
 
-Each case has an oracle of its own. It goes by what was acknowledged, and by what the documentation says may be lost.
+Each case has its own oracle. It goes by what was acknowledged, and by what the documentation says may be lost.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Published:
     name: str
     handed_over: int = 0
     acknowledged: list[int] = field(default_factory=list)
-    """Of each message, how long the file of syncs was when its receipt was there."""
+    """For each message, how long the file of syncs was when its receipt was there."""
 
     def frame(self, rows: int, epochs: dict[str, int]) -> batch_pb2.Batch:
         """The next messages."""
@@ -136,7 +136,7 @@ class JournalAttack:
         return f"{how} from {kept}{', power cut' if is_cut else ''}: {found}"
 
     def _publish(self, rounds: int) -> None:
-        """At least so many rounds of the journal; the last messages are handed over, and nobody waits for them."""
+        """At least this many rounds of the journal; the last messages are handed over, and nobody waits for them."""
         before = self._syncs.stat().st_size
         with calling(self.sidecar) as client:
             epochs = {topic.name: client.epochs(topic.name, "p") for topic in self._topics}
@@ -168,7 +168,7 @@ class JournalAttack:
         return found
 
     def _cut_the_power(self) -> None:
-        """Of each segment nothing is sure but what was synced."""
+        """For each segment nothing is sure but what was synced."""
         synced: dict[str, int] = {}
         for line in self._syncs.read_text().splitlines():
             size, path = line.split()
@@ -259,7 +259,7 @@ class JournalAttack:
 
 
 def attack_journal(attack: JournalAttack, cases: int) -> JournalAttack:
-    """So many cases. Raises AssertionError for what is gone and nobody says so."""
+    """This many cases. Raises AssertionError for what is gone and nobody says so."""
     with attack.sidecar:
         for number in range(cases):
             print(f"journal {number}: {attack.case()}", flush=True)
@@ -284,7 +284,7 @@ class Aging(Published):
     minutes: int = 0
     first: int = 0
     times: list[tuple[int, int]] = field(default_factory=list)
-    """Of each message, when it was published: by the true time, and by the clock, both at the earliest."""
+    """For each message, when it was published: by the true time, and by the clock, both at the earliest."""
 
     def may_go(self, believed_ms: float, now_ms: int) -> int:
         """The number of the oldest messages that are too old: by a time that was believed, or truly."""
@@ -313,7 +313,7 @@ class ClockAttack:
         self.dropped = 0
 
     def case(self, ahead_ms: int | None = None) -> str:
-        """Return what was done: one start, by a clock that is wrong by so much, and messages meanwhile."""
+        """Return what was done: one start, by a clock that is wrong by this much, and messages meanwhile."""
         self._shift(self._wrong_ms() if ahead_ms is None else ahead_ms)
         first_shift_ms, dropped = self._shift_ms, self.dropped
         self.sidecar.start()
@@ -372,7 +372,7 @@ class ClockAttack:
             self._known_ms = max(self._known_ms, self._believed_ms)
 
     def _go_on(self, client: Client, seconds: float) -> None:
-        """Messages for so long, a few at a time."""
+        """Messages for this long, a few at a time."""
         until = time.monotonic() + seconds
         epochs = {topic.name: client.epochs(topic.name, "p") for topic in self._topics}
         while time.monotonic() < until:
@@ -414,7 +414,7 @@ class ClockAttack:
             topic.first = first
 
     def _check_warning(self) -> None:
-        """A clock that is more than a day ahead of all that was ever believed is told of at once."""
+        """A clock that is more than a day ahead of all that was ever believed is reported at once."""
         if self.dropped and self._since_ms + self._shift_ms - self._known_ms > DAY_MS:
             told = [entry["event"] for entry in self.sidecar.log if "ahead of the time" in entry["event"]]
             assert told, f"nobody says that the clock is {self._shift_ms / DAY_MS:.1f} days ahead"
@@ -422,8 +422,8 @@ class ClockAttack:
 
 
 def attack_clock(attack: ClockAttack, shifts: Sequence[int | None]) -> ClockAttack:
-    """So many starts, by clocks that are wrong by so much; None: at random. Raises AssertionError for what has gone and
-    is too young."""
+    """This many starts, by clocks that are wrong by this much; None: at random. Raises AssertionError for what has gone
+    and is too young."""
     with closing(attack.sidecar):
         for number, ahead_ms in enumerate(shifts):
             print(f"clock {number}: {attack.case(ahead_ms)}", flush=True)

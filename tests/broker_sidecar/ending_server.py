@@ -1,4 +1,4 @@
-"""A sidecar that ends its newest server of gRPC at SIGUSR1, as gRPC itself does after a defect of its own."""
+"""A sidecar that ends its newest server of gRPC at SIGUSR1, as gRPC itself does after a defect in it."""
 
 import asyncio
 import signal

@@ -43,7 +43,7 @@ _numbers = itertools.count(1)
 
 
 class Hold:
-    """Who comes first to a point waits there until it is let go."""
+    """Who comes first to a point waits there until it is released."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -60,7 +60,7 @@ class Hold:
         assert self._let_go.wait(LAST_RESORT_SECONDS)
 
     def put_off(self, work: Callable[[], None]) -> None:
-        """It is done when this is let go, or now if it was."""
+        """It is done when this is released, or now if it was."""
         self.reached.set()
         if self._let_go.is_set():
             work()
@@ -170,7 +170,7 @@ class Side:
         return list((await self.admin.ListTopics(admin_pb2.ListTopicsRequest())).topics)
 
     def check_agrees(self) -> None:
-        """Of a sidecar that has ended: there is one record of each name, and one log of each record."""
+        """For a sidecar that has ended: there is one record of each name, and one log of each record."""
         store = Store.open(self.folder / "data" / "store")
         try:
             records = store.topics()
@@ -267,7 +267,7 @@ async def _deleted(side: Side, name: str) -> None:
                 await side.admin.DeleteTopic(admin_pb2.DeleteTopicRequest(topic=name))
                 return
             except grpc.aio.AioRpcError as e:
-                if "does not know yet" not in (e.details() or ""):
+                if "has not recorded its arrival" not in (e.details() or ""):
                     raise
             await asyncio.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""Topics whose numbers are imported or made anew while their sidecar dies; and a campaign of random steps for that."""
+"""Topics whose numbers are imported or made again while their sidecar dies; and a campaign of random steps for that."""
 
 import argparse
 import itertools
@@ -20,7 +20,7 @@ FILLED = 40
 
 
 def settings(folder: Path, *, in_several_steps: bool = False) -> dict[str, Any]:
-    """Of a sidecar that dies at will, and takes no snapshot by itself."""
+    """For a sidecar that dies at will, and takes no snapshot by itself."""
     return {
         "module": dying.MODULE,
         "environment": dying.environment(folder, in_several_steps=in_several_steps),
@@ -152,7 +152,7 @@ def check_rebuilt(at: Dying, topic: Trimmed) -> None:
 
 
 def campaign(kills: int, seed: int) -> None:
-    """So many times a call in which the sidecar may die at some step."""
+    """This many times a call in which the sidecar may die at some step."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder, Sidecar(Path(folder), **settings(Path(folder))) as sidecar:
         at = Dying(sidecar, Path(folder))

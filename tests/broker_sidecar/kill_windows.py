@@ -23,7 +23,7 @@ from tests.broker_sidecar import small_windows
 TOPIC = "ids"
 WINDOW = 4000
 COPIED = WINDOW // 2
-"""A copy is sent of one of so many newest messages."""
+"""A copy is sent of one of this many newest messages."""
 SENDERS = 6
 MAX_ROWS = 40
 ANSWER_SECONDS = 120.0
@@ -32,7 +32,7 @@ LONGEST_WAIT_SECONDS = 0.4
 
 
 def settings(bug: str = "") -> dict[str, Any]:
-    """Of a sidecar with little memory for windows."""
+    """For a sidecar with little memory for windows."""
     return {
         "module": small_windows.MODULE,
         "environment": {small_windows.BUG: bug} if bug else {},
@@ -99,7 +99,7 @@ class Load:
 
 
 async def run(folder: Path, kills: int, seed: int, bug: str = "") -> tuple[Load, int]:
-    """All of it; and how many IDs lay on disk at the starts. Raises AssertionError for whatever is wrong."""
+    """All of it; and how many IDs lay on disk at the starts. Raises AssertionError for everything that is wrong."""
     rng = random.Random(seed)
     on_disk = 0
     with Sidecar(folder, **settings(bug)) as sidecar:

@@ -19,7 +19,7 @@ LONGEST_RUN = 12
 """Rows of one producer in a frame."""
 
 FORGOTTEN = 15
-"""So many receipts a producer are lost, at most, when its connection breaks."""
+"""This many receipts a producer are lost, at most, when its connection breaks."""
 
 LONGEST_WAIT_SECONDS = 0.3
 """Before a kill."""
@@ -72,7 +72,7 @@ class Publisher(threading.Thread):
             opened = client.open(self._topic, *self.ids, epochs=self._epochs)
             self._epochs = list(opened.epochs)
             for name, persisted in zip(self.ids, opened.persisted, strict=True):
-                # What has a receipt is in the log, whatever happened since.
+                # What has a receipt is in the log, no matter what happened since.
                 assert persisted >= max(self.ids[name][: self._done[name]], default=-1)
                 self._done[name] = max(0, self._done[name] - self._rng.randrange(FORGOTTEN))
             self._stream(client)
@@ -125,7 +125,7 @@ class Publisher(threading.Thread):
 
 
 def kill_at_random_moments(sidecar: Sidecar, publishers: list[Publisher], kills: int, seed: int) -> None:
-    """kill -9, and start again, so many times, at a random moment after each publisher has got receipts again."""
+    """kill -9, and start again, this many times, at a random moment after each publisher has got receipts again."""
     rng = random.Random(seed)
     for _ in range(kills):
         before = [sum(publisher.verdicts) for publisher in publishers]

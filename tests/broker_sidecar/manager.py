@@ -1,4 +1,4 @@
-"""A service manager that starts one sidecar: it listens to what it is told, and does nothing."""
+"""A service manager that starts one sidecar: it listens to what it receives, and does nothing."""
 
 import contextlib
 import socket
@@ -13,7 +13,7 @@ _MAX_NOTICE_BYTES = 65_536
 
 
 class Told:
-    """What was told, in order, as `NAME=value`."""
+    """What was reported, in order, as `NAME=value`."""
 
     def __init__(self, listening: socket.socket, address: str) -> None:
         self._socket = listening

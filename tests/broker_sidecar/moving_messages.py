@@ -30,7 +30,7 @@ def other_way(two: Pair) -> Pair:
 
 
 def rows_in_store(one: One, incarnation: int) -> int:
-    """So many records the store has of a topic's snapshot."""
+    """This many records the store has of a topic's snapshot."""
     return len(list(one.topics.store.scan(*snapshot_range(incarnation))))
 
 

@@ -1,4 +1,4 @@
-"""Two sidecars in the tests' own process, each with a log of its own, so that steps of a move can be made to fail."""
+"""Two sidecars in the tests' own process, each with its own log, so that steps of a move can be made to fail."""
 
 import asyncio
 import shutil
@@ -110,14 +110,14 @@ class Pair:
             return [message.sequence_id async for message in reader]
 
     async def publish(self, one: One, count: int, name: str = "p") -> None:
-        """So many more."""
+        """This many more."""
         async with one.client.producer(TOPIC, name) as producer:
             for receipt in [await producer.send(b"%d" % k * 40) for k in range(count)]:
                 await receipt
 
 
 def answers_late(one: One, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
-    """The answers to whether a topic that it gave away is known elsewhere come late: an event that tells that there is
+    """The answers to whether a topic that it moved away is known elsewhere come late: an event that tells that there is
     one, and one that lets it hear."""
     answered, heard = asyncio.Event(), asyncio.Event()
     ask = one.leaving._others.ask

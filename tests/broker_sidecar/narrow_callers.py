@@ -144,7 +144,7 @@ class Broker:
 
 class CallersAttack:
     """Callers with narrow rights against a broker's topic, and against a producer, a reader and their topic. Each call
-    of the schema is made with the victims' names, and whoever may attach something has the broker's token."""
+    of the schema is made with the victims' names, and anyone who may attach something has the broker's token."""
 
     def __init__(self, folder: Path, seed: int, bug: str = "") -> None:
         self._random = random.Random(seed)
@@ -288,7 +288,7 @@ class CallersAttack:
 
 
 def attack_by_callers(folder: Path, cases: int, seed: int, bug: str = "") -> CallersAttack:
-    """So many cases. Raises AssertionError, or RpcError at a victim, if there is harm."""
+    """This many cases. Raises AssertionError, or RpcError at a victim, if there is harm."""
     with CallersAttack(folder, seed, bug) as attack:
         for number in range(cases):
             print(f"callers {number}: {attack.case()}", flush=True)

@@ -1,6 +1,6 @@
 """A sidecar with small segments whose backups stop half-way while a file is there; and with planted bugs.
 
-Stopped is where the store is copied and the logs are not yet, which is when it says so by a file of its own.
+Stopped is where the store is copied and the logs are not yet, which is when it says so by its own file.
 """
 
 import os

@@ -39,7 +39,7 @@ class RawConnection:
         self._window = FIRST_WINDOW
         self._first_window = FIRST_WINDOW
         self._windows: Counter[int] = Counter()
-        """Of streams, beside the first one."""
+        """Number of streams in addition to the first one."""
         self.is_closed = False
         self.ended: set[int] = set()
         """The calls that the server has ended."""
@@ -56,7 +56,7 @@ class RawConnection:
         return stream
 
     def send(self, stream: int, content: bytes, *, ends: bool = False, patience_seconds: float = 1.0) -> int:
-        """Sends as much as the server takes, and gives up when it takes no more for so long; how much it was."""
+        """Sends as much as the server takes, and gives up when it takes no more for this long; how much it was."""
         sent = 0
         self.pump()
         while sent < len(content) and not self.is_closed and stream not in self.ended:
@@ -78,14 +78,14 @@ class RawConnection:
         self._send(_frame(RST_STREAM, 0, stream, struct.pack(">I", 8)))
 
     def wait_ended(self, streams: Iterable[int], seconds: float) -> bool:
-        """Whether the server has ended all of these within so long."""
+        """Whether the server has ended all of these within this long."""
         wanted, until = set(streams), time.monotonic() + seconds
         while not wanted <= self.ended and not self.is_closed and time.monotonic() < until:
             self.pump(0.1)
         return self.is_closed or wanted <= self.ended
 
     def pump(self, seconds: float = 0.0) -> bool:
-        """Takes what the server has sent; waits at most so long for it. Whether there was something."""
+        """Takes what the server has sent; waits at most this long for it. Whether there was something."""
         some = False
         while not self.is_closed and self._readable.poll(0 if some else int(seconds * 1000)):
             some = True

@@ -12,7 +12,7 @@ from broker_sidecar import kernels
 MODULE = "tests.broker_sidecar.small_windows"
 BUG = "SEQDEDUPE_TEST_WINDOWS_BUG"
 MEGABYTE = 16 * 1024
-"""Of `deduplication_window_memory_in_mb`."""
+"""For `deduplication_window_memory_in_mb`."""
 
 
 def _filters_lie() -> None:

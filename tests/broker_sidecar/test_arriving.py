@@ -1,4 +1,4 @@
-"""A topic that goes to another sidecar: what goes with it, and whatever fails on the way. In one process."""
+"""A topic that goes to another sidecar: what goes with it, and no matter what fails on the way. In one process."""
 
 import asyncio
 import copy
@@ -125,7 +125,7 @@ async def test_to_and_fro_under_load_with_readers_that_follow(two: Pair) -> None
         # Nothing of it takes room where it was, and it is not in the way there.
         assert (owner.segments(made), incarnation(other)) == ([], made)
         assert await reason_of(owner.client.admin.create_topic(TOPIC)) == "NOT_OWNER"
-        # Whoever knows the old one alone is told how to find it, and no path of the server.
+        # Anyone who knows the old one alone learns how to find it, and no path of the server.
         with pytest.raises(SeqdedupeError) as told:
             await owner.client.ends(TOPIC)
         assert f"topic {TOPIC}: it was moved: the sidecar at {other.address} has it" in told.value.message
@@ -205,7 +205,7 @@ async def test_the_window_of_deduplication_ids_goes_with_it(empty: Pair) -> None
 
 
 async def test_a_secret_that_only_the_log_knows_goes_with_it(two: Pair) -> None:
-    """As after a start that has made the store's records anew."""
+    """As after a start that has made the store's records again."""
     topics = two.old.topics
     record = record_of(topics, TOPIC)
     topics.registry.entry(TOPIC).record = type(record)(record.name, record.incarnation, record.state)
@@ -256,7 +256,7 @@ async def test_who_cannot_have_it(two: Pair, monkeypatch: pytest.MonkeyPatch) ->
         m.setattr(two.old.topics, "partitions_beside", lambda name: 3)
         assert "partition" in (await stays(two)).message
     await two.new.client.admin.create_topic(TOPIC)
-    with pytest.raises(SeqdedupeError, match="is there already"):
+    with pytest.raises(SeqdedupeError, match="exists already"):
         await two.old.client.admin.move_topic(TOPIC, two.new.address)
     assert two.old.serves()
     await two.new.client.admin.delete_topic(TOPIC)
@@ -455,7 +455,7 @@ def removed_half(m: pytest.MonkeyPatch, two: Pair) -> None:
 
 
 BACK = {**FAILURES, "what was here is removed half": removed_half}
-"""Of one that comes back, what is left of it goes first."""
+"""For one that comes back, what is left of it goes first."""
 
 
 async def test_whatever_fails_on_the_way_back_nothing_is_lost(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -784,7 +784,7 @@ async def test_one_that_has_come_stays_until_the_old_one_has_heard(two: Pair, mo
     await until(two.new.serves)
     made = incarnation(two.new)
     assert await soon(two.new.client.admin.delete_topic(TOPIC)) == "RECOVERING"
-    # Or given on: the old one would be told no, and take it again.
+    # Or given on: the old one would get the answer no, and take it again.
     assert await soon(two.new.client.admin.move_topic(TOPIC, two.old.address)) == "RECOVERING"
     # Nor is anything removed at the old one, whose next backup says what it lacks.
     assert two.old.segments(made)
@@ -980,7 +980,7 @@ async def test_a_peer_that_lies_leaves_nothing(empty: Pair, monkeypatch: pytest.
             await until(lambda: not two.new.arriving._under_way)
             assert two.new.topics.registry.record(TOPIC) is None, what
             await until(lambda: not leftovers(two.new))
-        # Whoever gives it in earnest has it taken in one piece; a second one at the same time has not.
+        # Anyone who gives it in earnest has it taken in one piece; a second one at the same time has not.
         first, second = stub.ReceiveTopic(), stub.ReceiveTopic()
         await first.write(head())
         await first.read()
@@ -1036,7 +1036,7 @@ async def test_a_peer_that_stands_still_holds_up_nobody_for_ever(
         async with two.old.client.producer(TOPIC, "large") as producer:
             for receipt in [await producer.send(bytes(1_000_000)) for _ in range(20)]:
                 await receipt
-    assert "does not go on" in (await stays_alone(two)).message
+    assert "did not continue" in (await stays_alone(two)).message
     await server.stop(None)
     await two.new.start()
 

@@ -69,13 +69,13 @@ async def test_a_start_removes_what_had_come_half(two: Pair, monkeypatch: pytest
         assert await half_moved(two, publishing, m) > 0
         if not is_cleaned:
             m.setattr(Store, "remove_snapshots", lambda self, incarnations: None)
-        # Nobody was told that it is there.
+        # Nobody learned that it is there.
         assert two.new.topics.registry.record(TOPIC) is None
         await two.new.restart()
     assert two.new.topics.registry.record(TOPIC) is None
     assert not list((two.new.folder / "logs").glob(f"{ARRIVING}/*"))
     assert (rows_in_store(two.new, made) == 0) is is_cleaned
-    # The old one has it, and it can be moved by the next try, whatever is left.
+    # The old one has it, and it can be moved by the next try, no matter what is left.
     await publishing.again()
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
     assert await two.the_owner() is two.new
@@ -107,7 +107,7 @@ async def test_a_store_that_cannot_be_written_at_a_start_keeps_what_had_come_hal
 
 
 async def test_a_start_removes_nothing_of_a_topic_that_is_here(two: Pair) -> None:
-    """Whatever lies in the folder of those that come."""
+    """Everything that lies in the folder of those that come."""
     publishing = Publishing(two, by_id=True)
     await moved_with_all(two, publishing)
     made = incarnation(two.new)
@@ -188,7 +188,7 @@ async def test_none_comes_while_what_is_left_of_it_is_still_to_be_removed(
             raise error("LOG_UNREADABLE", "planted: its log")
 
         m.setattr(two.new.topics.kind, "open", fails)
-        with pytest.raises(SeqdedupeError, match="has it not"):
+        with pytest.raises(SeqdedupeError, match="does not have it"):
             await two.old.client.admin.move_topic(TOPIC, two.new.address)
     await until(lambda: calls == 2)
     if is_guarded:

@@ -54,7 +54,7 @@ async def test_whatever_was_published_before_meanwhile_and_afterwards_is_known(
 
 
 async def as_an_earlier_version(self: Giving) -> str:
-    """Neither says, or is told, that the snapshot has been read."""
+    """Neither says, or is reported, that the snapshot has been read."""
     said = await begin(self)
     self._reads_snapshot = False
     return said

@@ -52,7 +52,8 @@ def publish(channel: grpc.Channel, topic: str, log: Log, ids: range, cut_after: 
 
 
 WHOLE_RUN = 20
-"""`publish` sends and receives one message less: cut after so many it is not cut, and every smaller number cuts it."""
+"""`publish` sends and receives one message less: cut after this many it is not cut, and every smaller number cuts
+it."""
 
 
 @pytest.mark.parametrize("cut_after", range(1, WHOLE_RUN + 1))
@@ -80,7 +81,7 @@ def test_cut_at_every_message(channel: grpc.Channel, topic: str, cut_after: int)
 
 @pytest.mark.parametrize("is_written", [True, False])
 def test_cut_before_a_verdict_is_reported(channel: grpc.Channel, topic: str, is_written: bool) -> None:
-    """Whether the broker came to write what was admitted is told by its log alone."""
+    """Whether the broker came to write what was admitted is shown by its log alone."""
     log = Log()
     first = ByHand(channel, topic)
     first.attach(log)

@@ -1,4 +1,4 @@
-"""Backups of a sidecar that runs: whole and of one moment, whatever happens meanwhile; or refused, or gone."""
+"""Backups of a sidecar that runs: whole and of one moment, no matter what happens meanwhile; or refused, or gone."""
 
 import asyncio
 import os
@@ -348,7 +348,7 @@ def test_what_an_earlier_one_has_is_shared_and_each_is_whole(at: At, tmp_path: P
     assert {path.stat().st_nlink for path in (tmp_path / "r" / "data").rglob("*") if path.is_file()} == {1}
     with Sidecar(tmp_path / "r", backup_directory=at.backups) as sidecar:
         there = At(sidecar, at.backups)
-        # Of "idle" too: until it is used it is as it was.
+        # For "idle" too: until it is used it is as it was.
         assert there.backup("three").linked_bytes >= sum(path.stat().st_size for path in sealed)
         there.close()
     check(at.backups / "two")
@@ -407,7 +407,7 @@ def test_damage_where_it_is_taken_is_said_and_the_rest_is_whole(at: At, tmp_path
         assert ids(client, "others") == list(range(20))
         wait_for(lambda: client.topic("gone").state == admin_pb2.TOPIC_STATE_DAMAGED)
         assert client.topic("t").state == SERVING
-        # Its name stays taken: made anew it would let everything through again.
+        # Its name stays taken: made again it would let everything through again.
         with pytest.raises(grpc.RpcError):
             client.epochs("gone", "p")
         client.close()
@@ -432,7 +432,7 @@ def test_each_worker_makes_its_part(tmp_path: Path) -> None:
 
     with Sidecar(tmp_path / "s", workers=2, backup_directory=backups) as sidecar:
         asyncio.run(publish_and_back_up())
-        # A client goes only to where it was told.
+        # A client goes only where it was sent.
         one = sidecar.address.split(",")[0]
         with pytest.raises(Exception, match="NOT_OWNER"):
             asyncio.run(_back_up_at(one))

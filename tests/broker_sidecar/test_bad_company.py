@@ -1,4 +1,4 @@
-"""A small share of the campaign beside clients that misuse a sidecar."""
+"""A small share of the campaign next to clients that misuse a sidecar."""
 
 from pathlib import Path
 

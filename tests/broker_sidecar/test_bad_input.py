@@ -25,13 +25,13 @@ from tests.broker_sidecar.calls import (
     verdicts,
 )
 
-# Of both producers, "p" and "q", the IDs 0 to 4 are stored when the bad frame comes.
+# For both producers, "p" and "q", the IDs 0 to 4 are stored when the bad frame comes.
 STORED = 5
 
 
 @dataclass
 class Scene:
-    """A topic in use: a session of "p" and "q", one before it, and a bystander with a stream of its own."""
+    """A topic in use: a session of "p" and "q", one before it, and a bystander with its own stream."""
 
     client: Client
     topic: str
@@ -462,7 +462,7 @@ def test_random_bytes_as_frames_and_batches(scene: Scene) -> None:
         with suppress(grpc.RpcError):
             broken.end()
         assert broken.call.code() not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
-    # Whatever was legal by accident was old, or of these two names: the log is whole and the bystander goes on.
+    # Everything that was legal by accident was old, or of these two names: the log is whole and the bystander goes on.
     scene.undisturbed()
     stream.end()
     after = client.producer(topic, "p"), client.producer(topic, "q")

@@ -123,7 +123,7 @@ def test_a_sidecar_that_is_the_only_one_answers_what_is_asked_of_clusters(client
 
 
 def test_random_bytes_to_every_call(client: Client, reflected: Reflected, topic: str) -> None:
-    """A status with a reason for whatever is no request; never a defect's, and nothing changes."""
+    """A status with a reason for everything that is no request; never a defect's, and nothing changes."""
     rng = random.Random(4711)
     epochs = client.epochs(topic, "p")
     bystander = client.stream(topic)

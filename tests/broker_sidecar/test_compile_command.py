@@ -34,7 +34,7 @@ print(must_compile)
 
 @pytest.fixture
 def installation(tmp_path: Path) -> Path:
-    """An environment of its own, with the packages of this one."""
+    """Its own environment, with the packages of this one."""
     folder = tmp_path / "installation"
     venv.create(folder, symlinks=True)
     [packages] = folder.glob("lib/python*/site-packages")
@@ -66,7 +66,7 @@ def test_a_service_finds_what_was_compiled_for_its_installation(installation: Pa
     kept = Path(said["folder"])
     assert kept.parent == installation / "lib" / "seqdedupe-kernels"
     assert f"numba {numba.__version__}, Python {sys.version_info.major}.{sys.version_info.minor}" in said["fits"]
-    # Whoever runs the service may read it, whatever the umask of who installs is.
+    # Anyone who runs the service may read it, no matter what the umask of who installs is.
     places = [kept.parent, kept, *kept.rglob("*")]
     assert {stat.S_IMODE(place.stat().st_mode) for place in places} == {0o755, 0o644}
     assert starts("data") == "False"

@@ -212,7 +212,7 @@ def test_other_addresses_only_if_that_is_wanted(listen: str) -> None:
 def test_other_addresses_with_tls_where_it_is_asked_who_calls(listen: str) -> None:
     flags = TLS | {"data_directory": "a", "listen": listen}
     assert load(None, {}, flags | {"authentication": "token"}).listen == listen
-    with pytest.raises(ConfigurationError, match="nobody is asked who they are") as e:
+    with pytest.raises(ConfigurationError, match="callers are not authenticated") as e:
         load(None, {}, flags | {"authentication": "none"})
     assert e.value.reason == "INSECURE_LISTEN"
 

@@ -88,7 +88,7 @@ class Silent:
 
 @contextmanager
 def silent(address: str, count: int) -> Iterator[list[Silent]]:
-    """So many such connections."""
+    """This many such connections."""
     with ExitStack() as stack:
         yield [stack.enter_context(closing(Silent(address))) for _ in range(count)]
 
@@ -118,7 +118,7 @@ def publishes(address: str) -> bool:
 
 
 def probe(address: str) -> bool:
-    """Whether somebody without a token is told the sidecar's health, over a connection of their own."""
+    """Whether somebody without a token learns the sidecar's health, over their own connection."""
     with grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         try:
             answer = unknown_health(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
@@ -252,7 +252,7 @@ def test_a_descriptor_that_is_another_connections_by_now_is_left_alone(listening
 
 
 def made(count: int, address: Callable[[int], str], first: int = 1, **what: Any) -> list[TcpConnection]:
-    """So many connections, one after the other, of the latest of which nothing has been heard for no time."""
+    """This many connections, one after the other, of the latest of which nothing has been heard for no time."""
     addresses = [address_that_counts(ip_address(address(k)).packed) for k in range(count)]
     return [
         TcpConnection(first + k, -1, PeerEnd(one, 1), one, first + k, first + k, NEVER, **what)

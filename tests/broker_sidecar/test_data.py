@@ -1,4 +1,4 @@
-"""What a data directory holds, opened: what goes on beside serving."""
+"""What a data directory holds, opened: what goes on while it serves."""
 
 import asyncio
 from pathlib import Path

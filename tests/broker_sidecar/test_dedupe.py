@@ -657,14 +657,14 @@ def test_get_producer(broker: Attaching, shared: Sidecar, topic: str) -> None:
     assert (why.reason, why.retry_delay_ms) == ("NOT_ATTACHED", 100)
 
 
-# -- beside others --------------------------------------------------------------------------------------------------
+# -- next to others --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names_a_step", [NAMES_A_STEP, MAX_NAMES_AT_ONCE], ids=["as it is", "planted: all at once"])
 async def test_others_get_their_turn_while_names_are_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names_a_step: int
 ) -> None:
-    """Between any two steps the event loop takes a turn of its own; what another call does in it is counted."""
+    """Between any two steps the event loop takes a turn in between; what another call does in it is counted."""
     turns = 0
     seen: dict[str, list[tuple[int, int]]] = {"check_names": [], "register": []}
 

@@ -238,7 +238,7 @@ def test_a_data_directory_of_the_other_kind_is_refused_and_left_alone(start_side
     assert sidecar.wait() == EXIT_WRONG
     [line] = [line for line in sidecar.errors if "INVALID_CONFIGURATION" in line]
     assert f"log = {second!r}" in line
-    assert (FULL if second == "embedded" else "logs of a sidecar's own") in line
+    assert (FULL if second == "embedded" else "has embedded logs") in line
     sidecar.keys["log"] = first
     sidecar.start()
     with client_of(sidecar) as client:

@@ -87,5 +87,5 @@ def test_too_few_descriptors_are_one_clear_line(tmp_path: Path) -> None:
     sidecar.spawn()
     assert sidecar.wait() == EXIT_WRONG
     [line] = sidecar.errors
-    assert line.startswith("seqdedupe: the process may have 100 files open")
+    assert line.startswith("seqdedupe: the process may open 100 files")
     assert "LimitNOFILE" in line

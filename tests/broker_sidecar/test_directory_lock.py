@@ -1,4 +1,4 @@
-"""A data directory has one process, whatever is moved away in it meanwhile."""
+"""A data directory has one process, no matter what is moved away in it meanwhile."""
 
 import os
 import re

@@ -128,7 +128,7 @@ def _break() -> None:
 
 
 CHANGES = [(1, 3, 3), (3, 1, 3), (2, 3, 2)]
-"""From and to so many, and which of the steps are tried: each third, or second."""
+"""From and to this many, and which of the steps are tried: each third, or second."""
 
 
 @pytest.mark.parametrize(("workers", "to", "stride"), CHANGES)
@@ -370,7 +370,7 @@ async def test_sidecars_with_one_three_and_one_process_go_on(tmp_path: Path) -> 
         resending.address = sidecar.address.split(",")[0]
         assert resending.ids_after_that() == [[0, 1, 2], [0, 1, 2] * 2]
         await publish(sidecar, names)
-        # Of workers that are killed it is not known when they have let go of their directories.
+        # For workers that are killed it is not known when they have released their directories.
         assert sidecar.stop() == 0
     config = Config(data_directory=str(sidecar.data), workers=1)
     await asyncio.to_thread(divide, config, count_of(config))

@@ -139,7 +139,7 @@ def test_calls_while_draining(held: tuple[Sidecar, Gate]) -> None:
     # What was in flight is acknowledged, to a client that is still there.
     assert verdicts(receipt_of(answer()), 1) == [1]
     codes = set()
-    # The stores are closed by and by; whoever asks now may be refused, but not by a defect.
+    # The stores are closed by and by; anyone who asks now may be refused, but not by a defect.
     while psutil.pid_exists(sidecar.pid) and psutil.Process(sidecar.pid).status() != psutil.STATUS_ZOMBIE:
         for call in (
             lambda: list(client.reading.ReadStream(read_pb2.ReadStreamRequest(topic="t"), timeout=TIMEOUT_SECONDS)),

@@ -115,7 +115,7 @@ def bytes_given_twice(fields: Fields) -> bytes:
 
 
 def empty_fields(fields: Fields) -> bytes:
-    """Empty columns said instead of left out, and an empty piece before each that is there."""
+    """Empty columns said instead of omitted, and an empty piece before each that is there."""
     empty = [(number, wire.varint(number << 3 | 2) + b"\x00") for number in (*range(1, 19), 31, 32, 33)]
     return b"".join(field for _, field in sorted(empty + fields, key=lambda one: one[0]))
 

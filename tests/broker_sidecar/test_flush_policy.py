@@ -65,7 +65,7 @@ async def next_index(client: Client, topic: str) -> int:
 
 
 async def flushed(client: Client, topic: str) -> None:
-    """Whoever opens a session has all synced that stands before it."""
+    """Anyone who opens a session has all synced that stands before it."""
     async with client.producer(topic, "another"):
         pass
 

@@ -106,7 +106,7 @@ def test_frames_of_one_message_are_judged_one_by_one(client: Client, topic: str)
     answers = [stream.answer(first + i) for i in range(len(contents))]
     reasons = [getattr(answer, "reason", "") for answer in answers]
     assert reasons == ["", "", "PREDECESSOR_MISSING", "MALFORMED_MESSAGE", "INVALID_BATCH", "", ""]
-    # Of the copy in flight nothing is known yet: Unknown, or Dup if it has been stored by then.
+    # For the copy in flight nothing is known yet: Unknown, or Dup if it has been stored by then.
     assert list(receipt_of(answers[1]).verdicts) in ([3, NOT_DUP], [DUP, NOT_DUP])
     assert client.rows(topic) == [("p", 0), ("p", 1), ("p", 2), ("q", 0), ("p", 9)]
 

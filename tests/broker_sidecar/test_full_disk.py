@@ -48,7 +48,7 @@ class Producer:
         self._client, self._topic = client, topic
         self._epochs = client.epochs(topic, "p")
         self.stored = stored
-        """So many messages have a receipt: IDs 0 up."""
+        """This many messages have a receipt: IDs 0 up."""
 
     def payload(self, sequence_id: int) -> bytes:
         return payload_of("p", sequence_id)

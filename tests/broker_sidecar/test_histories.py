@@ -32,7 +32,7 @@ def grow(sidecar: Sidecar, *, to: int) -> None:
 
 
 def all_positions(client: Client) -> list[Position]:
-    """Of all messages, as a reader makes them of what it is told."""
+    """For all messages, as a reader makes them of what it learns."""
     records = list(client.records("t"))
     assert [record.rows for record in records] == [1] * len(records)
     return [

@@ -11,7 +11,7 @@ from seqdedupe.topic.base import TopicCounters
 
 
 def _past_of(**counters: TopicCounters) -> tuple[RecentActivity, dict[str, Any]]:
-    """Of topics with these counters, and the topics, by name."""
+    """For topics with these counters, and the topics, by name."""
     live = {name: SimpleNamespace(counters=one) for name, one in counters.items()}
 
     def open_topics() -> list[Any]:
@@ -70,7 +70,7 @@ async def test_the_sums_are_of_what_is_kept() -> None:
 async def test_topics_come_go_and_are_opened_anew() -> None:
     past, live = _past_of(a=TopicCounters(not_dup=50))
     live["new"] = SimpleNamespace(counters=TopicCounters(not_dup=4))
-    # Opened anew, it counts from 0.
+    # Opened again, it counts from 0.
     live["a"] = SimpleNamespace(counters=TopicCounters(not_dup=2))
     await past.end_interval()
     assert list(past.activity().not_dup) == [6]

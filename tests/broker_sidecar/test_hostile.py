@@ -1,6 +1,6 @@
 """Clients that want to shut others out: messages that are costly to parse, silent streams, answers left unread.
 
-Each time a good client stands beside them and must get through; and a sidecar without the defence shows that it would
+Each time a good client stands next to them and must get through; and a sidecar without the defence shows that it would
 not.
 """
 
@@ -164,7 +164,7 @@ READY = grpc.ChannelConnectivity.READY
 
 @asynccontextmanager
 async def silent_streams(address: str, connections: int, streams: int, kind: str) -> AsyncIterator[list[Any]]:
-    """So many streams over each of so many connections, taken or refused by now; they never say anything."""
+    """This many streams over each of this many connections, taken or refused by now; they never say anything."""
     method, request = OTHERS[kind]
     own = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(address, own) for _ in range(connections)]
@@ -341,7 +341,7 @@ def test_unread_receipts_cost_no_more_than_all_clients_may_hold(tmp_path: Path) 
 
 def test_streams_that_were_ended_for_unread_receipts_cost_nothing_more(tmp_path: Path) -> None:
     """Streams end again and again, and it stays at some 135 MiB; each has gRPC's part of those that are just ending
-    beside its own."""
+    next to its own."""
     constants = {"streams__MAX_HELD_BYTES": UNREAD_LIMIT, "streams__UNREAD_SECONDS": 0.3}
     with sidecar_with(tmp_path, {"metrics_listen": "127.0.0.1:0"}, **constants) as sidecar:
         client = Client(sidecar.address)
@@ -384,8 +384,8 @@ async def test_a_good_client_beside_unread_receipts(tmp_path: Path) -> None:
 
 
 async def test_who_waits_for_messages_may_ask_whether_the_sidecar_is_there(shared: Sidecar, topic: str) -> None:
-    """A follower that pings every 1.2 seconds is not thrown out, as gRPC does with whoever pings more often than it is
-    told: at the third ping."""
+    """A follower that pings every 1.2 seconds is not thrown out, as gRPC does with anyone who pings more often than it
+    is told: at the third ping."""
     client = Client(shared.address)
     epochs = client.epochs(topic, "p")
     pings = [

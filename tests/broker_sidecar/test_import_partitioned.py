@@ -22,7 +22,7 @@ PARTITIONS = 5
 
 @pytest.fixture(autouse=True)
 def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two partitions, and the last one of one."""
+    """For two partitions, and the last one of one."""
     monkeypatch.setattr(admin, "AT_ONCE", 2)
 
 
@@ -79,7 +79,7 @@ async def test_the_command_takes_the_name_of_the_whole(
     sidecar: Sidecar, client: Client, topic: str, window: Path
 ) -> None:
     await create(client, topic)
-    # It runs a loop of its own.
+    # It runs its own loop.
     done = CliRunner().invoke(cli, ["import", topic, str(window), "--address", sidecar.address], catch_exceptions=False)
     assert (done.exit_code, done.output) == (0, "a window of 600 deduplication IDs is in force\n")
     await check(client, topic, b"new")

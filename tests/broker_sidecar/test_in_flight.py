@@ -62,7 +62,7 @@ def stream_of(budget: Budget) -> Stream:
 
 
 class Sender:
-    """Publishes batches of one small message on a stream of its own, as long as there is room."""
+    """Publishes batches of one small message on its own stream, as long as there is room."""
 
     def __init__(self, process: Process, budget: Budget, name: str) -> None:
         self.publishing = _FrameStream(process.topic, stream_of(budget))
@@ -225,7 +225,7 @@ async def test_a_frame_that_waited_for_room_is_looked_up_again_beside_the_event_
 
 
 class Memory:
-    """What readers share, beside publishers."""
+    """What readers share, next to publishers."""
 
     def __init__(self) -> None:
         self.all = Budget(lambda _: None, 12 * MIB)

@@ -75,11 +75,11 @@ def test_control_where_parts_count_by_themselves_some_are_there(start_dying: Cal
 
 
 LOG = [(i, b"at %d" % i) for i in range(4)]
-"""Of a broker: a message of one producer each, and its position."""
+"""For a broker: a message of one producer each, and its position."""
 
 
 def store(at: Dying, entries: int) -> None:
-    """The broker attaches, replays what its log has of LOG, and stores up to so many entries."""
+    """The broker attaches, replays what its log has of LOG, and stores up to this many entries."""
     with attached(at.sidecar.address, "t", "a") as broker:
         for admission, (sequence_id, position) in enumerate(LOG[replayed(broker.replay_after) : entries]):
             assert broker.judge((0, sequence_id)) == [NOT_DUP]
@@ -95,7 +95,7 @@ def replayed(position: bytes) -> int:
 
 @pytest.mark.parametrize("bug", [False, True])
 def test_a_brokers_topic_is_what_its_store_says(start_dying: Callable[..., Dying], bug: bool) -> None:
-    """Of what the broker was told that it may trim nothing but the snapshot knows. The control: where it is removed
+    """For what the broker learned that it may trim nothing but the snapshot knows. The control: where it is removed
     before another one is written, what is stored is new."""
     at = start_dying(in_several_steps=bug, log="broker")
     store(at, 2)

@@ -60,7 +60,7 @@ def test_whatever_is_logged_can_be_kept() -> None:
 
 
 def test_other_threads_may_log_while_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # With so many a look is long enough for another thread to have its turn.
+    # With this many a look is long enough for another thread to have its turn.
     monkeypatch.setattr(telemetry, "KEPT", 1_000_000)
     kept = LastWarnings()
     logger = _logger(kept)

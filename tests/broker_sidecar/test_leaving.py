@@ -1,4 +1,4 @@
-"""A topic that goes to another sidecar under load, and whichever of the two is killed meanwhile, at every step.
+"""A topic that goes to another sidecar under load, and no matter which of the two is killed meanwhile, at every step.
 
 One pair of sidecars has a topic for each step, and only who died is started again.
 """
@@ -67,7 +67,7 @@ BACK_STEPS = [
     ("seqdedupe.store.db.Store.put_topics", "before", 2),
     ("seqdedupe.store.db.Store.put_topics", "after", 2),
 ]
-"""Of one that takes a topic back."""
+"""For one that takes a topic back."""
 
 
 class Two:
@@ -80,7 +80,7 @@ class Two:
 
     def _made(self, folder: Path) -> Sidecar:
         environment = {dying_moving.FILE: str(folder / "dies-at")}
-        # Else whichever a client asks first would make another topic of that name.
+        # Else the one that a client asks first would make another topic of that name.
         return Sidecar(folder, module=dying_moving.MODULE, environment=environment, allow_auto_topic_creation=False)
 
     def plant(self, bug: str) -> None:
@@ -115,7 +115,7 @@ async def made(two: Two, topic: str) -> None:
 
 
 async def load(producer: Producer, stopping: asyncio.Event) -> int:
-    """Sends until it is told to stop; how many have a receipt, all."""
+    """Sends until it is asked to stop; how many have a receipt, all."""
     receipts = []
     while not stopping.is_set():
         receipts.append(await producer.send(b"under load"))
@@ -192,7 +192,7 @@ async def test_whoever_is_killed_one_has_it_and_nothing_is_lost_or_doubled(two: 
             total, _ = await moved(two, topic, dies)
             ends[topic] = await the_owner(two), total
             assert await ids_in_log(ends[topic][0], topic) == list(range(total)), (step, when)
-    # All of it stays so, whatever is started again: nothing is taken back, and nothing is there twice.
+    # All of it stays so, no matter what is started again: nothing is taken back, and nothing is there twice.
     two.old.restart()
     two.new.restart()
     for topic, (owner, total) in ends.items():

@@ -1,4 +1,4 @@
-"""Pages of producers while names come and are freed: none is left out."""
+"""Pages of producers while names come and are freed: none is omitted."""
 
 import numpy as np
 import pytest

@@ -92,7 +92,7 @@ def test_a_thousand_lines_of_a_kind_are_twenty_and_one(kept: Kept, clock: Clock,
     assert kept.lines == [f"the log of topic {k} failed" for k in range(LINES)]
     assert len(everything.lines) == 1000
     clock.move(WINDOW_SECONDS)
-    assert kept.lines[LINES:] == [f"{1000 - LINES} lines were left out as this one: the log of topic %s failed"]
+    assert kept.lines[LINES:] == [f"{1000 - LINES} lines like this one were omitted: the log of topic %s failed"]
     clock.move(WINDOW_SECONDS)
     assert len(kept.lines) == LINES + 1
     logger.warning("the log of topic %s failed", "again")
@@ -135,7 +135,7 @@ def test_threads_lose_no_count(kept: Kept, clock: Clock, logger: logging.Logger)
     for thread in threads:
         thread.join()
     clock.move(WINDOW_SECONDS)
-    assert kept.lines[LINES:] == [f"{2000 - LINES} lines were left out as this one: the same"]
+    assert kept.lines[LINES:] == [f"{2000 - LINES} lines like this one were omitted: the same"]
 
 
 def test_what_is_configured_is_limited(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ async def test_an_answer_that_comes_after_the_end_of_its_call_causes_no_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """gRPC writes the answer of a unary call after its handler has returned: whether the call has ended by then, and
-    gRPC knows of it, is a race. What a handler raises is told, as what gRPC itself raises there would be."""
+    gRPC knows of it, is a race. What a handler raises is reported, as what gRPC itself raises there would be."""
     cygrpc: Any = importlib.import_module("grpc._cython.cygrpc")  # only some versions have types for it
     called = asyncio.Event()
     failures: dict[str, Exception] = {
@@ -232,7 +232,7 @@ def test_a_long_text_is_cut_in_both_forms() -> None:
         line = form.format(record)
         assert line.count("x") <= 2 * MAX_TEXT_CHARACTERS + 10
         assert line.count("y") <= MAX_EXCEPTION_CHARACTERS
-        assert line.count("characters are left out") == 3
+        assert line.count("characters are omitted") == 3
 
 
 @pytest.mark.parametrize("verbosity", ["NONE by default", "INFO"])

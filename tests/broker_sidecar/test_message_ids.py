@@ -83,7 +83,7 @@ async def served(folder: Path, packed: bool = False) -> AsyncIterator[str]:
 
 
 async def publish(address: str, sizes: tuple[int, ...] = SIZES, payload_bytes: int = 10) -> list[MessageId]:
-    """Publishes frames of so many rows; the message IDs of their receipts."""
+    """Publishes frames of this many rows; the message IDs of their receipts."""
     config = ProducerConfig(max_batch_rows=max(sizes), linger_ms=60_000)
     told = []
     async with Client(address) as client, client.producer("t", "p", config) as producer:

@@ -1,4 +1,4 @@
-"""A topic that is moved to whichever sidecar takes it: what the one that gives it up hears of the others meanwhile."""
+"""A topic that is moved to any sidecar that takes it: what the one that gives it up hears of the others meanwhile."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -63,7 +63,7 @@ async def test_if_nobody_takes_it_it_is_served_again_and_told_why(two: Two, monk
     monkeypatch.setattr(cluster_calls, "TAKE_SECONDS", 0.3)
     others = Others(two)
     others.refused = {"other:6680": "RECOVERING"}
-    with pytest.raises(UnavailableError, match=r"nobody has taken it within 0 s; .*it has not got it"):
+    with pytest.raises(UnavailableError, match=r"no sidecar has taken it within 0 s; .*it has not got it"):
         await Moves().move(two.one.topic, "", others)  # type: ignore[arg-type]
     await two.one.until(State.SERVING)
     assert two.other.topic.state is State.STANDBY

@@ -214,7 +214,7 @@ async def test_one_whose_turn_comes_late_is_waited_for(monkeypatch: pytest.Monke
         await asyncio.sleep(2 * STOPPED_SECONDS)
 
     async with giving([], then=ends_late) as address:
-        # Then it is told that there are no parts.
+        # Then it learns that there are no parts.
         with pytest.raises(SeqdedupeError, match="INVALID_REQUEST"):
             await Neighbours().snapshot_of(address, topic_name("t"))
 

@@ -1,4 +1,4 @@
-"""What a service manager is told: that it serves, once it does; how far it is; that it runs; that it stops."""
+"""What a service manager learns: that it serves, once it does; how far it is; that it runs; that it stops."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ from tests.client.helpers import until
 StartSidecar = Callable[..., Sidecar]
 PATIENCE = {"WATCHDOG_USEC": "2000000"}
 LONG_PATIENCE = {"WATCHDOG_USEC": "8000000"}
-"""Where somebody ends what is silent for so long."""
+"""Where somebody ends what is silent for this long."""
 
 
 def is_ready(line: str) -> bool:
@@ -151,6 +151,6 @@ def test_the_parent_of_workers_is_ready_when_all_serve_and_one_that_stands_still
         told.until(lambda line: line == "STATUS=2 of 2 workers serve")
         # Nobody else has ended it: stopped, it would have stayed.
         assert sidecar.worker_pids[1] != before
-        assert any(entry["event"] == "worker stands still" and entry["worker"] == 1 for entry in sidecar.log)
+        assert any(entry["event"] == "worker does not respond" and entry["worker"] == 1 for entry in sidecar.log)
         assert sidecar.stop() == 0
         assert told.lines.count("READY=1") == 1

@@ -77,7 +77,7 @@ def copied(used: Path, tmp_path: Path) -> Iterator[Sidecar]:
 
 
 def folders(sidecar: Sidecar) -> dict[str, Path]:
-    """Of the logs, by the last part of their topic's name."""
+    """For the logs, by the last part of their topic's name."""
     said = {path.parent: path.read_text().split("\n")[0] for path in (sidecar.data / "logs").glob("*/topic")}
     return {name.rpartition("/")[2]: folder for folder, name in said.items()}
 

@@ -168,11 +168,11 @@ def test_a_sidecar_of_brokers_topics_says_that_it_is_not_for_them(start_sidecar:
 
 
 def test_resets_survive_kill_9(start_sidecar: Callable[..., Sidecar], pytestconfig: pytest.Config) -> None:
-    """What was answered is in force after kill -9, with the store, and with one that is made anew."""
+    """What was answered is in force after kill -9, with the store, and with one that is made again."""
     seed = pytestconfig.getoption("randomly_seed", 1)
     print("seed", seed)
     rng = random.Random(seed)
-    # Nearly each batch has a snapshot of its own, so that resets are in some, and on the log's end after others.
+    # Nearly each batch has its own snapshot, so that resets are in some, and on the log's end after others.
     sidecar = start_sidecar(deduplication_entries_interval=3)
     client = Client(sidecar.address)
     last = -1

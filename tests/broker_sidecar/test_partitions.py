@@ -57,7 +57,7 @@ def test_the_policy_of_the_whole_is_that_of_its_partitions_or_the_weakest(client
 
 
 def test_a_window_that_lost_all_it_held_knows_nothing_of_what_came_before_now() -> None:
-    """As when its store is made anew from a log of which retention has left nothing."""
+    """As when its store is made again from a log of which retention has left nothing."""
     for forgotten in (0, 7):
         kept = SimpleNamespace(window=IdWindow(b"k" * 16, forgotten), policy=Policy())
         message, before_ms = admin_pb2.Topic(), time.time_ns() // 1_000_000
@@ -91,7 +91,7 @@ def test_calls_that_are_for_one_log_are_refused_for_the_whole(client: Client, to
 
 
 def test_no_producer_publishes_where_gaps_are_refused(client: Client, topic: str) -> None:
-    """By whoever's policy: here that of the partition itself."""
+    """By anybody's policy: here that of the partition itself."""
     client.admin.create_topic(topic, partitions=1)
     reject = admin_pb2.TopicPolicy(gap=admin_pb2.GAP_POLICY_REJECT)
     with pytest.raises(InvalidRequestError, match="over all partitions"):

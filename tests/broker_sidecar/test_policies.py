@@ -203,7 +203,7 @@ ROUNDS = 60
 def test_switched_off_and_on_under_traffic_no_message_passes_unseen(client: Client, topic: str) -> None:
     """Every frame is sent twice. Off, copies are stored; from the moment at which on is answered, none is.
 
-    Whatever was stored while it was off is known when it is on again.
+    Everything that was stored while it was off is known when it is on again.
     """
     name = f"persistent://public/default/{topic}"
     epochs = client.epochs(name, "p")

@@ -1,4 +1,4 @@
-"""A sidecar whose topic recovers slowly: what readers are told meanwhile, and who gets through."""
+"""A sidecar whose topic recovers slowly: what readers learn meanwhile, and who gets through."""
 
 import asyncio
 import threading

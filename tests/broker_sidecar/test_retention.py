@@ -1,4 +1,4 @@
-"""Retention over the wire: what a reader is told whose messages are gone."""
+"""Retention over the wire: what a reader learns whose messages are gone."""
 
 import asyncio
 import time

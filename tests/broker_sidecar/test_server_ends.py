@@ -15,6 +15,6 @@ def test_the_process_ends_with_its_server_and_says_why(tmp_path: Path) -> None:
         sidecar.signal(signal.SIGUSR1)
         assert sidecar.wait() == EXIT_FATAL
         [end] = [line for line in sidecar.log if line["level"] == "critical"]
-        assert end["event"] == f"the sidecar ends: its gRPC server at {also} has ended, and nobody has stopped it"
+        assert end["event"] == f"the sidecar ends: its gRPC server at {also} has ended unexpectedly"
         sidecar.start()
         assert sidecar.stop() == 0

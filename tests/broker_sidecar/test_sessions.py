@@ -254,7 +254,7 @@ def test_a_new_name_has_no_control_characters_and_an_old_one_may(client: Client,
 
 @pytest.mark.parametrize("has_forgotten", [False, True])
 def test_an_epoch_of_another_history_is_not_taken_for_a_newer_one(has_forgotten: bool) -> None:
-    """Of a log of which an older copy was restored: its terms were used before, and sessions of then may come."""
+    """For a log of which an older copy was restored: its terms were used before, and sessions of then may come."""
     producers = Producers()
     producers.has_forgotten = has_forgotten
     sessions = Sessions(producers)
@@ -266,5 +266,5 @@ def test_an_epoch_of_another_history_is_not_taken_for_a_newer_one(has_forgotten:
     # Where names are forgotten a newer session may have gone on under it meanwhile.
     assert why.reason == ("FENCED" if has_forgotten else "INVALID_EPOCH")
     assert not sessions.open(["p"], [known]).refusals
-    # Of a name that nobody has, any may have been forgotten.
+    # For a name that nobody has, any may have been forgotten.
     assert not sessions.open(["unknown"], [of_others]).refusals

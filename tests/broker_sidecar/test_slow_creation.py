@@ -21,7 +21,7 @@ from seqdedupe.topic.policy import Policy
 async def test_a_creation_that_takes_long_is_said_to_be_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: int
 ) -> None:
-    """It goes on. Whoever asks again while it does waits for it again, and then hears that the topic is there."""
+    """It goes on. Anyone who asks again while it does waits for it again, and then hears that the topic is there."""
     data = Data(Config(data_directory=str(tmp_path)), lambda name, state: None)
     topics = data.topics
     assert topics is not None

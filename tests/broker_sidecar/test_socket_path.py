@@ -1,4 +1,4 @@
-"""The path of a Unix socket is one sidecar's, until it ends, whatever others do there."""
+"""The path of a Unix socket is one sidecar's, until it ends, no matter what others do there."""
 
 import os
 import socket
@@ -56,7 +56,7 @@ def test_a_second_sidecar_does_not_take_the_socket(tmp_path: Path, path: Path) -
             finally:
                 second.kill()
             [line] = second.errors
-            assert f"listen = 'unix:{path}': cannot listen there: process {first.pid} does" in line
+            assert f"listen = 'unix:{path}': cannot listen there, because process {first.pid} does" in line
         publish(first.address, b"2")
         first.restart()
         assert payloads(first.address) == [b"1", b"2"]
@@ -119,7 +119,7 @@ def wait(sidecar: Sidecar, until: Callable[[], object]) -> None:
 
 
 def unreached(sidecar: Sidecar) -> list[str]:
-    return [entry["event"] for entry in sidecar.log if "nobody reaches the sidecar there" in entry["event"]]
+    return [entry["event"] for entry in sidecar.log if "the sidecar cannot listen there again" in entry["event"]]
 
 
 def has_said(sidecar: Sidecar, count: int) -> bool:

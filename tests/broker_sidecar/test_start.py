@@ -89,7 +89,7 @@ def test_a_hint_of_a_sidecar_that_has_ended_does_not_say_that_it_tries_again(
     for failure in failures:
         assert ended_by(failure, tmp_path) == EXIT_FAILED
         line = capsys.readouterr().err
-        assert "[STORE_UNAVAILABLE] Cure what the message names, and start the sidecar again." in line
+        assert "[STORE_UNAVAILABLE] Fix the problem that the message names, and start the sidecar again." in line
     assert ended_by(error("STORE_UNAVAILABLE", "the disk fails", hint="Do this."), tmp_path) == EXIT_FAILED
     assert capsys.readouterr().err.endswith("[STORE_UNAVAILABLE] Do this.\n")
 
@@ -335,7 +335,7 @@ def test_a_disk_that_is_full_at_the_start(small_disk: Callable[[Path], None], tm
     sidecar.spawn()
     assert sidecar.wait() == 1
     said = f"data_directory = '{sidecar.data}' cannot be used: No space left on device [STORE_UNAVAILABLE]"
-    assert sidecar.errors[-1] == f"seqdedupe: {said} Make room on the disk."
+    assert sidecar.errors[-1] == f"seqdedupe: {said} Free space on the disk."
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")

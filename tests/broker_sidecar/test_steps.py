@@ -1,4 +1,4 @@
-"""The messages of Attach as bytes: whatever comes, it means what the published schema says, or is refused."""
+"""The messages of Attach as bytes: no matter what comes, it means what the published schema says, or is refused."""
 
 import random
 import tracemalloc
@@ -86,7 +86,7 @@ def test_mutated_messages_mean_what_the_published_schema_says(pytestconfig: pyte
             continue
         steps = parse_steps(data)
         understood += 1
-        # Of the alias schema, whose encoding is the same.
+        # For the alias schema, whose encoding is the same.
         steps.DiscardUnknownFields()
         again = AttachRequest.FromString(steps.SerializeToString())
         assert again == meaning, data

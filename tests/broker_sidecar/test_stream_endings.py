@@ -1,4 +1,4 @@
-"""How a stream ends when its sidecar ends it: the client hears why, whatever was under way."""
+"""How a stream ends when its sidecar ends it: the client hears why, no matter what was under way."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from seqdedupe.v1 import admin_pb2
 METHOD = "/test.Service/Stream"
 TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 LOST_SECONDS = 1.0
-"""So long a control arm waits for what never comes."""
+"""This long a control arm waits for what never comes."""
 
 
 async def _fail_in_mid_write(_requests: Any, _context: Context, stream: Stream) -> None:

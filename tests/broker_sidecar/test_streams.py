@@ -144,7 +144,7 @@ def test_followers_that_read_nothing_hold_little_memory_and_nobody_up(
 
 
 def test_a_client_that_goes_away_leaves_its_frames_and_no_debt(client: Client, shared: Sidecar, topic: str) -> None:
-    """A cancelled call's frames stay admitted; what they took of the queue is given back when they have settled."""
+    """A cancelled call's frames stay admitted; what they took of the queue is returned when they have settled."""
     names = [f"p{i}" for i in range(25)]
     epochs = client.epochs(topic, *names)
     payload = bytes(PAYLOAD_BYTES)

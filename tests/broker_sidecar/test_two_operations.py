@@ -29,7 +29,7 @@ from tests.broker_sidecar.held_operations import Hold, Holds, Key, Operation, Pl
 RECORD = os.environ.get("RECORD_OPERATIONS")
 """A file to which the table is written instead of being compared."""
 TOO_LONG_SECONDS = 60.0
-"""What takes longer waits, whatever the table says."""
+"""What takes longer waits, no matter what the table says."""
 RECORD_SECONDS = 3.0
 """The same, when there is no table yet."""
 
@@ -111,7 +111,7 @@ async def sides(folder: Path) -> AsyncIterator[tuple[Side, Side]]:
 
 
 async def made(first: First, second: str, here: Side, there: Side) -> Place:
-    """A name of its own for each pair of operations, and what there is of it before both."""
+    """Its own name for each pair of operations, and what there is of it before both."""
     place = Place(here, there)
     is_exported = ask.import_snapshot in (first.operation, SECOND[second])
     await place.make(first.before, is_there=second == "arrive", is_exported=is_exported)
@@ -283,7 +283,7 @@ TABLE: dict[str, dict[str, str]] = {
         "import a snapshot": "TOPIC_NOT_FOUND -> none",
         "rebuild": "TOPIC_NOT_FOUND -> none",
         "move away": "DRAINING -> none",
-        "arrive": "MOVE_FAILED: the topic T is there already -> none, there other",
+        "arrive": "MOVE_FAILED: topic T exists already -> none, there other",
         "list": "lists old -> none",
         "get": "gets old -> none",
         "back up": "has old -> none",
@@ -318,7 +318,7 @@ TABLE: dict[str, dict[str, str]] = {
         "import a snapshot": "RECOVERING -> old",
         "rebuild": "RECOVERING -> old",
         "move away": "RECOVERING -> old",
-        "arrive": "MOVE_FAILED: the topic T is there already -> old, there other",
+        "arrive": "MOVE_FAILED: topic T exists already -> old, there other",
         "list": "lists old recovering -> old",
         "get": "gets old recovering -> old",
         "back up": "waits, has old -> old",
@@ -335,7 +335,7 @@ TABLE: dict[str, dict[str, str]] = {
         "import a snapshot": "RECOVERING -> old",
         "rebuild": "RECOVERING -> old",
         "move away": "RECOVERING -> old",
-        "arrive": "MOVE_FAILED: the topic T is there already -> old, there other",
+        "arrive": "MOVE_FAILED: topic T exists already -> old, there other",
         "list": "lists old recovering -> old",
         "get": "gets old recovering -> old",
         "back up": "waits, has old -> old",
@@ -394,10 +394,10 @@ TABLE: dict[str, dict[str, str]] = {
         "drain": "ok; the first: DRAINING -> old standby, there old",
     },
     "arrive: coming": {
-        "create": "ok; the first: MOVE_FAILED: topic T: the sidecar at here has it not: it is taken again here"
-        " -> new, there other",
-        "open a producer": "ok; the first: MOVE_FAILED: topic T: the sidecar at here has it not: it is taken again here"
-        " -> new, there other",
+        "create": "ok; the first: MOVE_FAILED: topic T: the sidecar at here does not have it, "
+        "and this sidecar takes it again -> new, there other",
+        "open a producer": "ok; the first: MOVE_FAILED: topic T: the sidecar at here does not have it, "
+        "and this sidecar takes it again -> new, there other",
         "delete": "TOPIC_NOT_FOUND -> other, there other standby",
         "import a snapshot": "TOPIC_NOT_FOUND -> other, there other standby",
         "rebuild": "TOPIC_NOT_FOUND -> other, there other standby",
@@ -406,8 +406,8 @@ TABLE: dict[str, dict[str, str]] = {
         "list": "lists none -> other, there other standby",
         "get": "TOPIC_NOT_FOUND -> other, there other standby",
         "back up": "has none -> other, there other standby",
-        "create partitions": "ok; the first: MOVE_FAILED: topic T: the sidecar at here has it not: "
-        "it is taken again here -> 2 partitions new, there other",
+        "create partitions": "ok; the first: MOVE_FAILED: topic T: the sidecar at here does not have it, "
+        "and this sidecar takes it again -> 2 partitions new, there other",
         "create a partition's name": "ok -> other + partition new, there other standby",
         "delete a partition's name": "TOPIC_NOT_FOUND -> other, there other standby",
         "set a policy": "TOPIC_NOT_FOUND -> other, there other standby",
@@ -436,9 +436,9 @@ TABLE: dict[str, dict[str, str]] = {
         "delete": "ok; the first: has none -> none",
         "import a snapshot": "ok; the first: has old -> old",
         "rebuild": "ok; the first: has old -> old",
-        # Neither sidecar may have it in a backup: it says that it was left out.
+        # Neither sidecar may have it in a backup: it says that it was omitted.
         "move away": "ok; the first: has old left out -> old standby, there old",
-        "arrive": "MOVE_FAILED: the topic T is there already; the first: has old -> old, there other",
+        "arrive": "MOVE_FAILED: topic T exists already; the first: has old -> old, there other",
         "list": "lists old; the first: has old -> old",
         "get": "gets old; the first: has old -> old",
         "back up": "waits, has old; the first: has old -> old",
@@ -523,7 +523,7 @@ TABLE: dict[str, dict[str, str]] = {
         "import a snapshot": "ok; the first: OUTCOME_UNKNOWN -> old",
         "rebuild": "ok; the first: OUTCOME_UNKNOWN -> old",
         "move away": "waits, ok -> old standby, there old",
-        "arrive": "MOVE_FAILED: the topic T is there already -> old, there other",
+        "arrive": "MOVE_FAILED: topic T exists already -> old, there other",
         "list": "lists old -> old",
         "get": "gets old -> old",
         "back up": "has old -> old",
@@ -556,7 +556,7 @@ TABLE: dict[str, dict[str, str]] = {
         "import a snapshot": "waits, ok; the first: gets old recovering -> old",
         "rebuild": "waits, ok; the first: gets old recovering -> old",
         "move away": "waits, ok; the first: gets old -> old standby, there old",
-        "arrive": "MOVE_FAILED: the topic T is there already; the first: gets old -> old, there other",
+        "arrive": "MOVE_FAILED: topic T exists already; the first: gets old -> old, there other",
         "list": "lists old recovering; the first: gets old -> old",
         "get": "waits, gets old; the first: gets old -> old",
         "back up": "waits, has old; the first: gets old -> old",

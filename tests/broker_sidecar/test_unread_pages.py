@@ -204,7 +204,7 @@ async def test_pages_left_unread_are_given_up_when_others_wait_for_memory(tmp_pa
                         pass
             except SeqdedupeError as e:
                 reasons.add(e.reason)
-        # The stream has ended, or its connection too, before the client was told.
+        # The stream has ended, or its connection too, before the client learned.
         assert reasons
         assert reasons <= {"STREAM_IDLE", "UNREACHABLE"}
 

@@ -1,4 +1,5 @@
-"""A process whose event loop stands still ends, whatever its threads do; one that was stopped as a whole goes on."""
+"""A process whose event loop stands still ends, no matter what its threads do; one that was stopped as a whole goes
+on."""
 
 import signal
 import subprocess

@@ -48,7 +48,7 @@ class Content:
         self.ids = list(ids or ())
 
     async def fill(self, client: Client, count: int) -> None:
-        """So many new messages more."""
+        """This many new messages more."""
         async with client.publisher(TOPIC) as publisher:
             for _ in range(0, count, FRAME):
                 first = len(self.ids)
@@ -102,7 +102,7 @@ async def check_store(one: One) -> None:
 
 
 async def filled(one: One, **policy: Any) -> Content:
-    """A topic with so many messages, or some more, of which most of the IDs lie in runs, which were merged."""
+    """A topic with this many messages, or some more, of which most of the IDs lie in runs, which were merged."""
     more = admin_pb2.TopicPolicy(deduplication_entries_interval=3, **policy)
     await one.client.admin.create_topic(TOPIC, deduplication_mode="deduplication-id", policy=more)
     content = Content()
@@ -155,7 +155,7 @@ async def test_a_store_that_is_made_anew_from_the_log(two: Pair, tmp_path: Path)
     await one.client.admin.rebuild_topic(TOPIC)
     await content.check(one.client)
     await check_store(one)
-    with pytest.raises(InvalidRequestError, match="by backups alone"):
+    with pytest.raises(InvalidRequestError, match="only a backup"):
         await one.client.admin.export_snapshot(TOPIC, tmp_path / "snapshot")
     await content.check(one.client)
     await one.stop()

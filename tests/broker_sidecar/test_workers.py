@@ -32,7 +32,7 @@ FOUR = 4
 
 
 def topics_of(worker: int, workers: int, count: int, stem: str = "t") -> list[str]:
-    """Names of so many topics that this worker has."""
+    """Names of this many topics that this worker has."""
     names = (f"persistent://public/default/{stem}{number}" for number in itertools.count())
     mine = (name for name in names if shard_of(name) in shards_of_worker(worker, workers))
     return list(itertools.islice(mine, count))
@@ -148,7 +148,7 @@ async def test_pages_of_a_listing_leave_out_nothing(two: Sidecar, each: list[cal
 
 
 def test_who_claims_a_shard_that_another_has_is_refused(two: Sidecar, start_sidecar: StartSidecar) -> None:
-    """The control arms: with a shard of its own set, or where it cannot see the other, it serves."""
+    """The control arms: with its own shard set, or where it cannot see the other, it serves."""
     with pytest.raises(RuntimeError, match="SHARD_CLAIMED_TWICE"):
         start_sidecar(shards="31-32", peers=two.address, cluster_id=cluster_of(two))
     with pytest.raises(RuntimeError, match="INVALID_CONFIGURATION"):

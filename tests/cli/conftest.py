@@ -17,7 +17,7 @@ Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 
 def lines(count: int) -> bytes:
-    """A file of so many different lines."""
+    """A file of this many different lines."""
     return b"".join(b"record %d\n" % number for number in range(count))
 
 

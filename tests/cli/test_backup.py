@@ -177,7 +177,7 @@ def test_one_command_at_a_time_and_only_where_the_folder_is(sidecar: Sidecar, tm
 
 
 def test_two_commands_at_once(sidecar: Sidecar, tmp_path: Path) -> None:
-    """One is refused, or both are right; whatever is there is good."""
+    """One is refused, or both are right; everything that is there is good."""
     with ThreadPoolExecutor(2) as both:
         done = list(both.map(lambda _: attempt(sidecar, "backup", "--keep", 2), range(2)))
     assert 0 in [one.returncode for one in done]

@@ -101,7 +101,7 @@ def test_reading_says_once_that_the_sidecar_is_lost(tmp_path: Path, as_json: boo
 
 
 def test_with_follow_a_sidecar_that_is_not_up_yet_is_waited_for(tmp_path: Path) -> None:
-    """As by a program of one's own; without `--follow` it is an error at once."""
+    """As by a program of the user; without `--follow` it is an error at once."""
     with Sidecar(tmp_path) as sidecar:
         with Client(sidecar.address) as client, client.producer("t", "p") as producer:
             producer.send(b"1")
@@ -185,7 +185,7 @@ def test_topics_are_made_shown_set_and_deleted(run: Run) -> None:
 def test_a_schema_is_for_topics_of_pulsars(run: Run, tmp_path: Path) -> None:
     (tmp_path / "order.json").write_text('{"type": "STRING", "schema": ""}')
     refused = run("topics", "create", "typed", "--schema", str(tmp_path / "order.json"), status=1).stderr
-    assert b"schema can be chosen only where the log is a Pulsar cluster's" in refused
+    assert b"schema can be set only on a sidecar with log = 'pulsar'" in refused
     assert b"[TOPIC_NOT_FOUND]" in run("topics", "show", "typed", status=1).stderr
 
 
@@ -427,7 +427,7 @@ def test_a_producer_is_reset_to_none(run: Run, tmp_path: Path) -> None:
     publish = ("publish", str(file), "--topic", "reset-to-none", "--producer", "p")
     run(*publish)
     run("reset-producer", "reset-to-none", "p", "-1")
-    # It has sent something: only that counts no more. A name that nobody has used is told the same.
+    # It has sent something: only that counts no more. A name that nobody has used learns the same.
     for name in ("p", "mistyped"):
         said = run("message-state", "reset-to-none", name, "0").stdout
         assert b"no sequence ID of it counts in this topic: persisted -1, pushed -1" in said
@@ -455,13 +455,13 @@ def test_what_is_no_file_to_import_is_refused(run: Run, tmp_path: Path) -> None:
 def test_a_topic_is_moved_to_another_sidecar_that_is_named(run: Run, shared_sidecar: Sidecar) -> None:
     run("topics", "create", "stays")
     nowhere = run("topics", "move", "stays", status=1).stderr
-    assert b"was not said [INVALID_ADDRESS] Say it (`--to ADDRESS`)" in nowhere
+    assert b"the request names no sidecar [INVALID_ADDRESS] Name one: `--to ADDRESS`" in nowhere
     elsewhere = run("topics", "move", "stays", "--to", "127.0.0.1:1", status=1).stderr
-    assert b"'127.0.0.1:1' is none of the sidecars that a topic may be given to [INVALID_ADDRESS]" in elsewhere
+    assert b"'127.0.0.1:1' is none of the sidecars that topics may be moved to [INVALID_ADDRESS]" in elsewhere
     here = run("topics", "move", "stays", "--to", shared_sidecar.address).stdout
     assert here == f"persistent://public/default/stays is served by the sidecar at {shared_sidecar.address}\n".encode()
     assert b"SERVING" in run("topics", "show", "stays").stdout
-    assert b"this sidecar has all of its topics itself" in run("sidecars", status=1).stderr
+    assert b"This sidecar has all of its topics itself" in run("sidecars", status=1).stderr
 
 
 def test_a_flag_of_the_sidecar_that_is_mistyped_is_one_line(run: Run) -> None:

@@ -140,8 +140,8 @@ def test_a_certificate_is_looked_at(run: Run, tmp_path: Path, wrong: str, enviro
     old = authority.issue("old", "127.0.0.1", not_before=NOW - 2 * DAY, not_after=NOW - DAY)
     certificate, key, said = {
         "": (own.certificate_file, own.key_file, ""),
-        "another key": (own.certificate_file, other.key_file, "is not of the key in"),
-        "expired": (old.certificate_file, old.key_file, "which is not now"),
+        "another key": (own.certificate_file, other.key_file, "does not fit the key in"),
+        "expired": (old.certificate_file, old.key_file, "is valid only from"),
         "absent": (tmp_path / "none.pem", own.key_file, "cannot be read: No such file"),
     }[wrong]
     keys = {"tls_certificate_file": str(certificate), "tls_key_file": str(key)}

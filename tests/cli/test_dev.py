@@ -55,7 +55,7 @@ def test_what_it_prints_works_and_its_data_go_with_it(
 ) -> None:
     with dev(environment) as (process, printed):
         [folder] = folders(tmp_path)
-        assert f"Its data are in {folder}:\nthey are deleted when it ends." in printed
+        assert f"When it ends, it deletes its data in {folder}." in printed
         publish, read = (line.strip() for line in printed.splitlines() if line.startswith("    "))
         for command, wanted in ((publish, "2 NotDup, 0 Dup"), (publish, "0 NotDup, 0 Dup"), (read, "one")):
             done = subprocess.run(

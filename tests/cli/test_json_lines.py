@@ -199,7 +199,7 @@ def test_published_read_and_gone_on_with(run: Run, tmp_path: Path) -> None:
 
 
 def _address(run: Run) -> str:
-    """Of the sidecar that the command runs against."""
+    """For the sidecar that the command runs against."""
     return run("version").stdout.decode().partition("serving at ")[2].split(" ")[0]
 
 

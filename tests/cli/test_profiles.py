@@ -80,7 +80,7 @@ def test_options_and_environment_come_before_it(run: Run, home: Path, shared_sid
     assert b"[UNAUTHENTICATED]" in run("topics", "--profile", "here", SEQDEDUPE_TOKEN="wr0ng", status=1).stderr
     # What is empty counts as not said.
     run("topics", "--profile", "here", SEQDEDUPE_ADDRESS="", SEQDEDUPE_TOKEN="", SEQDEDUPE_TOKEN_FILE="")
-    # The option chooses, and nothing is left of what the environment chose, also where a group was told first.
+    # The option chooses, and nothing is left of what the environment chose, also where a group learned first.
     said = run("topics", "show", "never-made", "--profile", "here", SEQDEDUPE_PROFILE="nowhere", status=1).stderr
     assert b"[TOPIC_NOT_FOUND]" in said
     write(home / ".config", (home / ".config/seqdedupe/profiles.toml").read_text() + "\n[bare]\n")

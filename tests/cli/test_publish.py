@@ -33,7 +33,7 @@ from tests.processes import running
 
 RECORDS = 20_000
 REMEMBERED = 65_536
-"""A sidecar knows the place of so many of a topic's last messages."""
+"""A sidecar knows the place of this many of a topic's last messages."""
 
 
 def test_a_file_published_and_read_is_the_same(run: Run, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_csv_with_columns(run: Run, tmp_path: Path) -> None:
     # One that ends before the last ID published may have records that never were.
     assert b"[SOURCE_UNVERIFIED]" in run("publish", "a.csv", *flags[:-1], status=1).stderr
     assert json.loads(run("publish", "a.csv", *flags, "--trust-source").stdout)["not_dup"] == 0
-    # A file that has left out the last ID published is another file.
+    # A file that has omitted the last ID published is another file.
     (tmp_path / "c.csv").write_bytes(b"id,name\n5,a\n10,b\n")
     assert b"[SOURCE_CHANGED]" in run("publish", "c.csv", *flags[:-1], status=1).stderr
     assert len(run("read", "csv", "--json").stdout.splitlines()) == 3
@@ -193,7 +193,7 @@ def test_a_stream_is_refused_at_the_row_and_what_is_sorted_afterwards_is_another
     publish = ("publish", "a.csv", "--topic", "stream", *BY_ID)
     for other in ((5, 6, 7), (7,), (3, 5, 7), (5, 6, 7, 8)):
         (tmp_path / "a.csv").write_bytes(csv_of(*other))
-        for trust in ((), ("--trust-source",)):  # which is for what cannot be told
+        for trust in ((), ("--trust-source",)):  # which is for what cannot be known
             error = run(*publish, *trust, status=1).stderr
             assert b"records were inserted or removed before it, or it came from another file; nothing was sent [SOURCE_CHANGED]" in error
     assert ids_in(run, "stream") == [5, 7]
@@ -285,7 +285,7 @@ def test_a_last_line_without_its_end_waits_for_it(run: Run, tmp_path: Path, name
 
 
 def _address(run: Run) -> str:
-    """Of the sidecar that the command runs against."""
+    """For the sidecar that the command runs against."""
     return run("version").stdout.decode().partition("serving at ")[2].split(" ")[0]
 
 

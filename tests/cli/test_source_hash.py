@@ -42,7 +42,7 @@ def test_a_rotated_file_is_refused(run: Run, tmp_path: Path, count: int) -> None
 def test_of_messages_without_a_hash_the_last_record_alone_is_compared(
     run: Run, tmp_path: Path, shared_sidecar: Sidecar
 ) -> None:
-    """Those of older versions; the control arm, too: without the hash the records of another file are left out."""
+    """Those of older versions; the control arm, too: without the hash the records of another file are omitted."""
     with Client(shared_sidecar.address) as client, client.producer("older", "p") as producer:
         for line in log_of("monday", 100).splitlines():
             producer.send(line)

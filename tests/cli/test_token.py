@@ -37,7 +37,7 @@ def test_keys_tokens_and_whose_they_are(tmp_path: Path) -> None:
     said = json.loads(token(tmp_path, *checks, AUDIENCE, "--json", shown=made).stdout)
     claims = verify(made.strip().encode(), read_keys(tmp_path / "keys.json"), AUDIENCE)
     assert said["subject"] == claims.subject == "shop"
-    # Another key beside it, by a symbolic link, which stays one: tokens of both are taken.
+    # Another key next to it, by a symbolic link, which stays one: tokens of both are taken.
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "link.json").symlink_to("../keys.json")
     assert token(tmp_path, "keys", "private-2.json", "elsewhere/link.json").returncode == 0

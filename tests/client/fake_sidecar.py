@@ -58,9 +58,9 @@ class FakeSidecar:
         self.address = ""
         self.term = 1
         self.ends_streams = 0
-        """So many streams end, in peace, with their first batch."""
+        """This many streams end, in peace, with their first batch."""
         self.idle_streams = 0
-        """So many streams are told that they are of no use, as soon as they have said what they are for."""
+        """This many streams learn that they are of no use, as soon as they have said what they are for."""
         self.was_idle = asyncio.Event()
         self.unread_topics: set[str] = set()
         """Streams for these are not read any more once they have said so."""
@@ -162,7 +162,7 @@ async def _or_abort(context: "grpc.aio.ServicerContext[Any, Any]", act: Callable
 
 @asynccontextmanager
 async def fake_sidecar(max_concurrent_streams: int = 1000) -> AsyncIterator[FakeSidecar]:
-    """A connection may have so many streams at a time."""
+    """A connection may have this many streams at a time."""
     fake = FakeSidecar()
     limits = (
         ("grpc.max_receive_message_length", 16 * 1024 * 1024),

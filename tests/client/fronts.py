@@ -37,7 +37,7 @@ _REQUESTS = {
 
 
 class Front:
-    """One of the sidecars. All topics are its own until it is told otherwise."""
+    """One of the sidecars. All topics are its own until it learns otherwise."""
 
     def __init__(self, target: str, tls: grpc.ServerCredentials | None, reserved: socket.socket) -> None:
         self.address = f"127.0.0.1:{reserved.getsockname()[1]}"
@@ -252,7 +252,7 @@ class _Handler(grpc.GenericRpcHandler):
 
 @asynccontextmanager
 async def fronts(target: str, count: int = 3, tls: grpc.ServerCredentials | None = None) -> AsyncIterator[list[Front]]:
-    """So many sidecars, by address; they are gone with the block."""
+    """This many sidecars, by address; they are gone with the block."""
     async with AsyncExitStack() as stack:
         started = []
         for _ in range(count):

@@ -28,7 +28,7 @@ async def wait_for(receipt: Receipt) -> None:
 
 
 async def until_stored(client: Client, topic: str, messages: int) -> None:
-    """Waits until the topic has so many messages."""
+    """Waits until the topic has this many messages."""
     async with asyncio.timeout(LAST_RESORT_SECONDS):
         while (await client.admin.topic(topic)).last.index + 1 < messages:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -25,7 +25,7 @@ class Proxy:
         """New connections are closed at once."""
         self.connections = 0
         self.open_connections = 0
-        """Of clients, to the sidecar, now."""
+        """For clients, to the sidecar, now."""
         self.passed_answers = 0
         """Pieces of what the sidecar has said."""
         self.swallowed_bytes = 0
@@ -60,7 +60,7 @@ class Proxy:
             writer.transport.abort()
 
     def stall(self) -> None:
-        """Nothing passes any more, in either direction, and nobody is told."""
+        """Nothing passes any more, in either direction, and nobody learns."""
         self._flows.clear()
 
     def go_on(self) -> None:

@@ -52,7 +52,7 @@ class Log:
 
 
 async def publish(attachment: Attachment, log: Log, name: str, first: int, count: int) -> None:
-    """So many new messages, written and reported."""
+    """This many new messages, written and reported."""
     verdicts = await attachment.check([Range(name, i) for i in range(first, first + count)])
     assert verdicts == [Verdict.NOT_DUP] * count
     for i in range(first, first + count):
@@ -92,7 +92,7 @@ async def test_a_gap_early_in_a_long_replay_ends_it(brokers_sidecar: Sidecar, to
         log.append("a", i, b"p" * 200 + b"%d" % i)
     del log.entries[1]
     async with BrokerClient(brokers_sidecar.address) as client:
-        # Of a stream that ends while something is being written gRPC does not say why: mostly, so more than once.
+        # For a stream that ends while something is being written gRPC does not say why: mostly, so more than once.
         for _ in range(3):
             with pytest.raises(SeqdedupeError, match="REPLAY_GAP"):
                 await log.attach(client, topic)

@@ -138,7 +138,7 @@ async def test_a_topic_that_moves_is_waited_for(three: list[Front], topic: str) 
 
 
 async def test_one_address_says_at_once_who_owns_the_topic(three: list[Front], topic: str) -> None:
-    """As ever: to go there is for whoever knows more than one."""
+    """As ever: to go there is for anyone who knows more than one."""
     async with Client(three[0].address) as client:
         with pytest.raises(UnavailableError) as caught:
             await client.admin.topic(topic)

@@ -78,7 +78,7 @@ async def test_a_newer_version_is_said_to_be_one(tmp_path: Path) -> None:
 
 
 async def test_a_symbolic_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
-    """By whichever link it is the same cursor, with one lock; and a disk that is not mounted is seen behind a link."""
+    """By any link it is the same cursor, with one lock; and a disk that is not mounted is seen behind a link."""
     (tmp_path / "disk").mkdir()
     for name in ("one", "other"):
         (tmp_path / name).symlink_to("disk/cursor")

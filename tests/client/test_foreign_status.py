@@ -69,7 +69,7 @@ ANSWERS = {"empty": b"", "garbage": b"\xff\xff\xff\xff\x07garbage"}
 RECEIPTS = publish_pb2.PublishStreamResponse(
     receipts=[publish_pb2.Receipt(frame=number, first_index=number) for number in range(100)]
 ).SerializeToString()
-"""Of no topic."""
+"""For no topic."""
 
 
 @asynccontextmanager
@@ -178,7 +178,7 @@ async def test_what_is_open_goes_on_after_foreign_answers(tmp_path: Path, answer
 @pytest.mark.usefixtures("tries_often")
 @pytest.mark.parametrize("answer", [ANSWERS["garbage"], RECEIPTS], ids=["garbage", "receipts"])
 async def test_a_stream_goes_on_after_foreign_answers(fake: FakeSidecar, answer: bytes) -> None:
-    """Of a producer whose sessions are opened by the sidecar itself: no frame is to blame."""
+    """For a producer whose sessions are opened by the sidecar itself: no frame is to blame."""
 
     def on_frame(frame: publish_pb2.Frame) -> list[publish_pb2.PublishStreamResponse | bytes]:
         return [answer if len(fake.frames) <= MAX_BREAKS + 2 else fake.stored(frame)]
@@ -422,7 +422,7 @@ async def test_what_is_given_up_before_its_frame_is_names_a_proxy_too(front: Fro
             await publisher.send(b"1", deduplication_id="1")
             receipt = await producer.send(POISON)
             sends = asyncio.create_task(publisher.send(POISON, deduplication_id="2"))
-            # What whoever waits for the one or the other is told when it takes too long.
+            # What anyone who waits for the one or the other learns when it takes too long.
             await until(lambda: (why := receipt._pending.last_refusal) is not None and why.hint == HINT_OF_BREAKS)
             await until(lambda: publisher._delivery._given_up().hint == HINT_OF_BREAKS)
         await asyncio.wait({sends})

@@ -20,7 +20,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
 LONG_SECONDS = LAST_RESORT_SECONDS
 STEPS_FROM_ONE_TO_THE_NEXT = 5
-"""Of the steps of a send, so many are passed over: the first is another one in each kind of send."""
+"""For the steps of a send, this many are passed over: the first is another one in each kind of send."""
 
 
 class Interrupter:
@@ -41,7 +41,7 @@ class Interrupter:
 
 
 def in_time(work: Callable[[], Any]) -> None:
-    """In a thread of its own, so that a lock that nobody lets go of fails the test."""
+    """In its own thread, so that a lock that nobody releases fails the test."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(LONG_SECONDS)

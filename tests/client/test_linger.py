@@ -9,7 +9,7 @@ MANY = MANY_A_SECOND // 1000  # in the millisecond of the default
 
 
 def asked(linger: BatchLinger, *came: int) -> list[bool]:
-    """The answers of a batch to which so many messages came before each time that it was asked."""
+    """The answers of a batch to which this many messages came before each time that it was asked."""
     batch, rows, answers = PendingBatch(), 0, []
     for more in came:
         rows += more

@@ -20,7 +20,7 @@ messages = st.tuples(st.none() | some_bytes, st.none() | some_bytes, st.integers
 
 
 def payload_column(values: list[bytes | None]) -> Binary:
-    """As the client lays it out: never left out."""
+    """As the client lays it out: never omitted."""
     column = Binary.of(values)
     return column or Binary(np.zeros(len(values) + 1, np.int32), b"", bytes((len(values) + 7) // 8))
 
@@ -80,7 +80,7 @@ def test_a_shared_frame_holds_what_its_parts_do(given_batches: list[Any]) -> Non
         assert (frame.batch.complete_up_to.tolist() or [-1] * len(batches))[p : p + 1] == expected
         first += len(batch)
     assert first == len(frame.batch)
-    # What nobody has is left out, as the canonical form wants it.
+    # What nobody has is omitted, as the canonical form wants it.
     assert bool(frame.batch.keys) == any(bool(batch.keys) for batch in batches)
     assert bool(len(frame.batch.property_offsets)) == any(len(batch.property_offsets) for batch in batches)
     assert bool(len(frame.batch.event_times_ms)) == any(len(batch.event_times_ms) for batch in batches)

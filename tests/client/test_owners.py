@@ -39,7 +39,7 @@ async def three(shared_sidecar: Sidecar, topic: str) -> AsyncIterator[list[Front
 
 
 class Load:
-    """A producer and a reader of each kind at work on a topic, until they are told to end."""
+    """A producer and a reader of each kind at work on a topic, until they are asked to end."""
 
     def __init__(self, where: str, topic: str) -> None:
         self.where, self.topic = where, topic
@@ -186,7 +186,7 @@ async def test_partitions_have_owners_of_their_own(shared_sidecar: Sidecar, topi
 
 
 async def unanswered_then_moved(three: list[Front], sidecar: Sidecar, topic: str, producer_name: str) -> None:
-    """Two messages are stored of which nobody is told; then the topic has another owner."""
+    """Two messages are stored of which nobody learns; then the topic has another owner."""
     first, second, _ = three
     move(three, first)
     first.swallows_receipts = True
@@ -222,7 +222,7 @@ async def test_a_client_that_begins_anew_at_the_new_owner_doubles_or_loses(
     three: list[Front], shared_sidecar: Sidecar, topic: str, sends_again: bool
 ) -> None:
     """The control arm: a session without the old one's epoch and sequence IDs, as of a client that knows of none.
-    Of the two messages without a receipt one is stored and one is not: whichever it assumes is wrong."""
+    For the two messages without a receipt one is stored and one is not: each assumption is wrong."""
     first, second, _ = three
     move(three, first)
     async with Client(first.address) as client:
@@ -250,7 +250,7 @@ async def test_a_client_that_begins_anew_at_the_new_owner_doubles_or_loses(
 async def test_two_that_name_each_other_are_not_asked_without_end(
     three: list[Front], topic: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control arm forgets whom it has asked, and so follows whatever it is told."""
+    """The control arm forgets whom it has asked, and so follows everything that it learns."""
     first, second, third = three
     first.disown(second.address)
     second.disown(first.address)
@@ -274,7 +274,7 @@ async def test_two_that_name_each_other_are_not_asked_without_end(
         await opening
         assert (await (await producer.send(b""))).index == 0
         await producer.close()
-    # Within a second there is time for so many rounds of three, with pauses that double from 10 ms on.
+    # Within a second there is time for this many rounds of three, with pauses that double from 10 ms on.
     assert (asked[0] <= MOST_ROUNDS * 3) is waits
 
 

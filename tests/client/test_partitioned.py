@@ -1,4 +1,5 @@
-"""Producers of partitioned topics against a real sidecar: what is sent is in its partition once, whatever happens."""
+"""Producers of partitioned topics against a real sidecar: what is sent is in its partition once, no matter what
+happens."""
 
 import asyncio
 import itertools
@@ -139,7 +140,7 @@ async def stored_up_to(client: Client, topic: str, partition: int) -> int:
 
 
 async def crash(sidecar: Sidecar, topic: str, count: int = 60) -> None:
-    """Sends so many messages with keys, half of which are settled everywhere; then partition 1 stands still."""
+    """Sends this many messages with keys, half of which are settled everywhere; then partition 1 stands still."""
     async with Client(sidecar.address) as client, client.producer(topic, "p", SMALL) as producer:
         for i in range(count // 2):
             await producer.send(b"%d" % i, key=key(i))

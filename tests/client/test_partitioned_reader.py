@@ -71,7 +71,7 @@ async def test_all_messages_in_turn_and_an_end(shared_sidecar: Sidecar, made: st
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_it_is_read_on_from_any_position(shared_sidecar: Sidecar, made: str, seed: int) -> None:
-    """Left at any place, by message or by batch, and read on by another one that was told the text."""
+    """Left at any place, by message or by batch, and read on by another one that learned the text."""
     rng = random.Random(seed)
     messages: list[Message] = []
     text: str | None = None
@@ -152,7 +152,7 @@ async def test_what_cannot_be_read(shared_sidecar: Sidecar, made: str, topic: st
         assert position is not None
         with pytest.raises(SeqdedupeError, match=r"has 2 partitions, and .* has 3"):
             await anext(client.partitioned_reader(made, PartitionedPosition(position.partitions[:2])))
-        # Of another topic, or in another order.
+        # For another topic, or in another order.
         async with client.partitioned_reader(made, PartitionedPosition(position.partitions[::-1])) as reader:
             with pytest.raises(PositionError) as of_another:
                 await anext(reader)

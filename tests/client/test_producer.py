@@ -1,4 +1,4 @@
-"""The producer against a real sidecar: what it sends is read back, whatever happens on the way."""
+"""The producer against a real sidecar: what it sends is read back, no matter what happens on the way."""
 
 import asyncio
 import functools

@@ -113,7 +113,7 @@ async def test_bad_input(shared_sidecar: Sidecar, topic: str, tmp_path: Path) ->
                 await publisher.send_batch([b"x", b"y"], [b"a"])
             assert (await publisher.send(b"x", deduplication_id=b"a")).verdict is Verdict.NOT_DUP
         for export in (client.admin.export_snapshot, client.admin.export_watermarks):
-            with pytest.raises(InvalidRequestError, match="by backups alone"):
+            with pytest.raises(InvalidRequestError, match="only a backup"):
                 await export(topic, tmp_path / "exported")
         for asked in (client.admin.message_state(topic, "a", 0), client.admin.reset_producer(topic, "a", -1)):
             with pytest.raises(InvalidRequestError, match="neither producers nor sequence IDs"):
@@ -213,7 +213,7 @@ async def test_an_answer_that_is_none_ends_the_call(receipt: dict[str, list[int]
 async def test_what_may_be_in_the_log_is_to_be_sent_again_with_the_same_id(
     ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sequence IDs there are none here."""
+    """For sequence IDs there are none here."""
     monkeypatch.setattr("seqdedupe.client.publisher.ANSWER_TIMEOUT_SECONDS", 0.1)
 
     def answers(frame: publish_pb2.Frame) -> list[publish_pb2.PublishStreamResponse]:
@@ -361,7 +361,7 @@ MESSAGES = 3000
 
 
 async def _publish_through_kills(sidecar: Sidecar, topic: str, kills: int) -> dict[int, int]:
-    """Several senders of the same messages, until all are acknowledged; the index that each was told."""
+    """Several senders of the same messages, until all are acknowledged; the index that each learned."""
     rng = random.Random(1)
     told: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""The reader against a real sidecar: every message once, in order, from where it was told to."""
+"""The reader against a real sidecar: every message once, in order, from where it was asked to."""
 
 import asyncio
 import shutil

@@ -32,7 +32,7 @@ ENTRIES_OF_TWO = {
     "run_entry_ids": [41, 42, 43],
     "run_batch_indexes": [0, 0, -1],
 }
-"""Rows share entries; the last one has an entry of its own."""
+"""Rows share entries; the last one has its own entry."""
 
 
 def pending_batch(rows: int) -> PendingBatch:
@@ -43,7 +43,7 @@ def pending_batch(rows: int) -> PendingBatch:
 
 
 def answered(rows: int, raw: bytes) -> PendingBatch:
-    """A batch of so many rows after the answer with its receipt."""
+    """A batch of this many rows after the answer with its receipt."""
     pending = pending_batch(rows)
     [(_, receipt)] = decode_answer(raw, lambda _: rows).receipts
     pending.record(receipt)
@@ -146,7 +146,7 @@ EARLY = answer((-1, -1, -1), durable_at=102)
 @pytest.mark.parametrize("of", [pending_module.Receipt, blocking.Receipt])
 @pytest.mark.parametrize("of_batch", [pending_module.BatchReceipt, blocking.BatchReceipt])
 def test_what_fails_after_its_early_receipt_is_never_durable(of: Any, of_batch: Any) -> None:
-    """Whoever was told keeps what it was told; the control arm is the same batch, not given up."""
+    """Anyone who learned keeps what it learned; the control arm is the same batch, not given up."""
     lost, kept, spread = (answered(2, EARLY) for _ in range(3))
     of_all = pending_module.SpreadBatch(np.arange(4), [(np.arange(2), kept), (np.arange(2, 4), spread)])
     receipts = [of(lost, 1), of_batch(lost), of(kept, 1), of_batch(kept), of_batch(of_all)]

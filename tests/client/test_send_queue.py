@@ -1,4 +1,4 @@
-"""The send queue against a model of the sidecar: whatever is refused, lost or overtaken, all is stored once."""
+"""The send queue against a model of the sidecar: everything that is refused, lost or overtaken, all is stored once."""
 
 import random
 from collections.abc import Callable
@@ -111,7 +111,7 @@ class Model:
         self.pushed = self.persisted
 
     def crash(self, stored: int) -> None:
-        """kill -9: so much of what is in flight reached the disk."""
+        """kill -9: this much of what is in flight reached the disk."""
         self.commit(stored, is_heard=False)
         self.in_flight.clear()
         self.answers.clear()

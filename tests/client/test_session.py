@@ -601,7 +601,7 @@ async def test_answers_that_never_fit_are_an_error_that_blames_no_disk(fake: Fak
     def on_read(request: read_pb2.ReadStreamRequest) -> list[read_pb2.ReadStreamResponse]:
         nonlocal streams
         streams += 1
-        # Whatever comes first is progress: it is counted from there.
+        # Everything that comes first is progress: it is counted from there.
         return [page((0, 2)), page((3, 1))] if request.start.earliest else [page((3, 1))]
 
     last = read_pb2.GetLastMessageIdResponse(last=batch_pb2.Position(incarnation=INCARNATION, index=3))
@@ -663,7 +663,7 @@ async def test_a_reader_whose_topic_is_gone_is_told_that_it_was_there(fake: Fake
 async def test_a_reader_says_once_what_it_waits_for(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "SAY_WAITING_SECONDS", 0.2)
     said: list[str] = []
-    refusals = [2, 2]  # so many more after each has been said
+    refusals = [2, 2]  # this many more after each has been said
 
     def on_read(request: read_pb2.ReadStreamRequest) -> Iterable[read_pb2.ReadStreamResponse]:
         if not request.start.HasField("after"):
@@ -815,7 +815,7 @@ async def test_a_producer_says_once_each_time_why_nothing_becomes_durable(
         refusals[0] = 2 if len(said) == frame.batch.sequence_ids[0] else refusals[0] - 1
         return [fake.refusal(frame, "LOG_REFUSED", 10)] if is_refused else [fake.stored(frame)]
 
-    refusals = [0]  # so many more after it has been said
+    refusals = [0]  # this many more after it has been said
     fake.on_frame = on_frame
     async with (
         Client(fake.address) as client,

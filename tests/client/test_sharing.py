@@ -61,7 +61,7 @@ async def fake() -> AsyncIterator[FakeSidecar]:
 
 
 async def opened(client: Client, topic: str, names: int, config: ProducerConfig = ONE_BY_ONE) -> list[Producer]:
-    """So many producers, p0 and on, opened at the same time."""
+    """This many producers, p0 and on, opened at the same time."""
     producers = [client.producer(topic, f"p{k}", config) for k in range(names)]
     await asyncio.gather(*(producer.open() for producer in producers))
     return producers
@@ -109,7 +109,7 @@ async def test_what_is_ready_at_the_same_time_shares_a_frame(fake: FakeSidecar) 
 
 
 async def messages_behind_one_that_is_out(fake: FakeSidecar, count: int) -> int:
-    """In how many messages so many batches go out that one task sends while another batch waits for its answer."""
+    """In how many messages this many batches go out that one task sends while another batch waits for its answer."""
     fake.on_frame = lambda frame: []
     async with Client(fake.address) as client:
         producer = client.producer("t", "p")
@@ -255,7 +255,7 @@ async def test_control_who_does_not_take_a_frame_apart_ends_all(
 
 
 async def test_the_others_do_not_wait_for_the_cause_of_a_refusal(fake: FakeSidecar) -> None:
-    """It is told to wait for longer than this test may take."""
+    """It is asked to wait for longer than this test may take."""
     refuse_p1(fake, "RECOVERING", 3_600_000, names=True, times=1)
     async with Client(fake.address) as client:
         producers = await opened(client, "t", 4)
@@ -337,7 +337,7 @@ async def test_a_delivery_timeout_ends_one(fake: FakeSidecar) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_lost_connections(shared_sidecar: Sidecar, topic: str, seed: int) -> None:
-    """Whatever is lost, each producer's messages are stored once and in order."""
+    """No matter what is lost, each producer's messages are stored once and in order."""
     names, rounds = 20, 40
     async with Proxy(shared_sidecar.address) as proxy, Client(proxy.address) as client:
         producers = await opened(client, topic, names)
@@ -430,7 +430,7 @@ async def test_an_opening_that_is_cancelled_leaves_the_others_alone(fake: FakeSi
 
 @pytest.fixture
 def one_stream(tmp_path: Path) -> Iterator[Sidecar]:
-    """Of which one never gives way to another."""
+    """For which one never gives way to another."""
     environment = with_constants.environment(streams__IDLE_SECONDS=10**9)
     with Sidecar(tmp_path, module=with_constants.MODULE, environment=environment, max_streams=1) as sidecar:
         yield sidecar
@@ -543,7 +543,7 @@ async def test_control_all_who_ever_asked_are_opened(fake: FakeSidecar, monkeypa
 
 
 class LateAnswer:
-    """Of the first frame of p0: it was made before the topic began a term in which p1 is opened, and comes later."""
+    """For the first frame of p0: it was made before the topic began a term in which p1 is opened, and comes later."""
 
     def __init__(self, fake: FakeSidecar, client: Client) -> None:
         self._fake, self._client = fake, client

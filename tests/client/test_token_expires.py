@@ -235,7 +235,7 @@ async def test_who_is_not_known_any_more_does_not_go_on(
         front.swallows_receipts = False
         issuer.issue()
         issuer.issue()
-        # It is stored: who may not ask is not told so, and must not be told that nothing was changed.
+        # It is stored: who may not ask is not told so, and must not learn that nothing was changed.
         with pytest.raises(OutcomeUnknownError, match="UNAUTHENTICATED"):
             await receipt
         with pytest.raises(AccessDeniedError):

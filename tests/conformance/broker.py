@@ -19,7 +19,7 @@ class Stored:
 
 
 def position(number: int) -> bytes:
-    """Of the entry with this number, from 0; empty before the first."""
+    """For the entry with this number, from 0; empty before the first."""
     return f"0:{number}".encode() if number >= 0 else b""
 
 
@@ -87,7 +87,7 @@ class ListBroker:
         self.attached.reset()
 
     async def numbers(self, name: str) -> ProducerNumbers:
-        """Of a producer, when all that was said is done."""
+        """For a producer, when all that was said is done."""
         await self.settled(name)
         return await self.client.producer(self.topic, name) or ProducerNumbers(-1, -1)
 

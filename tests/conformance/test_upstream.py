@@ -22,7 +22,7 @@ DRIVEN = [name for name in UPSTREAM if name not in INACTIVE | OTHERWISE | set(PO
 
 
 def harms(case: dict[str, Any]) -> bool:
-    """Whether a case needs a sidecar of its own."""
+    """Whether a case needs its own sidecar."""
     return "entries_interval" in case.get("config", {}) or any(step["op"] == "recover" for step in case["steps"])
 
 

@@ -53,7 +53,7 @@ AS_PLAIN = Core(*(PLAIN[name] for name in ("id_window", "id_slots", "id_slots", 
 
 
 class Memory:
-    """Of what the modules ask of the system, `left` allocations succeed, and then one does not; None: all do."""
+    """For what the modules ask of the system, `left` allocations succeed, and then one does not; None: all do."""
 
     def __init__(self, core: Core, patch: pytest.MonkeyPatch) -> None:
         self.left: int | None = None
@@ -181,7 +181,7 @@ class History:
 
     @contextmanager
     def may_lack_memory(self, *, fails: bool = True) -> Iterator[None]:
-        """In some steps an allocation fails, whichever; all that is in flight is given up then."""
+        """In some steps an allocation fails, no matter which; all that is in flight is given up then."""
         if self.random.random() < 0.3:
             self.memory.left = self.random.choice((0, 0, 1, 2, 3, 5))
         try:

@@ -66,7 +66,7 @@ class Model:
         self.frames: list[int] = []
         self.now_ms = 0
         self.doubt_ms = (0, 0)
-        """So much earlier and later than it is it may be, as far as the window is told."""
+        """This much earlier and later than it is it may be, as far as the window is reported."""
 
     @property
     def now(self) -> Moment:
@@ -377,12 +377,12 @@ def test_control_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatc
 
 
 def _failed_before_the_sweep_has_gone_round(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Places that were given back, and that slots lead to. Taking out what failed moves a forgotten ID up, past where
+    """Places that were returned, and that slots lead to. Taking out what failed moves a forgotten ID up, past where
     the sweep is."""
     monkeypatch.setattr(PLAIN["id_table"], "siphash", HASHES["all meet"])
     model, limits = Model(PLAIN["id_window"].IdWindow(KEY, 0)), WindowLimits(16)
     ids = [b"%d" % k for k in range(8)]
-    for one in ids:  # each in a chunk of its own, in the slots from 5 on
+    for one in ids:  # each in its own chunk, in the slots from 5 on
         model.decide([one], True, limits)
         model.confirm()
     window = model.window
@@ -392,7 +392,7 @@ def _failed_before_the_sweep_has_gone_round(monkeypatch: pytest.MonkeyPatch) -> 
     window.decide(*frame([ids[2]]), True, limits, Moment(0, 0))
     window.confirm(1)
     window.decide(*frame([ids[0]]), True, limits, Moment(0, 0))
-    # Of those from slot 5 on: 0 in flight, 1 forgotten, 2 anew, 3 forgotten. 1 goes, and 3 is next.
+    # For those from slot 5 on: 0 in flight, 1 forgotten, 2 again, 3 forgotten. 1 goes, and 3 is next.
     window._slots._sweep(7)
     assert window._slots.rows[:12].astype(bool).sum() == 7
     window.fail()

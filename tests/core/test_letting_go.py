@@ -18,7 +18,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Model:
-    """Producers, and beside them the ID that each name has; -1: nothing is known of it."""
+    """Producers, and with them the ID that each name has; -1: nothing is known of it."""
 
     def __init__(self, count: int, gone: list[int]) -> None:
         self.producers = Producers()

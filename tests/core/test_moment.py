@@ -15,7 +15,7 @@ BEGAN_MS = 1_700_000_000_000
 WRONG_MS = st.sampled_from([0, 0, 0, 1, -1, 1000, -1000, 86_400_000, -86_400_000])
 """By how much the clock is ahead."""
 PERIODS = st.lists(st.tuples(WRONG_MS, st.integers(1, LOOKS)), min_size=1, max_size=8)
-"""For so many looks each."""
+"""For this many looks each."""
 
 
 def look_through(periods: list[tuple[int, int]], now_wrong_ms: int) -> None:

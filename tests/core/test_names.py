@@ -27,7 +27,7 @@ def check(names: Any, model: list[bytes]) -> None:
 
 
 def a_name(rng: random.Random) -> bytes:
-    """Of any length, and often the beginning of another one."""
+    """For any length, and often the beginning of another one."""
     return (b"%d" % rng.randrange(40)) * rng.randrange(40)
 
 

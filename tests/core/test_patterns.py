@@ -1,4 +1,4 @@
-"""Patterns of names, beside the plainest matcher that there can be."""
+"""Patterns of names, compared with the plainest matcher that there can be."""
 
 from functools import lru_cache
 from typing import Any

@@ -39,7 +39,7 @@ def laid_out(rows: list[tuple[str, int]], index: int) -> tuple[bytes, Uint8s, In
 
 
 def indexes_after(sizes: list[int], *, replayed: bool = False) -> tuple[list[int], list[int]]:
-    """Batches of so many rows of two producers in turn: the index that each one's messages have, and should have."""
+    """Batches of this many rows of two producers in turn: the index that each one's messages have, and should have."""
     producers = Producers()
     producers.add_all([b"a", b"b"])
     found, index = list[int](), 0
@@ -118,7 +118,7 @@ def test_a_topic_of_one_message_takes_little_memory() -> None:
 
 
 FOUND_IN = 200
-"""Looks into the ring that one message takes at most, of whatever age."""
+"""Looks into the ring that one message takes at most, of any age."""
 
 
 class Counted(np.ndarray):
@@ -143,7 +143,7 @@ def looks_for(producers: Producers, rows: list[tuple[str, int]]) -> tuple[int, l
 
 
 def fill(producers: Producers, rows: int, name_of: Callable[[int], str]) -> None:
-    """So many messages; each one's sequence ID is its index."""
+    """This many messages; each one's sequence ID is its index."""
     for index in range(producers._entered, producers._entered + rows, 4096):
         _, view, places = laid_out([(name_of(i), i) for i in range(index, index + 4096)], index)
         numbers = producers.known(view, places)

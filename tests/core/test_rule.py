@@ -314,7 +314,7 @@ def test_of_a_range_the_lowest_id_decides_and_the_highest_is_recorded(
 
 
 class _Ranges:
-    """The rule on plain arrays, as a broker with a log of its own asks it."""
+    """The rule on plain arrays, as a broker with its own log asks it."""
 
     def __init__(self, module: Any) -> None:
         self.rule = module
@@ -381,7 +381,7 @@ OPENED = st.tuples(st.just("open"), st.integers(0, 2), st.none())
 def test_what_is_not_to_be_stated_again_stands_in_the_rest_of_the_log(
     records: list[tuple[str, int, int | None]],
 ) -> None:
-    """Whatever part of the log is dropped: the rest of it and what is stated again give the same numbers."""
+    """No matter which part of the log is dropped: the rest of it and what is stated again give the same numbers."""
     topic = OneTopic("a", "b", "c")
     names = [b"a", b"b", b"c"]
     epochs = [1, 1, 1]
@@ -460,7 +460,7 @@ def test_the_rule_is_its_one_line_definition(operations: list[tuple[str, list[Ro
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), min_size=1, max_size=5), max_size=12))
 def test_originals_are_found_exactly(batches_drawn: list[list[Row]]) -> None:
-    """Whatever was stored is found at the index of its newest copy that a falling walk meets, or not at all."""
+    """Everything that was stored is found at the index of its newest copy that a falling walk meets, or not at all."""
     topic = OneTopic("a", "b", "c")
     where: dict[tuple[str, int], set[int]] = {}
     highest = {"a": -1, "b": -1, "c": -1}

@@ -1,4 +1,4 @@
-"""How long a drain may take, for whoever kills afterwards."""
+"""How long a drain may take, for anyone who kills afterwards."""
 
 from broker_sidecar.server import STOP_GRACE_SECONDS
 

@@ -98,7 +98,7 @@ def systemd_analyze() -> str:
 def test_what_was_installed_serves_as_the_unit_has_it(
     installed: Path, unit: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
-    """Started as systemd starts it, but for what only root may: another folder for the data, and an address of its own.
+    """Started as systemd starts it, but for what only root may: another folder for the data, and its own address.
     Kernels are not compiled: that takes half a minute in a new place, and is the same everywhere."""
     program, *words = unit["Service"]["ExecStart"].split()
     assert program == f"/{LIBRARY}/bin/seqdedupe"

@@ -44,7 +44,7 @@ def environment_in(sidecar: Object) -> dict[str, str]:
 
 
 def config_of(sidecar: Object, pod_number: int) -> Config:
-    """What the sidecar of a pod is told: by its command, as its shell understands it, and its environment."""
+    """What the sidecar of a pod is reported: by its command, as its shell understands it, and its environment."""
     [script] = sidecar["args"]
     [command] = re.findall(r"^exec (.*)", script.replace("\\\n", " "), re.MULTILINE)
     command = command.replace("$k", str(pod_number))

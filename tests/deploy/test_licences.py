@@ -50,7 +50,7 @@ def licences_of(found: Distribution) -> str:
 
 
 def is_allowed(expression: str) -> bool:
-    """Whether one of the alternatives is all allowed. Of alternatives within brackets every one has to be."""
+    """Whether one of the alternatives is all allowed. For alternatives within brackets every one has to be."""
     try:
         flat = canonicalize_license_expression(expression).replace("(", "").replace(")", "")
     except ValueError:

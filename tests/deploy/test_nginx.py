@@ -174,7 +174,7 @@ async def test_the_body_limit_of_a_proxy_costs_connections(nginx: Nginx, sidecar
 
 
 async def test_a_client_publishes_to_more_topics_than_nginx_allows_streams(nginx: Nginx, topic: str) -> None:
-    """Of itself nginx allows 128 a connection."""
+    """For itself nginx allows 128 a connection."""
     await publishes_to(nginx, topic, 150)
     text, found = re.subn("http2_max_concurrent_streams [0-9]+;", "", CONFIGURATION.read_text())
     assert found == 1

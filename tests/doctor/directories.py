@@ -138,7 +138,7 @@ def segments(directory: Path, topic: int = 0) -> list[Path]:
 
 
 def fingerprint(directory: Path) -> dict[str, tuple[int, str]]:
-    """Of every file and folder: when it was changed, and what is in it."""
+    """For every file and folder: when it was changed, and what is in it."""
     return {
         str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "")
         for path in sorted([directory, *directory.rglob("*")])

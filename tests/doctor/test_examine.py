@@ -62,7 +62,7 @@ def only(found: Findings) -> TopicFindings:
 async def test_a_torn_end_is_named_and_is_no_damage_and_is_left_alone(directory: Path) -> None:
     last = segments(directory)[-1]
     size = last.stat().st_size
-    # What was being written when the power went: the group that nobody was told of.
+    # What was being written when the power went: the group that nobody learned of.
     with last.open("r+b") as file:
         file.truncate(size - 20)
     topic = only(looked_at(directory))
@@ -82,7 +82,7 @@ async def test_a_torn_end_is_named_and_is_no_damage_and_is_left_alone(directory:
 
 
 async def test_a_damaged_payload_is_named_and_not_held(directory: Path) -> None:
-    """Its columns say whose messages are gone; the record, and all that was read with it, is let go."""
+    """Its columns say whose messages are gone; the record, and all that was read with it, is released."""
     first = segments(directory)[0]
     raw = bytearray(first.read_bytes())
     raw[-1] ^= 1
@@ -295,7 +295,7 @@ async def test_what_is_copied_keeps_positions_and_policies(directory: Path, tmp_
 
 @pytest.mark.parametrize("is_whole", [True, False])
 async def test_one_that_was_leaving_is_copied_or_left_out(directory: Path, tmp_path: Path, is_whole: bool) -> None:
-    """As another incarnation it would serve beside the one that the other sidecar may have."""
+    """As another incarnation it would serve next to the one that the other sidecar may have."""
     last = segments(directory)[-1]
     log_folder.leave(last.parent, log_folder.To("elsewhere:6660", "00"))
     if not is_whole:
@@ -326,7 +326,7 @@ async def test_a_producer_that_was_reset_goes_on_from_where_it_was_set(tmp_path:
             await topic.keeper.snapshot()
         last = data.sent[TOPIC, "p"]
     assert only(looked_at(tmp_path / "data")).is_whole
-    # One record in the middle is gone, so that the topic is written anew.
+    # One record in the middle is gone, so that the topic is written again.
     damaged = segments(tmp_path / "data")[1]
     raw = bytearray(damaged.read_bytes())
     raw[200] ^= 1
@@ -353,7 +353,7 @@ async def test_a_producer_that_was_forgotten_stays_so(tmp_path: Path, snapshot: 
             await topic.keeper.snapshot()
     found = only(looked_at(tmp_path / "data"))
     assert (found.is_whole, found.producers) == (True, 2)
-    # One record in the middle is gone, so that the topic is written anew.
+    # One record in the middle is gone, so that the topic is written again.
     damaged = segments(tmp_path / "data")[1]
     raw = bytearray(damaged.read_bytes())
     raw[200] ^= 1

@@ -22,10 +22,11 @@ WINDOW = 200
 """Messages that a producer sends without an answer."""
 
 ANSWERS_LOST = 20
-"""After a connection has ended a producer has forgotten so many answers: it resends what is stored for certain, too."""
+"""After a connection has ended a producer has forgotten this many answers: it resends what is stored for certain,
+too."""
 
 Stored = dict[str, list[tuple[int, bytes]]]
-"""Of each producer the sequence IDs and payloads in its log, in order."""
+"""For each producer the sequence IDs and payloads in its log, in order."""
 
 
 class BrokerProcess:
@@ -104,7 +105,7 @@ class Producer:
         self._port = int(port)
 
     async def reached(self, count: int) -> None:
-        """Returns when the broker has said of so many messages that it has them."""
+        """Returns when the broker has said of this many messages that it has them."""
         async with self._moved:
             await self._moved.wait_for(lambda: self.done >= count)
 
@@ -152,7 +153,7 @@ def payload_of(name: str, sequence_id: int) -> bytes:
 
 
 class RedisServer:
-    """A server of its own on a Unix socket, whose answers are on its disk."""
+    """Its own server on a Unix socket, whose answers are on its disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

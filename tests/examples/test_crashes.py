@@ -24,7 +24,7 @@ Fault = Callable[[], None]
 
 
 async def publish_under(faults: Sequence[Fault], address: str) -> list[Producer]:
-    """Publishes, and lets each of these faults happen at a moment of its own, while messages are under way."""
+    """Publishes, and lets each of these faults happen at its own moment, while messages are under way."""
     producers = [Producer(address, f"p{k}", MESSAGES) for k in range(PRODUCERS)]
     everything = asyncio.gather(*(producer.run() for producer in producers))
     async with asyncio.timeout(FINISH_SECONDS):

@@ -2,8 +2,10 @@
 
     python -m tests.examples.webhooks --events 100000 --seed 7
 
-Each event is a JSON text with an ID. So many of a thousand are delivered again hours later, by the clock of the events.
-Whatever has no 200 is delivered again. Gateways are the workers of one uvicorn; they and the sidecar die by kill -9.
+Each event is a JSON text with an ID. This many of a thousand are delivered again hours later, by the clock of the
+events. Everything that has no 200 is delivered again. Gateways are the workers of one uvicorn; they and the sidecar die
+by kill
+-9.
 """
 
 import argparse
@@ -107,7 +109,7 @@ class Campaign:
     delivered: int = 0
 
     def deliveries(self) -> list[int]:
-        """Of each delivery, the number of its event."""
+        """For each delivery, the number of its event."""
         due = [(float(k), k) for k in range(self.events)]
         copied = self.rng.sample(range(self.events), max(1, self.events * COPIES_A_THOUSAND // 1000))
         due += [(k + EVENTS_AN_HOUR * self.rng.uniform(0.5, 12), k) for k in copied]
@@ -169,7 +171,7 @@ async def post(
 
 
 async def _kill(campaign: Campaign, gateways: Gateways, sidecar: Sidecar, kills: int) -> None:
-    """So many kills, spread over the deliveries; every tenth one is the sidecar's."""
+    """This many kills, spread over the deliveries; every tenth one is the sidecar's."""
     for kill in range(1, kills + 1):
         while campaign.delivered < campaign.events * kill // (kills + 1):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -39,7 +39,7 @@ from tests.plain import PLAIN
 BLOCK = 1000
 GUARDED_PAGES = 4
 JUDGED_EVERY = 8
-"""Of so many batches that are canonical one goes through the rule too."""
+"""For this many batches that are canonical one goes through the rule too."""
 INCARNATION = 77
 TOKEN = b"0123456789abcdef"
 OWNERSHIP = ownership_of(TOKEN)
@@ -129,7 +129,7 @@ def plain_siphash(raw: bytes, start: int, end: int, key: Int64s) -> int:
     return siphash(np.frombuffer(raw, np.uint8), start, end, key)
 
 
-# These take the plain kernels ten times as long as all the rest of a record, and have tests of their own.
+# These take the plain kernels ten times as long as all the rest of a record, and have their own tests.
 PLAIN["records"].crc32c = plain_crc32c  # type: ignore[attr-defined]
 PLAIN["records"].siphash = plain_siphash  # type: ignore[attr-defined]
 
@@ -138,7 +138,8 @@ PLAIN["records"].siphash = plain_siphash  # type: ignore[attr-defined]
 
 
 def record(body: bytes, at: int, base_index: int, **fields: int) -> bytes:
-    """A stored record whose checksums and tag are right, whatever its body and the given fields of its header are."""
+    """A stored record whose checksums and tag are right, no matter what its body and the given fields of its header
+    are."""
     values = {"body_tag": BATCH_TAG, "rows": 0, "column_bytes": len(body), "synced_offset": 0, "ownership": OWNERSHIP}
     made = header(
         body, incarnation=INCARNATION, file_offset=at, base_index=base_index, publish_time_ms=1, key=KEY,

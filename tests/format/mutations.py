@@ -162,7 +162,7 @@ def mutated(random: Random) -> bytes:
 
 
 def spoilt(random: Random, data: bytes) -> bytes:
-    """The bytes with some of them cut off, left out, put in, or other ones in their place."""
+    """The bytes with some of them cut off, omitted, put in, or other ones in their place."""
     at = below(random, len(data) + 1)
     few = 1 + below(random, 8)
     return one_of(random,

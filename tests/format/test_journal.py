@@ -34,7 +34,7 @@ def is_damaged(raw: bytes) -> bool:
 
 
 def after_a_power_cut(random: Random, raw: bytes, synced: int, sector: int) -> bytes:
-    """Of what was not synced any sector is lost, and any part of the file's end."""
+    """For what was not synced any sector is lost, and any part of the file's end."""
     size = random.choice((len(raw), random.randint(synced, len(raw))))
     left = bytearray(raw[:synced] + bytes(size - synced))
     for at in range(synced // sector * sector, size, sector):

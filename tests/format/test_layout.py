@@ -1,4 +1,4 @@
-"""The check of everything that is sent: canonical batches pass, whatever else is refused, nothing crashes."""
+"""The check of everything that is sent: canonical batches pass, no matter what else is refused, nothing crashes."""
 
 import itertools
 from typing import Any

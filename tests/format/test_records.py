@@ -1,4 +1,4 @@
-"""Scanning records: compiled and plain are one, and whatever is not a record as it was written is refused."""
+"""Scanning records: compiled and plain are one, and no matter what is not a record as it was written is refused."""
 
 from typing import Any
 

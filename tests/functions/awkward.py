@@ -28,7 +28,7 @@ class ToItsOutputTopic(pulsar.Function):  # type: ignore[misc]
 
 
 class NumberSerDe:
-    """`bytes` makes so many zeros of a number."""
+    """`bytes` makes this many zeros of a number."""
 
     def serialize(self, value: object) -> object:
         return 5
@@ -40,7 +40,7 @@ class NoSuchSerDe(pulsar.Function):  # type: ignore[misc]
 
 
 class CallsBackForever(pulsar.Function):  # type: ignore[misc]
-    """Until it is let go of."""
+    """Until it is released."""
 
     go_on = threading.Event()
 

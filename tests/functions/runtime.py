@@ -138,7 +138,7 @@ class Ended(BaseException):
 
 
 class TestProcess:
-    """A process that can be told to stop; what ends it is told to the test."""
+    """A process that can be asked to stop; what ends it is reported to the test."""
 
     __test__ = False
 
@@ -184,7 +184,7 @@ class Runtime:
             self.instance.take(context)
 
     def until_acknowledged(self, count: int) -> None:
-        """Returns when so many messages are acknowledged."""
+        """Returns when this many messages are acknowledged."""
         self._until(lambda: len(self.acks) >= count)
 
     def _until(self, is_so: Callable[[], bool]) -> None:

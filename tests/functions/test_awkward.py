@@ -248,7 +248,7 @@ def test_what_an_owner_wrote_when_another_one_had_taken_over_counts_for_nobody(
 def test_what_follows_a_refused_entry_counts_for_nobody(
     start: Start, shared_sidecar: Sidecar, topic: str, identity: str
 ) -> None:
-    """It comes again at other indexes. Whoever had taken it would take those for duplicates, and lose them."""
+    """It comes again at other indexes. Anyone who had taken it would take those for duplicates, and lose them."""
     given = [
         Message(b"", Id(0), properties=written(-1, "marker")),
         Message(b"a", Id(1), properties=written(1)),

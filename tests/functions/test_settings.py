@@ -1,4 +1,4 @@
-"""What a function is told, and how it has to be deployed."""
+"""What a function learns, and how it has to be deployed."""
 
 from types import SimpleNamespace
 from typing import Any

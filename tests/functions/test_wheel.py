@@ -1,4 +1,4 @@
-"""The wheel that is deployed, with nothing else of this project beside it."""
+"""The wheel that is deployed, with nothing else of this project next to it."""
 
 import subprocess
 import sys

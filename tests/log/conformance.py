@@ -27,7 +27,7 @@ from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.log.batches import encoded_batch
 
 LIMIT_SECONDS = LAST_RESORT_SECONDS
-"""Nothing here takes so long."""
+"""Nothing here takes this long."""
 
 
 class LogHarness(ABC):
@@ -118,7 +118,7 @@ class Owner:
         assert self.stored == count
 
     async def until_settled(self, count: int) -> None:
-        """Until so many are stored, or the rest has failed."""
+        """Until this many are stored, or the rest has failed."""
         async with asyncio.timeout(LIMIT_SECONDS * 2):
             while self.stored < count and self.failure is None:
                 self._heard.clear()
@@ -669,7 +669,7 @@ class LogConformance:
             owner.append_control(1000 * term + 999)
             await owner.until_stored(41)
             everything.append(("control", 1000 * term + 999, 0))
-            # Of the same messages, and after another control record.
+            # For the same messages, and after another control record.
             snapshots[100 * term] = log.place_at(100 * term)
         looked_at = (0, 1, 99, 100, 151, 299)
         locations = [await log.locate(index) for index in looked_at]

@@ -46,7 +46,7 @@ from seqdedupe.message_id import MessageId
 from seqdedupe.tasks import Broadcast
 
 KNOWN_MESSAGE_IDS = 10
-"""Those of so many newest messages are known without a read."""
+"""Those of this many newest messages are known without a read."""
 
 OTHER_OWNERS_TOKEN = b"another owner..."
 KEY = key_of(b"of the tests....")
@@ -93,7 +93,7 @@ class Storage:
         return self.add_batch(body, rows, column_bytes) if rows else self.add_control(body)
 
     def add_batch(self, batch: bytes, rows: int, column_bytes: int) -> Runs:
-        """Stores a batch, whoever the owner is; returns its rows' message IDs."""
+        """Stores a batch, no matter who the owner is; returns its rows' message IDs."""
         self._add_entry(headers.BATCH_TAG, batch, rows, column_bytes)
         self._runs[self.next_index] = runs = tuple(self._give_ids(rows))
         self._bases.append(self.next_index)
@@ -178,7 +178,7 @@ class FaultyLog:
     """Satisfies `seqdedupe.log.contract.Log`. See the module for the commands.
 
     `takes_higher_terms_only`: a marker whose term is not higher counts for nothing, as in a topic of Pulsar's.
-    `excludes`: who has opened it keeps all others out, who are told its `address`, as there too.
+    `excludes`: who has opened it keeps all others out, who learn its `address`, as there too.
     `automatic` stores and reports every append at the loop's next turn, as a log without faults does.
     `retention` makes `may_trim_to` allow all it may; otherwise nothing. `opening_allowed` is an event that
     holds `open_for_writing` back while it is cleared.
@@ -241,7 +241,7 @@ class FaultyLog:
         return self._failure is not None
 
     def store(self, count: int | None = None) -> None:
-        """The oldest `count` in flight (None: all) are durable from now on; nobody is told."""
+        """The oldest `count` in flight (None: all) are durable from now on; nobody learns."""
         for _ in range(len(self._in_flight) if count is None else min(count, len(self._in_flight))):
             self._unreported.append(self.storage.add(*self._in_flight.popleft()))
 
@@ -258,18 +258,18 @@ class FaultyLog:
 
     def unknown(self, lands: int | None = 0, *, report: bool = True, why: str = "connection lost") -> None:
         """The outcome of all that is in flight is unknown: the oldest `lands` of it (None: all) will be found
-        stored, before the marker of whoever opens next."""
+        stored, before the marker of anyone who opens next."""
         self._lands = lands
         self._fail(Failure.UNKNOWN, why, report)
 
     def fence(self, term: int, lands: int | None = 0, *, report: bool = True) -> None:
-        """Another owner opens the topic with this term. Of what is in flight, the oldest `lands` stand before
+        """Another owner opens the topic with this term. For what is in flight, the oldest `lands` stand before
         its marker, the others nowhere; the outcome is unknown to this log."""
         self._shut_out(lands, report)
         self.storage.add_marker(term, OTHER_OWNERS_TOKEN)
 
     def lose_place(self, lands: int | None = 0, *, report: bool = True) -> None:
-        """Nobody owns the topic. Of what is in flight, the oldest `lands` are stored, the others nowhere; the outcome
+        """Nobody owns the topic. For what is in flight, the oldest `lands` are stored, the others nowhere; the outcome
         is unknown to this log."""
         self._shut_out(lands, report)
         self._leave()
@@ -280,7 +280,7 @@ class FaultyLog:
             self.storage.news.tell()
 
     def refuse_opens(self, times: int, *, marked: bool = False) -> None:
-        """The next so many openings fail; if `marked`, their markers are stored all the same."""
+        """The next this many openings fail; if `marked`, their markers are stored all the same."""
         self._opens_to_refuse = times
         self._refused_opens_mark = marked
 
@@ -297,7 +297,7 @@ class FaultyLog:
     def crash(self, lands: int | None = 0) -> "FaultyLog":
         """The process ends, this log is dead, and the next process's log is returned.
 
-        Of what was in flight the oldest `lands` (None: all) are found stored; if the outcome was unknown
+        For what was in flight the oldest `lands` (None: all) are found stored; if the outcome was unknown
         before, the number said then holds.
         """
         if self._failure is None:

@@ -1,4 +1,4 @@
-"""A disk that loses at a power cut whatever was not synced: contents of files, and entries of folders."""
+"""A disk that loses at a power cut everything that was not synced: contents of files, and entries of folders."""
 
 import os
 import shutil

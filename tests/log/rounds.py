@@ -55,7 +55,7 @@ class Rounds:
         self._gate = gate_of_rounds(monkeypatch)
 
     async def begin(self, count: int = 3) -> "Rounds":
-        """Makes so many logs, and opens them for writing in one round."""
+        """Makes this many logs, and opens them for writing in one round."""
         for incarnation in range(1, count + 1):
             await self.logs.create(incarnation, TOPIC, SECRET)
         await self.open(*range(1, count + 1))
@@ -90,7 +90,7 @@ class Rounds:
         """The segments are synced, and the journal forgets."""
         self.logs.committer._tick()
         self.logs.committer._timer.cancel()
-        # Whoever comes after the tick is answered after it.
+        # Anyone who comes after the tick is answered after it.
         await self.close(max(self.owners))
 
     async def close(self, *incarnations: int) -> None:
@@ -187,7 +187,7 @@ class LosingDisk(Disk):
             synced = self._contents.get(inode, b"")
             files[at / name] = synced
             if random and there.get(name) == inode:
-                # Whoever forgets may remove it meanwhile.
+                # Anyone who forgets may remove it meanwhile.
                 with suppress(FileNotFoundError), path.open("rb") as file:
                     # Or another file has its name meanwhile.
                     if os.fstat(file.fileno()).st_ino == inode:

@@ -102,7 +102,7 @@ async def test_what_has_been_counted_survives_the_process_and_its_file_may_be_lo
     caplog: pytest.LogCaptureFixture,
     spoil: Callable[[bytes], bytes] | None,
 ) -> None:
-    """The time between two processes does not count; and what is damaged or missing counts anew."""
+    """The time between two processes does not count; and what is damaged or missing counts again."""
     logs = times.logs(make_logs)
     log, _ = await written_ahead(logs, times)
     await trim(log, 50)

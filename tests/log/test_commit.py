@@ -27,7 +27,7 @@ async def opened(logs: EmbeddedLogs, incarnation: int) -> Owner:
 
 
 async def an_older_openings_backlog(logs: EmbeddedLogs, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """More than a group waits to be written when the log is opened for writing anew: what the log then holds."""
+    """More than a group waits to be written when the log is opened for writing again: what the log then holds."""
     old = await opened(logs, 1)
     with monkeypatch.context() as patch:
         syncs = Gate(patch, "fdatasync")
@@ -77,7 +77,7 @@ async def test_control_appends_of_an_older_opening(make_logs: MakeLogs, monkeypa
 
 
 async def who_hears_after_one_that_raises(logs: EmbeddedLogs, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Three topics' news are told in one go, and whoever hears the first raises: how much each of them hears."""
+    """Three topics' news are reported in one go, and anyone who hears the first raises: how much each of them hears."""
     heard = [0, 0, 0]
     raised: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context["exception"]))

@@ -73,7 +73,7 @@ async def kills(
         writers.stdin.write(f"{randomly.randrange(1, 2**31)} {randomly.randrange(1, 20_000)}\n")
         reported = [int(end) for end in writers.stdout.readline().split()]
         missing.append(0)
-        # What each of them leaves in the journal is read anew.
+        # What each of them leaves in the journal is read again.
         logs = make_logs(folder)
         for incarnation, stored in zip(incarnations, reported, strict=True):
             log = await logs.open(incarnation, 0)
@@ -128,7 +128,7 @@ async def test_a_power_cut_leaves_a_prefix(
     groups: list[list[int]],
     survives: st.DataObject,
 ) -> None:
-    """Of the last group, which was not synced, any sectors are on the disk, at any length of the file."""
+    """For the last group, which was not synced, any sectors are on the disk, at any length of the file."""
     folder = tmp_path_factory.mktemp("power")
     logs = make_logs(folder)
     await logs.create(INCARNATION, TOPIC, SECRET)

@@ -113,7 +113,7 @@ async def logs(tmp_path: Path) -> AsyncIterator[EmbeddedLogs]:
 
 
 def put(tmp_path: Path, *files: tuple[int, bytes]) -> None:
-    """Writes the segment files of the log anew."""
+    """Writes the segment files of the log again."""
     folder = tmp_path / "logs" / str(INCARNATION)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -82,7 +82,7 @@ async def test_what_arrives_during_a_sync_is_one_group(make_logs: MakeLogs, monk
 
 
 async def test_a_backlog_is_written_in_groups(make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the event loop is told of at once is bounded, and fits into one write."""
+    """What the event loop is reported at once is bounded, and fits into one write."""
     logs = make_logs()
     log = await new_log(logs)
     owner = await Owner(log, 1).open()
@@ -153,7 +153,7 @@ async def test_short_writes_are_completed(make_logs: MakeLogs, monkeypatch: pyte
 async def test_a_large_group_is_written_in_pieces(
     make_logs: MakeLogs, monkeypatch: pytest.MonkeyPatch, is_short: bool
 ) -> None:
-    """Of batches that are larger than a piece, as large, and so small that several are in one."""
+    """For batches that are larger than a piece, as large, and so small that several are in one."""
     monkeypatch.setattr(writer, "WRITE_BYTES", 1000)
     logs = make_logs()
     log = await new_log(logs)

@@ -39,7 +39,7 @@ class Early(Owner):
 
     @property
     def told(self) -> int:
-        """Of so many it is known that they are written, or more."""
+        """For this many it is known that they are written, or more."""
         return self.stored + self._waiting
 
     async def until_told(self, count: int) -> None:
@@ -254,7 +254,7 @@ async def test_a_sync_that_fails_later_is_fatal_and_confirms_nothing(
 
 async def cut_at_random(make_logs: MakeLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> int:
     """Two topics, of which one or both wait for syncs, in rounds of one and of both; and power cuts, of which each
-    loses any part of what was not synced. How many messages the cuts took that were told as written."""
+    loses any part of what was not synced. How many messages the cuts took that were reported as written."""
     random = Random(seed)
     disk = LosingDisk(tmp_path / "data", monkeypatch)
     logs = make_logs(disk.folder / "logs", segment_bytes=3_000)
@@ -296,7 +296,7 @@ async def test_a_power_cut_takes_nothing_that_was_told_as_durable(
 async def test_control_a_power_cut_takes_what_was_only_written(
     make_logs: MakeLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever takes what is written for durable loses it: all of it, here, and no more than it."""
+    """Anyone who takes what is written for durable loses it: all of it, here, and no more than it."""
     disk = LosingDisk(tmp_path / "data", monkeypatch)
     log, owner = await opened(make_logs(disk.folder / "logs"))
     await append(owner, 0, 5)

@@ -1,6 +1,6 @@
 """Payloads that pose as records. Header, incarnation, offsets and checksums are public: only the keyed tag is not.
 
-Whoever publishes chooses what stands in a payload, and can work out where in the file it will stand. Each test has a
+Anyone who publishes chooses what stands in a payload, and can work out where in the file it will stand. Each test has a
 control arm in which recovery believes headers without looking at their tags: there the forgery does its harm.
 """
 
@@ -103,7 +103,7 @@ async def attacked(logs: EmbeddedLogs, path: Path, claim: Callable[[int], int | 
         await owner.until_stored(2)
         await log.close()
         with path.open("r+b") as file:
-            # The victim was acknowledged, and is on the disk. Of what came later, the first sector is not.
+            # The victim was acknowledged, and is on the disk. For what came later, the first sector is not.
             file.seek(carrier_at)
             file.write(bytes(headers.HEADER_BYTES))
         end += 1

@@ -1,4 +1,5 @@
-"""The journal: what a round of several logs costs, and what a start takes back, whatever was done to the files."""
+"""The journal: what a round of several logs costs, and what a start takes back, no matter what was done to the
+files."""
 
 import errno
 import os
@@ -94,7 +95,7 @@ async def test_the_end_leaves_no_journal(make_rounds: Callable[[], Rounds]) -> N
 
 
 async def killed(rounds: Rounds, to: Path, *, count: int = 3, size: int = 300) -> Path:
-    """A copy of the logs as kill -9 leaves them after so many rounds; the journal has all of them."""
+    """A copy of the logs as kill -9 leaves them after this many rounds; the journal has all of them."""
     await rounds.begin()
     for _ in range(count):
         await rounds.together(1, 2, 3, size=size)
@@ -271,7 +272,7 @@ async def test_a_missing_folder_is_damage(make_rounds: Callable[[], Rounds], tmp
 
 
 async def a_lost_journal(rounds: Rounds, to: Path) -> dict[int, list[int]]:
-    """Of two rounds a segment has the second one only, and the journal is gone."""
+    """For two rounds a segment has the second one only, and the journal is gone."""
     folder = await killed(rounds, to, count=2)
     shutil.rmtree(folder / "journal")
     (folder / journal_replay.BEGUN_FILE).unlink()
@@ -547,7 +548,7 @@ async def test_control_a_background_sync_that_fails_and_the_journal_is_forgotten
 
 
 async def closed_without_descriptors(rounds: Rounds, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What would end the process when a log is closed whose file was let go of, and no more files can be opened."""
+    """What would end the process when a log is closed whose file was released, and no more files can be opened."""
     await rounds.begin()
     await rounds.together(1, 2, 3)
     await rounds.forget()

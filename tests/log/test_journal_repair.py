@@ -134,7 +134,7 @@ async def test_no_file_that_was_forgotten_is_missed(
 
 
 async def test_the_first_round_of_the_newest_file_was_no_torn_one(rounds: Rounds, tmp_path: Path) -> None:
-    """It was durable before the file was named. Whatever followed it is lost too."""
+    """It was durable before the file was named. Everything that followed it is lost too."""
     folder = await without_the_newest_file(rounds, tmp_path / "killed", cut_in_its_last_part, is_second=True)
     for incarnation in ALL:
         with pytest.raises(DamagedError, match="a round of the journal is missing or damaged") as raised:
@@ -175,7 +175,7 @@ async def test_a_changed_byte_of_the_last_round_is_reported(rounds: Rounds, tmp_
 @pytest.mark.parametrize("is_cut", [True, False])
 async def test_the_last_round_cut_short_is_taken_for_a_torn_one(rounds: Rounds, tmp_path: Path, is_cut: bool) -> None:
     """This is the limit, a fault of the disk and a power cut at once: a power cut alone, before the round's sync, may
-    leave the same bytes, and then nobody was told that it is stored."""
+    leave the same bytes, and then nobody learned that it is stored."""
 
     def without_its_last_sectors(path: Path) -> None:
         size = path.stat().st_size
@@ -363,7 +363,7 @@ async def test_control_no_read_is_ever_believed(
     assert await reads_for_all(rounds, tmp_path / "killed", monkeypatch) == 2 * 3 * len(ALL)
 
 
-# -- power cuts at places of their own ------------------------------------------------------------------------------
+# -- power cuts at their own places ------------------------------------------------------------------------------
 
 
 async def a_folder_that_was_half_made(rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +398,7 @@ async def test_control_a_folder_that_is_there_is_taken_for_durable(
 async def a_sync_of_the_commit_thread_that_fails(
     rounds: Rounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[int, list[int]]:
-    """So many files wait to be synced that the thread does it itself when the journal is to be forgotten."""
+    """Enough files wait to be synced that the thread does it itself when the journal is to be forgotten."""
     monkeypatch.setattr(Syncer, "is_full", property(lambda self: True))
     return await a_background_sync_that_fails(rounds, tmp_path, monkeypatch)
 

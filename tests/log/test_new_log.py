@@ -30,7 +30,7 @@ class Syncs:
 
 
 async def written_to(folder: Path, *, makes: bool, opens: int = 1) -> None:
-    """One process: makes the log or finds it, opens it so often, and takes it over."""
+    """One process: makes the log or finds it, opens it this many times, and takes it over."""
     logs = EmbeddedLogs(folder / "logs", clock_ms=lambda: 1, fatal=pytest.fail)
     if makes:
         await logs.create(INCARNATION, TOPIC, SECRET)

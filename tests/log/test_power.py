@@ -125,7 +125,8 @@ async def test_control_a_rolled_segment_that_is_not_synced(
 async def test_what_opening_for_writing_syncs(
     make_logs: MakeLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A log that was copied there, and never synced by whoever did it, survives once it has been opened for writing."""
+    """A log that was copied there, and never synced by anyone who did it, survives once it has been opened for
+    writing."""
     logs = make_logs(tmp_path / "data" / "logs")
     await logs.create(INCARNATION, TOPIC, SECRET)
     log = await logs.open(INCARNATION, 0)
@@ -190,7 +191,7 @@ async def test_retention_that_fails_leaves_no_hole(
         Failing(failing, call, good)
         await log.trim(to)
         assert log.first_index < to
-        # Whoever reads now, and whoever reads after a power cut, finds no hole.
+        # Anyone who reads now, and anyone who reads after a power cut, finds no hole.
         assert await ids_in(log) == list(range(log.first_index, 12))
     survived = await what_survives(make_logs, disk, tmp_path / "cut", 12)
     assert survived == list(range(12 - len(survived), 12))

@@ -1,4 +1,4 @@
-"""What is read ahead beside publishers: each message once, in order, whatever becomes of the thread's read."""
+"""What is read ahead next to publishers: each message once, in order, no matter what becomes of the thread's read."""
 
 import asyncio
 import gc
@@ -56,7 +56,7 @@ class Reads:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of some batches, read beside publishers who never rest."""
+    """Windows of some batches, read next to publishers who never rest."""
     monkeypatch.setattr(reader, "WINDOW_BYTES", PAGE_BYTES)
     for module in (reader, writer):
         monkeypatch.setattr(module, "POINT_INTERVAL_BYTES", 0)
@@ -130,7 +130,7 @@ async def test_beside_publishers_a_thread_reads_ahead(log: EmbeddedLog, monkeypa
     reads.may_go_on.set()
     await read_until(log, BATCHES, index)
     assert threading.current_thread() not in reads.threads
-    # Each window once. (There is a segment after the first, which begins anew.)
+    # Each window once. (There is a segment after the first, which begins again.)
     assert len(set(reads.offsets)) == len(reads.offsets) - 1
     await log.close()
 

@@ -35,7 +35,7 @@ async def logs(tmp_path: Path) -> AsyncIterator[EmbeddedLogs]:
 
 
 class Reads:
-    """`os.pread` that fails, or flips a byte, so many times. Nothing is found in memory."""
+    """`os.pread` that fails, or flips a byte, this many times. Nothing is found in memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, error: int = 0) -> None:
         self.bad = 0

@@ -172,7 +172,8 @@ async def test_logs_of_one_disk_share_its_room(
 async def test_a_share_is_enough_for_a_higher_term(
     make_logs: MakeLogs, limit_files: LimitFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever finds a marker of a higher term opens the log again. It would take the shares of others, or have none."""
+    """Anyone who finds a marker of a higher term opens the log again. It would take the shares of others, or have
+    none."""
     log = await log_with_a_refusal(make_logs, limit_files)
     monkeypatch.setattr(Room, "_free_bytes", lambda self: room.SHARE_BYTES)
     monkeypatch.setattr(room, "TRIAL_SECONDS", 3600.0)

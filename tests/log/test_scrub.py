@@ -113,7 +113,7 @@ async def test_a_scrub_that_does_not_look_finds_nothing(
     put_three(tmp_path, flipped(file.raw, file.stored[3].end - 1))
     log = await logs.open(INCARNATION, 39)
     with monkeypatch.context() as patch:
-        # The module that is in use: tests of the formats load another one beside it.
+        # The module that is in use: tests of the formats load another one next to it.
         patch.setattr(vars(inspection)["records"], "first_bad_payload", lambda *_: -1)
         assert await scrubbed(log) == DamageFound(0, 0)
     assert await scrubbed(log) == DamageFound(1, file.stored[3].rows)
@@ -176,7 +176,7 @@ async def test_what_is_remembered_holds_no_records_and_is_bounded(
 
 
 class Disk:
-    """Reads of the scrub that fail, or see a flipped byte, so many times."""
+    """Reads of the scrub that fail, or see a flipped byte, this many times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, error: int = 0) -> None:
         self.bad = 0
@@ -487,7 +487,7 @@ def harm(chance: random.Random, raw: bytes) -> bytes:
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_scrub_and_readers_agree_whatever_is_damaged(logs: EmbeddedLogs, tmp_path: Path, seed: int) -> None:
-    """Readers get each message whose record was not touched, and are told of just those that the scrub counts."""
+    """Readers get each message whose record was not touched, and learn of just those that the scrub counts."""
     chance = random.Random(seed)
     files = [small_file(0), small_file(13)]
     for file in files:

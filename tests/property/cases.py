@@ -1,6 +1,6 @@
 """What a case is: a seed and a list of steps.
 
-Each step is an action of `Case` and a number from which it draws all it needs, so that steps can be left out and the
+Each step is an action of `Case` and a number from which it draws all it needs, so that steps can be omitted and the
 others do about the same.
 """
 
@@ -43,7 +43,7 @@ ACTIONS = {
 
 NEVER_LEFT_OUT = ("send", "deliver", "answer", "settle", "job", "open")
 RESETS = 0.4
-"""The share of cases with any: in the others messages are never taken anew."""
+"""The share of cases with any: in the others messages are never taken again."""
 
 POLICY_SWITCHES = 0.2
 """The share of cases with any: what is doubled in them may be, so they prove less."""
@@ -56,8 +56,8 @@ def drawn(
     rare: Mapping[str, float],
     count: tuple[int, int],
 ) -> list[Step]:
-    """Between so many steps and so many, of actions with weights. A case leaves some out and has others twice as often;
-    of the `rare` ones only this share of the cases has any."""
+    """Between this many steps and this many, of actions with weights. A case leaves some out and has others twice as
+    often; of the `rare` ones only this share of the cases has any."""
     random = Random(seed)
     weights = {action: weight * random.choice((0, 1, 1, 2)) for action, weight in actions.items()}
     for action in never_left_out:

@@ -13,10 +13,10 @@ from tests.property.disk import Violation
 
 MAX_GAP = 3
 MAX_ROWS = 4
-"""Of one producer in a frame."""
+"""For one producer in a frame."""
 
 MAX_UNACKED = 24
-"""With so many messages without a receipt a producer makes no new ones."""
+"""With this many messages without a receipt a producer makes no new ones."""
 
 
 class State(Enum):
@@ -51,9 +51,9 @@ class Session:
     confirmed_before: int = NO_SEQUENCE_ID
     """The highest ID that was known to be in the log when that was sent."""
     highest: int = NO_SEQUENCE_ID
-    """Of all messages made, also those from before it was forgotten."""
+    """For all messages made, also those from before it was forgotten."""
     acked_before: int = 0
-    """So many messages had a receipt when it was forgotten."""
+    """This many messages had a receipt when it was forgotten."""
     missed_that_forgotten: bool = False
     """It has not heard the answer that said so."""
     is_told_no_more: bool = False
@@ -72,7 +72,7 @@ class Session:
         self.must_resend = False
 
     def take(self, random: Random, rows: int, may_be_new: bool) -> list[int]:
-        """The next messages to send, new ones among them: no message without a receipt is left out between them."""
+        """The next messages to send, new ones among them: no message without a receipt is omitted between them."""
         if self.must_resend:
             self.resend()
         at = bisect_left(self.unacked, self.cursor)
@@ -127,7 +127,7 @@ class Session:
         is_forgotten |= self.is_told_no_more
         self.missed_that_forgotten = self.is_told_no_more = False
         if is_forgotten and persisted < self.confirmed_before:
-            # It begins anew, from nothing: links do not reach over this.
+            # It begins again, from nothing: links do not reach over this.
             self.answered, self.sent, self.last_sent = [], [], NO_SEQUENCE_ID
             self.acked_before = len(self.acked)
         elif persisted < self.confirmed_before:
@@ -152,7 +152,7 @@ class Frame:
     encoded: bytes
     is_unary: bool
     lives: dict[Session, int]
-    """Of each session, when it was sent."""
+    """For each session, when it was sent."""
 
     def __str__(self) -> str:
         return f"frame {self.number} " + " ".join(f"{s.name}{s.number}:{i}" for s, i in self.rows)

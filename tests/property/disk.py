@@ -54,10 +54,10 @@ class CrashableStore(Store):
         return store
 
     fails: int | None = None
-    """Set: the next sync fails, and so many of the writes that it would have synced are there all the same."""
+    """Set: the next sync fails, and this many of the writes that it would have synced are there all the same."""
 
     calls_left: int | None = None
-    """Set: so many calls of any kind succeed, and all others fail."""
+    """Set: this many calls of any kind succeed, and all others fail."""
 
     @staticmethod
     def is_behind() -> bool:
@@ -99,8 +99,8 @@ class CrashableStore(Store):
         self.fails = survives
 
     def fail_after(self, calls: int, survives: int) -> None:
-        """So many calls succeed, whatever they are; then all fail, and RocksDB has been opened again when they do not
-        (`restart`)."""
+        """This many calls succeed, no matter what they are; then all fail, and RocksDB has been opened again when they
+        do not (`restart`)."""
         self.calls_left, self._survives = calls, survives
 
     def _called(self) -> None:
@@ -129,7 +129,7 @@ class CrashableStore(Store):
         self.states = self.states[-1:]
 
     def cut_power(self, survives: int) -> None:
-        """All is lost that was written after the first so many unsynced writes."""
+        """All is lost that was written after the first this many unsynced writes."""
         self._put_back(self.states[min(survives, len(self.states) - 1)])
 
     def lose(self) -> None:

@@ -68,7 +68,7 @@ class Judge:
             if number is None:
                 continue
             persisted, epoch = topic.producers.numbers[number, [PERSISTED, DURABLE_EPOCH]].tolist()
-            # A reset that is in the log may have been told to nobody yet, and recovery repeats earlier ones first.
+            # A reset that is in the log may have been reported to nobody yet, and recovery repeats earlier ones first.
             is_reset = epoch >= promised.reset_epoch and (self.is_serving() or not promised.reset_epoch)
             is_purged = self.is_serving() and not self.topic.flight.has(control.Purge)
             if persisted > promised.highest and is_reset and (is_purged or not promised.purges):
@@ -104,7 +104,7 @@ class Judge:
         if not self.storage.holds(*row, below_index=self.topic.confirmed_index):
             self.wrong(f"{frame}: Dup, but the log does not hold {row}")
         elif self.storage.promise(row.name).purges:
-            # Of what came before it was forgotten nothing is known.
+            # For what came before it was forgotten nothing is known.
             pass
         elif not is_known and self.storage.indexes[row[:2]][0] >= self.seen_from and not self.storage.may_double:
             self.wrong(f"{frame}: Dup, without the index of {row[:2]}")
@@ -134,7 +134,7 @@ class Judge:
         return [replace(self.storage.promise(session.name)) for session in request.sessions]
 
     def reset_answered(self, name: str) -> None:
-        """Of earlier sessions nothing will come any more."""
+        """For earlier sessions nothing will come any more."""
         promised = self.storage.promise(name)
         if not promised.reset_epoch:
             self.wrong(f"the reset of {name} is answered, but not in the log")
@@ -160,7 +160,7 @@ class Judge:
                 continue
             epoch, persisted, index = opened.epochs[place], opened.persisted[place], opened.indexes[place]
             if epoch < promised.reset_epoch:
-                # It has been fenced meanwhile, whatever it learns.
+                # It has been fenced meanwhile, no matter what it learns.
                 promised.epoch = max(promised.epoch, epoch)
                 continue
             is_same = (before[place].reset_epoch, before[place].purges) == (promised.reset_epoch, promised.purges)

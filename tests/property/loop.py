@@ -1,4 +1,4 @@
-"""An event loop that goes only as far as it is told: nothing happens by itself, and time stands still."""
+"""An event loop that goes only as far as the test says: nothing happens by itself, and time stands still."""
 
 import asyncio
 import heapq
@@ -34,7 +34,7 @@ class StepLoop(asyncio.AbstractEventLoop):
     # What the test commands.
 
     def run(self, steps: int | None = None) -> None:
-        """Runs so many steps (None: until nothing is left to do but jobs and timers)."""
+        """Runs this many steps (None: until nothing is left to do but jobs and timers)."""
         while self._ready and steps != 0:
             handle = self._ready.popleft()
             if not handle.cancelled():
@@ -43,7 +43,8 @@ class StepLoop(asyncio.AbstractEventLoop):
                 steps -= 1
 
     def run_job(self, at: int = 0) -> None:
-        """The oldest job is done, or another one, in its thread; whoever waits for it will go on in the next step."""
+        """The oldest job is done, or another one, in its thread; anyone who waits for it will go on in the next
+        step."""
         executor, work, future = self.jobs[at]
         del self.jobs[at]
         try:
@@ -68,7 +69,7 @@ class StepLoop(asyncio.AbstractEventLoop):
         """The process is gone: nothing of it runs any more."""
         self._ended = True
         for task in self._tasks:
-            # Nobody is to be told that it was pending, and it is not cancelled: it just never goes on.
+            # Nobody is to learn that it was pending, and it is not cancelled: it just never goes on.
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         for task in self._tasks:
             task.get_coro().close()

@@ -27,7 +27,7 @@ MEMORY = Path("/dev/shm")
 
 @contextmanager
 def many_cases() -> Iterator[CrashableStore]:
-    """A store for many cases, each a topic of its own; snapshots are compacted after few deltas."""
+    """A store for many cases, each its own topic; snapshots are compacted after few deltas."""
     small: list[tuple[ModuleType, str, int]] = [
         (module, "PAGE_PRODUCERS", 2) for module in (parts, snapshots, snapshots)
     ]
@@ -80,7 +80,7 @@ def failure_of(store: CrashableStore, seed: int, steps: list[Step], arm: Arm = S
 
 
 def shrunk(store: CrashableStore, seed: int, steps: list[Step], arm: Arm = SEQUENCE_IDS) -> list[Step]:
-    """Fewer steps that still fail: pieces are left out, smaller and smaller ones."""
+    """Fewer steps that still fail: pieces are omitted, smaller and smaller ones."""
     size = len(steps)
     while size:
         at = 0

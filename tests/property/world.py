@@ -27,7 +27,7 @@ LAST_ROUNDS = 8
 ROUNDING_SECONDS = 1e-6
 """The loop's time is a sum of thirds."""
 
-"""After the last fault everything has its receipt within so many rounds."""
+"""After the last fault everything has its receipt within this many rounds."""
 
 FORGETTING = 0.4
 """The share of topics that forget producers that nobody uses."""

@@ -24,7 +24,7 @@ FAULTS_A_TOPIC = 20
 
 
 async def attack(broker: Broker, dice: random.Random, faults: int, name: str, folder: Path) -> int:
-    """Topics in both formats, and so many faults; how many messages were published."""
+    """Topics in both formats, and this many faults; how many messages were published."""
     cluster = Cluster(broker.service_url, broker.admin_url)
     async with AsyncExitStack() as stack:
         line = await stack.enter_async_context(Line(broker))

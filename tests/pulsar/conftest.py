@@ -44,7 +44,7 @@ def pulsar_home() -> Path:
 
 @pytest.fixture(scope="session")
 def broker(pulsar_home: Path) -> Iterator[Broker]:
-    """A broker for all tests that do not harm it; each uses topics of its own."""
+    """A broker for all tests that do not harm it; each uses its own topics."""
     with Broker(pulsar_home) as broker:
         yield broker
 
@@ -97,7 +97,7 @@ async def namespace(cluster: Cluster) -> str:
 
 @pytest.fixture
 async def member(cluster: Cluster, namespace: str, tmp_path: Path) -> AsyncIterator[MakeMember]:
-    """Makes sidecars of the test's cluster and namespace, each with a folder of its own; not started yet."""
+    """Makes sidecars of the test's cluster and namespace, each with its own folder; not started yet."""
     every: list[Member] = []
 
     def make(**keys: Any) -> Member:

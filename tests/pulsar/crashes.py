@@ -111,7 +111,7 @@ def sidecar_of(broker: Broker, namespace: str, folder: Path, **keys: Any) -> Sid
 class Scene:
     """The processes, their topics, and one that does not deduplicate: the control.
 
-    `are_listed`: each sidecar is told of the others, and two stand by for a topic; else all three do.
+    `are_listed`: each sidecar learns of the others, and two stand by for a topic; else all three do.
     """
 
     def __init__(self, broker: Broker, folder: Path, *, are_listed: bool) -> None:
@@ -144,7 +144,7 @@ class Scene:
         self._end()
 
     def _tell(self) -> None:
-        """What the sidecars have logged, for whoever wants to know what went wrong."""
+        """What the sidecars have logged, for anyone who wants to know what went wrong."""
         for sidecar in self.sidecars:
             print(sidecar.address)
             for entry in sidecar.log[-LINES_SHOWN:]:
@@ -343,7 +343,7 @@ class Faults:
         await self._scene.goes_on()
 
     async def move(self) -> None:
-        """As an operator does, to whoever takes it."""
+        """As an operator does, to anyone who takes it."""
         topic = self._topic()
         before = await self._scene.owner(topic)
         async with Client(self._scene.addresses) as client:
@@ -389,7 +389,8 @@ Outages = defaultdict[str, list[float]]
 
 
 async def attack(broker: Broker, dice: random.Random, count: int, folder: Path, outages: Outages) -> int:
-    """A scene and so many faults; how many messages were published. The first one kills a producer, for the control."""
+    """A scene and this many faults; how many messages were published. The first one kills a producer, for the
+    control."""
     async with Scene(broker, folder, are_listed=dice.random() < 0.5) as scene:
         faults = Faults(scene, dice)
         for fault in [faults.kill_producer, *(faults.any() for _ in range(count - 1))]:

@@ -48,7 +48,7 @@ class Several(One):
 
 
 def _hold(number: int, first: int, held: Path, context: Any) -> None:
-    """From a flight on instance 0 stands still, and says at which, until it is let go."""
+    """From a flight on instance 0 stands still, and says at which, until it is released."""
     let_go = held.with_suffix(".go")
     if number < first or str(context.get_instance_id()) != "0" or let_go.exists():
         return

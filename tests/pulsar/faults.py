@@ -18,7 +18,7 @@ MANY = 1_000_000
 
 
 class Load:
-    """A producer that publishes all the time to a topic, whatever happens."""
+    """A producer that publishes all the time to a topic, no matter what happens."""
 
     def __init__(self, process: Process) -> None:
         self.process = process

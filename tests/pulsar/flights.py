@@ -15,7 +15,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.pulsar.owners import quiet
 
 LIMIT_SECONDS = LAST_RESORT_SECONDS
-"""For whatever is waited for."""
+"""For everything that is waited for."""
 LOOK_SECONDS = 0.05
 MAX_BATCH_ROWS = 500
 MAX_BATCH_BYTES = 1 << 20

@@ -36,12 +36,12 @@ def wheel_in(folder: Path) -> Path:
 
 
 def path_of(topic: str) -> str:
-    """Of a topic, in calls of an admin URL."""
+    """For a topic, in calls of an admin URL."""
     return topic.replace("://", "/")
 
 
 def pulsar_keys(broker: Broker, namespace: str) -> dict[str, Any]:
-    """Of a sidecar that writes there."""
+    """For a sidecar that writes there."""
     return broker.sidecar_keys | {"pulsar_namespaces": namespace}
 
 
@@ -68,7 +68,7 @@ async def until(holds: Callable[[], bool], *instances: Instance) -> None:
 
 
 def left(broker: Broker, topic: str, *, is_partitioned: bool = False) -> int | None:
-    """Inputs that are not acknowledged by the function that has the topic's name; None if that cannot be told now."""
+    """Inputs that are not acknowledged by the function that has the topic's name; None if that cannot be known now."""
     stats = "partitioned-stats" if is_partitioned else "stats"
     try:
         answer = call(broker, "GET", f"{path_of(topic)}/{stats}?getPreciseBacklog=true")
@@ -84,7 +84,7 @@ class Case:
 
     flights: int
     partitions: int = 0
-    """Of the input topic; 0 if it is not partitioned."""
+    """For the input topic; 0 if it is not partitioned."""
     instances: int = 1
     has_several: bool = False
     """Outputs for an input."""
@@ -170,7 +170,7 @@ class Work:
         return 2 if self._case.has_several else 1
 
     def _count(self) -> int:
-        """How many results the output topic holds; 0 if that cannot be told now."""
+        """How many results the output topic holds; 0 if that cannot be known now."""
         try:
             return self._client.ends(self.output).last.index + 1
         except SeqdedupeError:
@@ -183,7 +183,7 @@ class Work:
         await until(holds, *self._instances)
 
     async def _give(self, count: int) -> None:
-        """So many flights more, or all that are left."""
+        """This many flights more, or all that are left."""
         some = self._flights[self._given : self._given + count]
         await asyncio.to_thread(give, self._broker.service_url, self.input, some, batched=self._portions % 2 == 0)
         self._given += len(some)
@@ -234,7 +234,7 @@ class Work:
         await self._start_sidecar()
 
     async def terminate(self) -> None:
-        """An instance is told to end while it waits for a sidecar that was killed."""
+        """An instance is asked to end while it waits for a sidecar that was killed."""
         before = [len(one.log) for one in self._instances]
         self._sidecar.kill()
         await self._give(self._portion)

@@ -38,7 +38,7 @@ _namespaces = itertools.count()
 
 
 async def safe_namespace(cluster: Cluster) -> str:
-    """A namespace of its own, whose topics can be logs as they are."""
+    """Its own namespace, whose topics can be logs as they are."""
     full = f"public/safe-{next(_namespaces)}"
     policies = {
         "subscription_expiration_time_minutes": 0,

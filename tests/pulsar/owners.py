@@ -100,7 +100,7 @@ class Cluster:
         await self.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1})
 
     async def until_deduplicating(self, topic: str) -> None:
-        """Until Pulsar deduplicates. A topic that was loaded anew serves before that, and then knows no producer."""
+        """Until Pulsar deduplicates. A topic that was loaded again serves before that, and then knows no producer."""
 
         async def is_on() -> bool:
             return (await self.admin.stats(topic)).deduplicates
@@ -108,7 +108,7 @@ class Cluster:
         await until(is_on)
 
     async def until_received(self, topic: str, entries: int) -> None:
-        """Until so many were stored since the topic was loaded."""
+        """Until this many were stored since the topic was loaded."""
         path = topic.replace("://", "/") + "/stats"
 
         async def are_received() -> bool:
@@ -147,7 +147,7 @@ def _stored(message: Any) -> Stored:
 
 
 class Owner:
-    """Who wants the topic, over a client of its own; what its writer has settled."""
+    """Who wants the topic, over its own client; what its writer has settled."""
 
     def __init__(self, service_url: str, topic: str, instance_name: str = "one") -> None:
         self.client = pulsar.asyncio.Client(service_url, operation_timeout_seconds=10, logger=quiet())

@@ -33,7 +33,7 @@ from tests.pulsar.owners import LIMIT_SECONDS, Cluster, quiet
 
 INCARNATION = 1_700_000_000_000_000
 ROWS = 3
-"""Of a frame: a batch may be stored in part."""
+"""For a frame: a batch may be stored in part."""
 FRAMES_IN_FLIGHT = 20
 PAUSE_SECONDS = 0.02
 
@@ -41,7 +41,7 @@ _openings = itertools.count(1)
 
 
 class Process:
-    """One that has the topic, or wants it, over a client and a store of its own."""
+    """One that has the topic, or wants it, over a client and its own store."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Publisher:
         self.acknowledged = -1
         """All up to this one are."""
         self.places: dict[int, MessageId] = {}
-        """Of those that were acknowledged as new."""
+        """For those that were acknowledged as new."""
         self.refusals: Counter[str] = Counter()
         self.count = 0
         self._sent = 0
@@ -197,7 +197,7 @@ class _Session:
         await asyncio.sleep(0)
 
     async def answered(self, left: int) -> None:
-        """When no more than so many have no answer."""
+        """When no more than this many have no answer."""
         while self._in_flight > left:
             self._heard.clear()
             await self._heard.wait()
@@ -232,7 +232,7 @@ class Found(NamedTuple):
     standing: list[Standing]
     """By the documented rules."""
     payloads: list[bytes]
-    """Of all entries without `seqdedupe.kind`, whoever wrote them."""
+    """For all entries without `seqdedupe.kind`, no matter who wrote them."""
     void: int
     """Entries with messages that do not count."""
 

@@ -43,7 +43,7 @@ def _run(*command: str) -> None:
 
 
 def keys(folder: Path, port: int, admin_port: int) -> dict[str, Any]:
-    """Of `standalone.conf`."""
+    """For `standalone.conf`."""
     return {
         # Each of the two web ports takes some.
         "numHttpServerThreads": 8,

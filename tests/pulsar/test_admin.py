@@ -41,7 +41,7 @@ UNSAFE = [
         "set-inactive-topic-policies --disable-delete-while-inactive",
     ),
 ]
-"""Each dangerous policy by itself, and what is told to be run."""
+"""Each dangerous policy by itself, and what the error says to run."""
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def refusal(admin: PulsarAdmin, topic: str) -> str:
-    """What is told when the topic is refused, as it will be: policies that were set are in force soon after."""
+    """What is reported when the topic is refused, as it will be: policies that were set are in force soon after."""
 
     async def is_unsafe() -> bool:
         try:

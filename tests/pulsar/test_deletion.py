@@ -116,7 +116,7 @@ async def delete(one: Member, name: str, partitions: int) -> None:
 async def test_a_late_deletion_does_nothing_to_the_new_one(
     member: MakeMember, name: str, partitions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who finishes a deletion looks at all topics first, and meanwhile it is finished and the topic made anew."""
+    """Who finishes a deletion looks at all topics first, and meanwhile it is finished and the topic made again."""
     one, other = member(), member()
     await one.start()
     await make(one, name, partitions)
@@ -143,8 +143,8 @@ async def test_a_late_deletion_does_nothing_to_the_new_one(
 
 
 async def made_anew(one: Member, other: Member, name: str, partitions: int, cluster: Cluster, namespace: str) -> str:
-    """A topic, or one of its partitions, that both know with two messages; one has deleted it and made it anew with one
-    message, and ended, while the other one did not look."""
+    """A topic, or one of its partitions, that both know with two messages; one has deleted it and made it again with
+    one message, and ended, while the other one did not look."""
     first = f"{name}-partition-0" if partitions else name
 
     async def is_gone() -> bool:
@@ -193,7 +193,7 @@ async def test_who_did_not_look_meanwhile_follows_the_new_one(
 async def test_without_looking_at_the_incarnation_it_is_damaged(
     member: MakeMember, name: str, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control arm: whoever asks is told so for good."""
+    """The control arm: anyone who asks learns so for good."""
     monkeypatch.setattr(content, "IDLE_SECONDS", 0.1)
 
     async def stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:

@@ -95,11 +95,11 @@ STEPS = st.one_of(
 )
 HISTORIES = 20
 UNLOADED_EVERY = 8
-"""So many histories."""
+"""This many histories."""
 
 
 class Pair:
-    """Pulsar's deduplication and a topic over its log, which are asked the same. Each history has names of its own."""
+    """Pulsar's deduplication and a topic over its log, which are asked the same. Each history has its own names."""
 
     def __init__(self, pulsar: OfPulsar, here: OfTopic) -> None:
         self.pulsar, self.here = pulsar, here
@@ -156,7 +156,7 @@ class Pair:
         assert pulsars == here
 
     async def check(self) -> None:
-        """Of each producer the same messages are there, in the same order."""
+        """For each producer the same messages are there, in the same order."""
         logs = []
         for side in (self.pulsar, self.here):
             log: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The wrapper in Pulsar's own Python runtime, on a real broker, through whatever can go wrong around it."""
+"""The wrapper in Pulsar's own Python runtime, on a real broker, through everything that can go wrong around it."""
 
 import asyncio
 import json

@@ -45,7 +45,7 @@ def test_the_page_lists_nothing_else() -> None:
 
 
 async def test_batches_of_pythons_client(broker: Broker, topic: str, tmp_path: Path) -> None:
-    """Of a batch it says the first ID only."""
+    """For a batch it says the first ID only."""
     cluster = Cluster(broker.service_url, broker.admin_url)
     batches = [[10, 20, 30], [20, 30], [10, 40]]
     for one in (topic, f"{topic}-here"):
@@ -90,7 +90,7 @@ def _hear(places: list[Any], result: pulsar.Result, place: Any) -> None:
 async def test_a_write_that_is_refused(
     start_broker: StartBroker, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bookie does not take 2, which is too large for it; then the broker starts anew, and 2 is sent in small."""
+    """The bookie does not take 2, which is too large for it; then the broker starts again, and 2 is sent in small."""
     broker = start_broker(nettyMaxFrameSizeBytes=BOOKIES_LIMIT_BYTES)
     cluster = Cluster(broker.service_url, broker.admin_url)
     theirs, ours = topic, f"{topic}-here"
@@ -120,7 +120,7 @@ async def test_a_write_that_is_refused(
     await until(lambda: has.state is not State.SERVING)
     assert len(answers) == 1
 
-    # Whoever comes back meanwhile, and goes on after what it is told.
+    # Anyone who comes back meanwhile, and goes on after what it learns.
     await producer.close()
     producer = await open_producer(cluster.service_url, theirs, "A")
     pulsars.append(f"last ID {producer.last_sequence_id}")
@@ -154,7 +154,7 @@ async def test_a_write_that_is_refused(
 
 
 async def _opened(process: Process) -> str:
-    """What a producer is told that comes back."""
+    """What a producer learns that comes back."""
     try:
         return f"last ID {(await open_sessions(process.topic, ['A'], None)).persisted[0]}"
     except SeqdedupeError as e:

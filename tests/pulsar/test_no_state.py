@@ -20,7 +20,7 @@ from tests.pulsar.owners import Cluster, until
 _namespaces = itertools.count()
 
 LEDGER_MESSAGES = 1_100
-"""Of more than 1000 Pulsar's deduplication needs none any more for its own recovery."""
+"""For more than 1000 Pulsar's deduplication needs none any more for its own recovery."""
 
 
 @pytest.fixture

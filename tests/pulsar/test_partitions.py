@@ -1,4 +1,5 @@
-"""Partitioned topics on a real broker: for everybody all partitions are there, or none, whatever ends in between."""
+"""Partitioned topics on a real broker: for everybody all partitions are there, or none, no matter what ends in
+between."""
 
 import asyncio
 import itertools
@@ -126,7 +127,7 @@ async def test_a_creation_of_which_a_call_fails_leaves_nothing(
 async def test_without_the_announcement_others_take_halves(
     member: MakeMember, whole: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control arm: whatever is in the cluster counts."""
+    """The control arm: everything that is in the cluster counts."""
     monkeypatch.setattr("seqdedupe.log.pulsar.logs.Life", SimpleNamespace(MAKING=None))
     one, other = member(), member()
     await one.start()
@@ -174,7 +175,7 @@ async def test_what_another_one_has_half_made_is_refused_and_says_so(
     assert "is making the partitioned topic" in caught.value.message
     assert f"delete-partitioned-topic {whole}" in caught.value.hint
     assert not is_there(other, whole)
-    # Whoever had begun takes it back.
+    # Anyone who had begun takes it back.
     await one.start()
     await until_gone(cluster, namespace)
     await create(other, whole)

@@ -18,7 +18,7 @@ from tests.pulsar.owners import Cluster, quiet, until
 
 INCARNATION = 1_700_000_000_000_000
 LEDGER_ROWS = 1_200
-"""Of more than 1,000 entries Pulsar's deduplication needs none any more for its own recovery."""
+"""For more than 1,000 entries Pulsar's deduplication needs none any more for its own recovery."""
 SETTINGS = EntrySettings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "host:6680")
 
 _openings = itertools.count(1)
@@ -48,7 +48,7 @@ async def opened(shared: PulsarResources, topic: str, covered_index: int = 0, pl
 
 
 async def fill(cluster: Cluster, shared: PulsarResources, topic: str, ledgers: int) -> None:
-    """So many ledgers of LEDGER_ROWS messages each."""
+    """This many ledgers of LEDGER_ROWS messages each."""
     for term in range(1, ledgers + 1):
         log = await opened(shared, topic)
         owner = await Owner(log, term).open()
@@ -105,11 +105,11 @@ async def test_the_subscription_keeps_what_the_last_durable_snapshot_needs(
     log = await opened(shared, topic, *places[1])
     assert 2 * LEDGER_ROWS <= log.first_index < end
     assert await read_to(log, log.first_index, end) == end
-    # Whoever has no snapshot, or an old one, does not take what is left for all there was.
+    # Anyone who has no snapshot, or an old one, does not take what is left for all there was.
     for covered_index, place in ((0, b""), places[0]):
         with pytest.raises(DamagedError, match="NO_STATE"):
             await opened(shared, topic, covered_index, place)
-    # Old messages may go, and a reader that stood among them is told so.
+    # Old messages may go, and a reader that stood among them learns so.
     await reading.snapshot_is_durable(places[1][1])
     with pytest.raises(PositionError, match="POSITION_TRIMMED"):
         await read_to(reading, 0, end)

@@ -1,4 +1,4 @@
-"""Entries are read from a real broker as they stand there: all of them, in order, whoever wrote them."""
+"""Entries are read from a real broker as they stand there: all of them, in order, no matter who wrote them."""
 
 import asyncio
 import gc
@@ -31,7 +31,7 @@ async def client(cluster: Cluster) -> AsyncIterator[pulsar.asyncio.Client]:
 
 
 async def read(reader: EntryReader, entries: int) -> list[PulsarEntry]:
-    """So many entries."""
+    """This many entries."""
     found: list[PulsarEntry] = []
     async with asyncio.timeout(LIMIT_SECONDS):
         while len(found) < entries:

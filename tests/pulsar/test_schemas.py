@@ -42,7 +42,7 @@ def subscribe(stock: pulsar.Client, topic: str) -> pulsar.Consumer:
 
 
 def orders(consumer: pulsar.Consumer, count: int) -> tuple[list[int], list[str]]:
-    """So many orders, as the consumer decodes them, and of what kind the entries between are that it passes over."""
+    """This many orders, as the consumer decodes them, and of what kind the entries between are that it passes over."""
     found, others = list[int](), list[str]()
     while len(found) < count:
         message = consumer.receive(TIMEOUT_MS)
@@ -66,7 +66,7 @@ async def is_dup(member: Member, topic: str, number: int) -> bool:
 
 
 async def epoch_of(member: Member, topic: str) -> int:
-    """Of a session that is opened now."""
+    """For a session that is opened now."""
     return int((await member.run(open_sessions(member.topics.get(topic), ["p"], None))).epochs[0])
 
 
@@ -98,7 +98,7 @@ async def test_a_typed_consumer_reads_what_a_sidecar_writes(
     await second.take(topic)
     assert await is_dup(second, topic, 3)
     await publish(second, topic, 4)
-    # Sessions are told by control records alone.
+    # Sessions learn by control records alone.
     assert await epoch_of(second, topic) > epoch
     found, others = await asyncio.to_thread(orders, consumer, 3)
     assert found == [2, 3, 4]

@@ -84,7 +84,7 @@ async def test_without_pulsars_deduplication_its_consumers_see_doubles(
     deduplicates: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever applies the documented rules sees none in either case: a repeat counts for nobody."""
+    """Anyone who applies the documented rules sees none in either case: a repeat counts for nobody."""
 
     async def unchecked(*_: object) -> None:
         """A topic is not opened without it."""

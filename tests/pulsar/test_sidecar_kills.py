@@ -215,7 +215,7 @@ async def test_without_a_cluster_it_starts_says_so_and_stops_and_comes_back_with
         sidecar.spawn()
         await until(lambda: bool(listening(sidecar)))
         assert health(sidecar.address) == health(sidecar.address, topic) == "NOT_SERVING"
-        # It was told to stop, and nobody answers it.
+        # It was asked to stop, and nobody answers it.
         assert sidecar.stop() == 0
     finally:
         broker.thaw()
@@ -227,7 +227,7 @@ async def test_without_a_cluster_it_starts_says_so_and_stops_and_comes_back_with
     found = raw.admin.GetTopic(admin_pb2.GetTopicRequest(topic=topic)).topic
     assert found.state == admin_pb2.TOPIC_STATE_RECOVERING
     assert "refused" in found.why
-    # Nobody is told that there are no others.
+    # Nobody learns that there are no others.
     for call in (
         lambda: raw.admin.ListTopics(admin_pb2.ListTopicsRequest()),
         lambda: raw.admin.GetTopic(admin_pb2.GetTopicRequest(topic=topic + "-other")),
@@ -253,4 +253,4 @@ async def test_without_a_cluster_it_starts_says_so_and_stops_and_comes_back_with
             broker.thaw()
         sidecar.start()
         assert receipt.result().index == 1
-    assert sidecar.errors == ["seqdedupe: draining took too long: what was in flight is decided at the next start"]
+    assert sidecar.errors == ["seqdedupe: draining took too long: the next start decides about the messages in flight"]

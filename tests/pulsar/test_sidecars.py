@@ -24,7 +24,7 @@ LIMIT_SECONDS = LAST_RESORT_SECONDS
 MESSAGES_BETWEEN = 200
 """At least, from one move to the next."""
 BURST, BURST_SECONDS = 10, 0.01
-"""So many messages are sent at once, and then none for so long: more would only take longer."""
+"""This many messages are sent at once, and then none for this long: more would only take longer."""
 
 Start = Callable[..., Awaitable[Sidecar]]
 
@@ -90,7 +90,7 @@ async def refused(call: Awaitable[object]) -> SeqdedupeError:
 
 
 class Load:
-    """A producer and a reader at work, whoever has the topic."""
+    """A producer and a reader at work, no matter who has the topic."""
 
     def __init__(self, client: Client, topic: str) -> None:
         self._client = client
@@ -156,7 +156,7 @@ async def test_a_topic_that_is_moved_under_load_holds_each_message_once(started:
         await load.more()
         assert await moved(topic, "--to", other.address, address=addresses) == other.address
         await load.more()
-        # To whoever is asked for it, which is the only other one.
+        # To anyone who is asked for it, which is the only other one.
         await moved(topic, address=addresses)
         await load.more()
         assert await moved(topic, "--to", one.address, address=addresses) == one.address

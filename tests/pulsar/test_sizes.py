@@ -37,7 +37,7 @@ def cluster(narrow: Broker) -> Cluster:
 
 
 class Logs:
-    """Of one topic, by a sidecar that asks how large an entry may be, or does not."""
+    """For one topic, by a sidecar that asks how large an entry may be, or does not."""
 
     def __init__(self, cluster: Cluster, topic: str, entry_format: EntryFormat) -> None:
         self._cluster = cluster
@@ -69,7 +69,7 @@ async def logs(request: pytest.FixtureRequest, cluster: Cluster, topic: str) -> 
 
 async def test_what_a_broker_takes_is_asked(cluster: Cluster) -> None:
     assert await Brokers(cluster.service_url).max_entry_bytes() == LIMIT_BYTES
-    # Of several the first one that answers.
+    # For several the first one that answers.
     several = cluster.service_url.replace("//", "//127.0.0.1:1,")
     assert await Brokers(several, lambda: "a token").max_entry_bytes() == LIMIT_BYTES
     for nobody in ("pulsar://127.0.0.1:1", cluster.admin_url.replace("http", "pulsar")):

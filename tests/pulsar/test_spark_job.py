@@ -134,7 +134,7 @@ def test_a_job_moves_to_the_brokers_and_back(
 
 
 def publish_keyed(address: str, topic: str, count: int) -> None:
-    """So many messages, again if they are there."""
+    """This many messages, again if they are there."""
     with blocking.Client(address) as client, client.producer(topic, "p") as producer:
         for i in range(count):
             producer.send(f"value {i}".encode(), i, key=f"key {i}")
@@ -228,7 +228,7 @@ def test_a_worker_is_killed_where_no_sidecar_writes(
     topic: str,
     tmp_path: Path,
 ) -> None:
-    """After its transaction, and before anybody was told."""
+    """After its transaction, and before anybody learned."""
     publish_plainly(direct, topic, 0, 200)
     options = direct.options(topic, maxOffsetsPerTrigger=4)
     gate = Gate(tmp_path / "gate")
@@ -239,7 +239,7 @@ def test_a_worker_is_killed_where_no_sidecar_writes(
     publish_plainly(direct, topic, 200, 100)
     ReaderJob(spark, JobConfig(JOB, options, database.store, TABLE), select).run()
     each_once(values(database, TABLE), 300)
-    # Its driver has let go of what is committed.
+    # Its driver has released what is committed.
     position, admin = database.position(topic), PulsarAdmin(AdminUrl(broker.admin_url, secured.token))
     let_go = asyncio.run(admin.storage(topic, SUBSCRIPTION_PREFIX + JOB)).let_go
     assert position.message_id is not None

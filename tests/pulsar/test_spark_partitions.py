@@ -106,7 +106,7 @@ def test_by_their_names_alone_it_would_be_read_what_pulsar_has_added(
 
 @pytest.mark.parametrize("life", Life)
 def test_what_is_half_there_is_not_there(cluster: Cluster, straight: dict[str, str], life: Life) -> None:
-    """While it is made and deleted, and where Pulsar has made the partitions anew by itself."""
+    """While it is made and deleted, and where Pulsar has made the partitions again by itself."""
     name = new_name()
     said = {FIRST_INCARNATION: "1700000000000000", COUNT: str(PARTITIONS), LIFE: life.value, MAKER: "another"}
     asyncio.run(cluster.admin.create_partitioned(name, PARTITIONS, said))

@@ -57,7 +57,7 @@ def log_of(cluster: Cluster, client: pulsar.asyncio.Client, topic: str, entry_fo
 async def written(
     log: PulsarLog, cluster: Cluster, topic: str, terms: int, batches: int, *, unloads_at_end: bool = True
 ) -> None:
-    """By so many owners, each in a ledger of its own: batches of ten."""
+    """By this many owners, each in its own ledger: batches of ten."""
     first = 0
     for term in range(1, terms + 1):
         await cluster.until_deduplicating(topic)
@@ -126,7 +126,7 @@ def source(broker: Broker, topic: str) -> Source:
 async def test_everything_is_where_the_log_says(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source, entry_format: EntryFormat
 ) -> None:
-    """Three owners, each in a ledger of its own, and an entry of the first one that comes too late."""
+    """Three owners, each in its own ledger, and an entry of the first one that comes too late."""
     await create(cluster, topic, entry_format)
     log = log_of(cluster, client, topic, entry_format)
     await written(log, cluster, topic, 3, 40)
@@ -185,7 +185,7 @@ async def test_a_stream_reads_on_where_it_was(
 async def trim(cluster: Cluster, topic: str) -> None:
     """Drops every ledger but the newest. Nobody writes any more."""
     before = (await cluster.admin.ledgers(topic)).first_id
-    # Of what it has not in a snapshot, Pulsar's deduplication keeps the ledgers.
+    # For what it has not in a snapshot, Pulsar's deduplication keeps the ledgers.
     await cluster.admin.set_policy(topic, "deduplicationEnabled", False)
     await cluster.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0})
 
@@ -245,7 +245,7 @@ async def test_what_is_trimmed_in_mid_read_is_missed(
         assert found[-400:] == list(range(400, 800))
     assert found == sorted(set(found))
     assert found[0] == 0
-    # And a new one is told so at once.
+    # And a new one learns so at once.
     with pytest.raises(PositionError, match="POSITION_TRIMMED"):
         await source.rows(startingOffsets=json.dumps({topic: f"{OF_LOG}/start@-1"}))
     assert await source.indexes() == list(range(400, 800))

@@ -1,4 +1,4 @@
-"""Spark reads from a real broker topics that no sidecar writes: each message once, and what is lost is told."""
+"""Spark reads from a real broker topics that no sidecar writes: each message once, and what is lost is reported."""
 
 import asyncio
 import base64
@@ -43,7 +43,7 @@ class Stock:
         self.sent = 0
 
     async def send(self, count: int, *, unloads: bool = True) -> None:
-        """So many messages. The ledger that the broker writes, which it never drops, ends with them if it unloads."""
+        """This many messages. The ledger that the broker writes, which it never drops, ends with them if it unloads."""
         producer = await self._client.create_producer(
             self._topic,
             producer_name="p",
@@ -151,7 +151,7 @@ async def test_a_job_reads_each_message_once(
 ) -> None:
     """Over ledgers that come and go; every other round ends before the subscription moves, and a new run goes on.
 
-    The topic is loaded anew while it is still empty: its first ledger goes then.
+    The topic is loaded again while it is still empty: its first ledger goes then.
     """
     assert await job().round() == 0
     await cluster.admin.unload(topic)
@@ -169,7 +169,7 @@ async def test_a_job_reads_each_message_once(
     await stock.send(10)
     await job().run()
     assert values(database) == list(range(stock.sent))
-    # What it has read, its subscription lets go of: but for the entry up to which it was read.
+    # What it has read, its subscription releases: but for the entry up to which it was read.
     await until_trimmed(cluster, topic, began)
     position = database.position(topic)
     assert (await cluster.admin.storage(topic, "")).ledgers.ordinal(position.message_id or MessageId(0, 0)) is not None
@@ -232,11 +232,11 @@ async def test_a_topic_that_was_made_anew_is_another_one(
     await job().run()
     await cluster.admin.delete_topic(topic)
     await cluster.admin.create_topic(topic, {})
-    with pytest.raises(PositionError, match="made anew"):
+    with pytest.raises(PositionError, match="recreated"):
         await job().round()
     # As many messages as before, at the same entries.
     await stock.send(20)
-    with pytest.raises(PositionError, match="made anew"):
+    with pytest.raises(PositionError, match="recreated"):
         await job().round()
     await job(failOnDataLoss=False).run()
     await stock.send(20)
@@ -379,7 +379,7 @@ async def test_keys_and_schema_versions_are_what_producers_set(
 
 
 MARKER = {20: 21}
-"""Of a transaction that was committed."""
+"""For a transaction that was committed."""
 ENCRYPTED: dict[int, int | str | bytes] = {13: encoded({1: "key", 2: b"of nobody"}), 14: "AES", 15: b"123456789012"}
 
 
@@ -429,7 +429,7 @@ async def test_a_chunked_message_is_read_where_it_ends(
 async def test_a_chunked_message_may_be_compressed(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source
 ) -> None:
-    """Of its parts a broker says nothing."""
+    """For its parts a broker says nothing."""
     await cluster.admin.create_topic(topic, {})
     producer = await client.create_producer(
         topic, batching_enabled=False, chunking_enabled=True, compression_type=pulsar.CompressionType.LZ4

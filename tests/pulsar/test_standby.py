@@ -1,4 +1,5 @@
-"""Two sidecars and a topic on a real broker: it changes hands whatever ends its owner; nothing is lost or doubled."""
+"""Two sidecars and a topic on a real broker: it changes hands no matter what ends its owner; nothing is lost or
+doubled."""
 
 import asyncio
 import random
@@ -36,7 +37,7 @@ def broker(pulsar_home: Path) -> Iterator[Broker]:
 
 
 class Two:
-    """`one` owns the topic, over a line; `other` is its standby. Their publisher goes to whoever is left."""
+    """`one` owns the topic, over a line; `other` is its standby. Their publisher goes to anyone who is left."""
 
     def __init__(self, one: Process, other: Process, line: Line) -> None:
         self.one, self.other, self.line = one, other, line

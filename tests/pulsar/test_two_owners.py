@@ -73,7 +73,7 @@ async def test_what_two_owners_acknowledge_stands_there_once(
     had = await a.start()
     publishing = asyncio.ensure_future(of_a.publish(had, MANY))
     await until(lambda: of_a.acknowledged > 300)
-    # Both are under load from here on; a believes still, and is told that all it sends is stored.
+    # Both are under load from here on; a believes still, and learns that all it sends is stored.
     has = await b.start()
     assert has.state is State.SERVING
     await of_b.publish(has, 300)
@@ -94,7 +94,7 @@ async def test_what_two_owners_acknowledge_stands_there_once(
 async def test_two_owners_that_take_the_topic_from_each_other(
     cluster: Cluster, topic: str, process: MakeProcess, entry_format: EntryFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both producers live all the time: whoever finds the other's marker marks again."""
+    """Both producers live all the time: anyone who finds the other's marker marks again."""
     await cluster.create(topic)
     a, b = process(entry_format, "a"), process(entry_format, "b")
     left = await split(monkeypatch, topic, a.client, b.client, openings=(10, MANY))
@@ -177,7 +177,7 @@ async def test_without_the_subscription_messages_are_lost_and_that_is_said(
     one = process(EntryFormat.PLAIN, "one")
     for name in (kept, not_kept):
         await cluster.create(name)
-        # Of more than 1000 Pulsar's deduplication needs none any more for its own recovery.
+        # For more than 1000 Pulsar's deduplication needs none any more for its own recovery.
         for term, rows in enumerate((1100, 1100, 10), 1):
             log = await one.log(name)
             owner = await OwnerOfLog(log, term).open()

@@ -1,7 +1,8 @@
 """kill -9 of all that services are made of, many times: `python -m tests.services.kill_campaign --kills 100`.
 
-Rounds, each with another seed, until there were so many kills: the shop of `examples/shop` in SQLite and in PostgreSQL,
-whose server is killed too; processes that share the partitions of a topic; pipes. The suite has a small share of each.
+Rounds, each with another seed, until there were this many kills: the shop of `examples/shop` in SQLite and in
+PostgreSQL, whose server is killed too; processes that share the partitions of a topic; pipes. The suite has a small
+share of each.
 """
 
 import argparse

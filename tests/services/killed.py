@@ -57,7 +57,7 @@ def live_and_die(
     write: Callable[[Connection, Message], None] = write,
     number_of: Callable[[Message], int] = lambda message: message.index,
 ) -> set[int]:
-    """Consumes the topic to its end, over as many lives as it takes. Of the seed are where it dies, when the handler
+    """Consumes the topic to its end, over as many lives as it takes. For the seed are where it dies, when the handler
     fails by chance, which messages it always refuses, and what becomes of them. Returns their numbers."""
     dice = random.Random(seed)
     poison = dice.choice(["stop", "dead letter", "retry later"])

@@ -25,7 +25,7 @@ START_TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 
 class MariaDBServer:
-    """A server of its own on a Unix socket, with its data in a temporary folder; it keeps what it commits over kills of
+    """Its own server on a Unix socket, with its data in a temporary folder; it keeps what it commits over kills of
     itself, not of the machine."""
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class Restorable(PostgresServer):
         self.start()
 
     def save_base_backup(self) -> None:
-        """Of a server that runs and is written to, as a person does it."""
+        """For a server that runs and is written to, as a person does it."""
         shutil.rmtree(self.folder / "saved", ignore_errors=True)
         self._base_backup(self)
 

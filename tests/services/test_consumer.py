@@ -155,7 +155,7 @@ def test_a_handler_that_ends_the_transaction_is_refused(
 
 
 def test_handlers_may_add_to_an_outbox(engine: Engine, client: Client, topic: str, publish: Publish) -> None:
-    """In whatever database: of text as of JSON."""
+    """In any database: of text as of JSON."""
     columns = ", ".join(f"{name} VARCHAR(100)" for name in ("id", "aggregatetype", "aggregateid", "type", "payload"))
     with engine.begin() as connection:
         connection.execute(text(f"CREATE TABLE outbox ({columns})"))
@@ -312,7 +312,7 @@ def test_a_name_has_one_topic_and_one_purpose(engine: Engine, client: Client, to
         with pytest.raises(ConfigurationError) as e:
             other.run(follow=False)
         assert e.value.reason == "CONSUMER_CHANGED"
-    # Names are told apart byte by byte.
+    # Names are distinguished byte by byte.
     Consumer(client, topic, "C", engine, write).run(follow=False)
     assert effects(engine) == ["1", "1"]
 

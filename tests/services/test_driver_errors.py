@@ -72,7 +72,7 @@ def test_whose_fault_it_is(fault: Fault, failure: Any) -> None:
 
 
 def test_the_fault_of_the_database_counts_first() -> None:
-    """Whatever came of it: a full disk takes the transaction along."""
+    """Everything that came of it: a full disk takes the transaction along."""
     refused = IntegrityError("INSERT", {}, postgres("23505"))
     refused.__context__ = OperationalError("UPDATE", {}, psycopg.errors.DiskFull("no space"))
     assert told(refused) == "the disk of the database is full (no space)"
@@ -168,7 +168,7 @@ def test_a_driver_that_could_not_connect_has_no_code() -> None:
 
 
 def test_a_deadlock_that_took_the_savepoint_along_passes() -> None:
-    """What is told then is that there is no savepoint; and where a handler says something of its own, that counts."""
+    """What is reported then is that there is no savepoint; and where its own handler says something, that counts."""
     deadlock = OperationalError("UPDATE", {}, Exception(1213, "Deadlock found"))
     no_savepoint = OperationalError("ROLLBACK TO SAVEPOINT", {}, Exception(1305, "SAVEPOINT does not exist"))
     assert fault_of(no_savepoint) is Fault.MESSAGE

@@ -24,7 +24,7 @@ from tests.services.restorable import Restorable
 
 
 class Scene:
-    """A database at whichever of the servers takes writes, a topic, a relay and a consumer that follow."""
+    """A database at any of the servers takes writes, a topic, a relay and a consumer that follow."""
 
     def __init__(self, sidecar: Sidecar, topic: str, servers: list[Restorable]) -> None:
         self.servers = servers
@@ -38,7 +38,7 @@ class Scene:
         return f"postgresql://postgres@/postgres?host={hosts}&target_session_attrs=read-write"
 
     def add(self, what: str, count: int = 5) -> list[bytes]:
-        """Rows, each in a transaction of its own; waits for a server that takes them."""
+        """Rows, each in its own transaction; waits for a server that takes them."""
         rows = [f"{what} {self._rows + n}".encode() for n in range(count)]
         self._rows += count
         for row in rows:

@@ -477,7 +477,7 @@ def test_a_partition_that_no_crash_outlives(postgres: Engine, client: Client, to
         Consumer(client, topic, "c", postgres, handle, config=config).run(follow=False)
     assert raised.value.reason == "NOT_TRANSACTIONAL"
     assert effects(postgres) == ["0"]
-    # Of a batch the message is named that wrote there, and what is before it stays.
+    # For a batch the message is named that wrote there, and what is before it stays.
     with postgres.begin() as connection:
         connection.execute(text("CREATE TABLE rest PARTITION OF parts FOR VALUES FROM (2) TO (9)"))
         connection.execute(text("DELETE FROM seqdedupe_consumers"))

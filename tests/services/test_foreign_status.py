@@ -207,7 +207,7 @@ async def test_a_relay_that_takes_over_goes_on(
 
 
 async def test_a_relay_of_a_sidecar_that_is_none_for_producers_ends_at_once(tmp_path: Path) -> None:
-    """One beside brokers of another system answers what is asked of it."""
+    """One next to brokers of another system answers what is asked of it."""
     database = Database(f"sqlite:///{tmp_path / 'shop.db'}")
     with Sidecar(tmp_path / "sidecar", log="broker") as sidecar:
         async with Client(sidecar.address) as client:

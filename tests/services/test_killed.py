@@ -1,4 +1,4 @@
-"""Whatever a consumer is doing when it dies, each message takes effect once. Costs 20 s."""
+"""No matter what a consumer is doing when it dies, each message takes effect once. Costs 20 s."""
 
 from collections.abc import Callable
 

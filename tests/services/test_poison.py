@@ -264,7 +264,7 @@ def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str
 def test_dead_letters_go_to_a_topic_once(
     engine: Engine, client: Client, topic: str, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever dies between the topic and the table, and in whatever order they were given up."""
+    """No matter what dies between the topic and the table, and in any order they were given up."""
     make_table(engine)
     letters = f"{topic}-dead"
     client.admin.create_topic(letters, deduplication_mode="deduplication-id")

@@ -20,7 +20,7 @@ from tests.services.effects import effects, make_table, numbers, until
 ROOT = Path(__file__).parents[2]
 
 KILLS = int(os.environ.get("TEST_KILLS", "2"))
-"""Of each database, in the suite; a campaign has more."""
+"""For each database, in the suite; a campaign has more."""
 
 
 def test_killed_workers(url: str, shared_sidecar: Sidecar, client: Client, topic: str, publish: Publish) -> None:
@@ -36,7 +36,7 @@ def test_killed_workers(url: str, shared_sidecar: Sidecar, client: Client, topic
         for kill in range(KILLS):
             publish(*numbers(3000, count))
             count += 3000
-            # Somewhere in the middle of the work: whichever of the two it is.
+            # Somewhere in the middle of the work: no matter which of the two it is.
             until(lambda: len(effects(engine)) > count - 3000 + dice.randrange(1500))  # noqa: B023
             victim = processes[kill % 2]
             victim.kill()

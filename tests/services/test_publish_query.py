@@ -362,7 +362,7 @@ def test_what_does_not_go_together(tmp_path: Path, arguments: list[str]) -> None
 
 
 def test_a_killed_command_publishes_what_is_left(start_sidecar: Any, postgres: Engine) -> None:
-    """Started again while a transaction is open that writes: nothing is published twice, nothing left out."""
+    """Started again while a transaction is open that writes: nothing is published twice, nothing omitted."""
     sidecar, query = start_sidecar(), ("--query", QUERY)
     make(postgres, "postgresql", "one")
     url = url_text(postgres)

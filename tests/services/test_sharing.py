@@ -1,4 +1,4 @@
-"""A consumer of a partitioned topic: who has which partition, and whoever dies, each message once. Costs 10 s."""
+"""A consumer of a partitioned topic: who has which partition, and anyone who dies, each message once. Costs 10 s."""
 
 import random
 import sys
@@ -31,7 +31,7 @@ from tests.services.killed import dead_letters, live_and_die
 ROOT = Path(__file__).parents[2]
 PARTITIONS = 4
 KILLS = 2
-"""Of each database, in the suite; a campaign has more."""
+"""For each database, in the suite; a campaign has more."""
 KEYS = [f"k{n}" for n in range(8)]
 
 
@@ -41,7 +41,7 @@ def publish(client: Client, topic: str) -> Callable[[int, int], None]:
 
 
 def publishing(client: Client, topic: str) -> Callable[[int, int], None]:
-    """Numbers from one on, so many, to a topic of four partitions, by turns with each of the keys."""
+    """Numbers from one on, this many, to a topic of four partitions, by turns with each of the keys."""
     client.admin.create_topic(topic, partitions=PARTITIONS)
 
     def publish(first: int, count: int) -> None:
@@ -145,7 +145,8 @@ def test_killed_processes(
 def kill_sharers(
     url: str, sidecar: Sidecar, topic: str, publish: Callable[[int, int], None], kills: int, dice: random.Random
 ) -> None:
-    """Of two processes that share the partitions one is killed so often while both work; the last one has all."""
+    """For two processes that share the partitions one is killed this many times while both work; the last one has
+    all."""
     engine = create_engine(url)
     make_table(engine)
     command = [sys.executable, "-m", "tests.services.worker", sidecar.address, topic, url]
@@ -261,7 +262,7 @@ def test_who_was_taken_for_dead_commits_nothing(
 def test_what_is_set_aside_is_a_partition_s(
     sqlite: Engine, client: Client, topic: str, publish: Callable[[int, int], None]
 ) -> None:
-    """Of all partitions it is listed and tried again by the consumer's name; an index wants the partition's."""
+    """For all partitions it is listed and tried again by the consumer's name; an index wants the partition's."""
     make_table(sqlite)
     publish(0, 40)
     bad = {3, 5, 11, 12}

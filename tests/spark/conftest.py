@@ -26,7 +26,7 @@ SPARK = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
 }
-"""What a session for tests is told: quick to start, silent, and of little memory."""
+"""What a session for tests is reported: quick to start, silent, and of little memory."""
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     with workers.launcher(tmp_path_factory.mktemp("python"), path) as python:
         os.environ["PYSPARK_PYTHON"] = str(python)
         session = SparkSession.builder.master("local[2,4]").config(map=dict(keys)).getOrCreate()
-        # Whoever starts a driver from here has Python as it is.
+        # Anyone who starts a driver from here has Python as it is.
         os.environ["PYSPARK_PYTHON"] = sys.executable
         try:
             yield session

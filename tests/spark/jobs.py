@@ -34,7 +34,7 @@ OUTPUT = pa.schema({"topic": pa.string(), "index": pa.int64(), "value": pa.binar
 
 
 def publish(address: str, topic: str, count: int, *, first: int = 0, producer: str = "p") -> str:
-    """Publishes so many messages, `value i` with sequence ID i; the topic's full name."""
+    """Publishes this many messages, `value i` with sequence ID i; the topic's full name."""
     with Client(address) as client, client.producer(topic, producer) as sender:
         for i in range(first, first + count):
             sender.send(f"value {i}".encode(), i)
@@ -78,7 +78,7 @@ def begin(store: StoreFactory, steps: Sequence[RangeStep], schema: pa.Schema = O
 
 @dataclass(frozen=True)
 class Database:
-    """A database of its own for one test, looked at with the database's own client."""
+    """Its own database for one test, looked at with the database's own client."""
 
     store: StoreFactory
     url: str
@@ -231,4 +231,4 @@ class CarelessSqliteStore(SqliteStore):
         return self._believed, {}
 
     def _check(self, job: str, advance: Advance) -> None:
-        """Whatever is stored, it goes on."""
+        """No matter what is stored, it goes on."""

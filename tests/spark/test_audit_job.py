@@ -58,7 +58,7 @@ def random_history(rng: random.Random) -> list[Told]:
 
 
 def given_id(index: int) -> MessageId:
-    """Of a message of a log that gives the IDs."""
+    """For a message of a log that gives the IDs."""
     return MessageId(index // 7, index % 7)
 
 

@@ -28,7 +28,7 @@ LINKS = {"all": {}, "after_first": {"first_links_prove": False}, "none": {"links
 def look(
     history: list[Told], cuts: list[int], links: str = "all", tasks: int = 1, first_index: int = 0
 ) -> tuple[TopicMerge, Judgement]:
-    """What an audit of one topic does, with its ranges cut at these places and its late messages in so many tasks."""
+    """What an audit of one topic does, with its ranges cut at these places and its late messages in this many tasks."""
     batches = stored(history, first_index)
     end = first_index + sum(map(len, batches))
     edges = sorted({first_index, *(first_index + c for c in cuts if first_index + c < end), end})
@@ -100,7 +100,7 @@ def test_a_clean_topic_is_clean_and_is_not_looked_at_twice() -> None:
 
 
 def test_a_message_that_is_lost_from_anywhere_but_the_end_is_found() -> None:
-    """Each batch left out in turn, as if the log had lost it: the next one's links show it."""
+    """Each batch omitted in turn, as if the log had lost it: the next one's links show it."""
     history = [Told([("a", 3), ("b", 0)], {"a": -1, "b": -1}), *clean_history()]
     for lost in range(len(history) - 1):
         merge, judgement = look(history[:lost] + history[lost + 1 :], [20, 50])

@@ -121,7 +121,7 @@ def test_columns_that_are_not_there(spark: SparkSession, tmp_path: Path) -> None
     with pytest.raises(ConfigurationError, match="--producer-column: the files have no column who; they have __prod"):
         bootstrap_from_parquet(spark, [folder], tmp_path / "marks", "who")
     both = history(tmp_path / "both", GOOD | {"producerName": GOOD["__producerName"]})
-    with pytest.raises(ConfigurationError, match="columns __producerName and producerName: say which"):
+    with pytest.raises(ConfigurationError, match="columns __producerName and producerName: name one of them"):
         bootstrap_from_parquet(spark, [both], tmp_path / "marks")
     with pytest.raises(ConfigurationError, match=r"--parquet: .*nowhere"):
         bootstrap_from_parquet(spark, [str(tmp_path / "nowhere")], tmp_path / "marks")
@@ -145,8 +145,8 @@ def test_the_command(
         (["--topic", topic, "--address", client.address], 0, f"{output}: watermarks of 1 producers\n"),
         (["--topic", "nowhere", "--address", client.address], 1, "TOPIC_NOT_FOUND"),
         (["--parquet", folder, "--sequence-id-column", "x"], 1, "INVALID_SOURCE"),
-        ([], 2, "Say --topic, or --parquet."),
-        (["--parquet", folder, "--topic", "t"], 2, "Say --topic, or --parquet."),
+        ([], 2, "Give either --topic or --parquet."),
+        (["--parquet", folder, "--topic", "t"], 2, "Give either --topic or --parquet."),
     ):
         monkeypatch.setattr("sys.argv", ["bootstrap", str(output), *arguments])
         assert run_command(bootstrap_job.main, "bootstrap") == status

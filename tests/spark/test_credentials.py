@@ -69,7 +69,7 @@ def test_options_name_files() -> None:
 
 @pytest.mark.parametrize("params", ["token:s3cr3t", "s3cr3t", "file://s3cr3t/a", "data:s3cr3t", "s3cr3t@file:///a"])
 def test_a_token_is_no_value_of_an_option(params: str) -> None:
-    with pytest.raises(ConfigurationError, match="it should be the URL of the token's file") as e:
+    with pytest.raises(ConfigurationError, match="it should be the URL of a token file") as e:
         parse({"topic": "t", "authParams": params})
     assert "SEQDEDUPE_TOKEN_FILE" in e.value.hint
     assert "s3cr3t" not in str(e.value) + e.value.hint

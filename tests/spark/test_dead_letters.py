@@ -1,4 +1,4 @@
-"""Messages that cannot be written: in a table of their own, each once, in the transaction that moves over them."""
+"""Messages that cannot be written: in their own table, each once, in the transaction that moves over them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -280,7 +280,7 @@ def test_a_message_that_ends_the_connection_to_mariadb(address: str, mariadb_url
 
 @pytest.mark.parametrize("are_kept", [True, False])
 def test_of_rows_in_another_order_none_is_blamed(address: str, tmp_path: Path, are_kept: bool) -> None:
-    """Whichever message it was, another one is not put aside in its place."""
+    """No matter which message it was, another one is not put aside in its place."""
     database = sqlite_database(tmp_path / "out.db")
     step = whole(address, "full")
     prepared(database, step)
@@ -294,7 +294,7 @@ def test_of_rows_in_another_order_none_is_blamed(address: str, tmp_path: Path, a
     failure = one.run([step]).failure
     assert failure is not None
     assert failure.reason == "INVALID_OUTPUT"
-    assert "not made of it alone, in the order of the messages" in failure.message
+    assert "from this message alone, in the order of the messages" in failure.message
     assert "index" not in failure.numbers
     assert not letters(database)
     assert not database.indexes(step.range.topic)

@@ -398,7 +398,7 @@ def test_a_topic_made_anew_is_read_from_its_start_if_loss_is_accepted(
     running.run()
     _make_anew(address, topic, 30)
     assert running.run_round().read == 30
-    assert "was made anew" in caplog.text
+    assert "was recreated" in caplog.text
     assert database.indexes(full) == sorted([*range(20), *range(30)])
     assert stored(database)[full].position == ends(address, topic)
     assert running.run_round().read == 0
@@ -727,7 +727,7 @@ def test_a_table_that_is_gone_is_an_error(address: str, database: Database, topi
 def test_positions_of_the_first_format_are_refused(address: str, database: Database, topic: str) -> None:
     publish(address, topic, 5)
     _execute(database, "CREATE TABLE seqdedupe_positions (job TEXT, topic TEXT, epoch INTEGER, message_id TEXT)")
-    with pytest.raises(ConfigurationError, match="are of format 1, this version has 2"):
+    with pytest.raises(ConfigurationError, match="have format 1, but this version uses 2"):
         job(address, database, topic).run()
 
 
@@ -779,7 +779,7 @@ def test_a_topic_of_deduplication_ids_is_read_and_not_deduplicated(
 
 
 def test_a_task_that_is_to_deduplicate_ids_commits_nothing(address: str, database: Database, topic: str) -> None:
-    """Of a topic that was still recovering when the job looked at it."""
+    """For a topic that was still recovering when the job looked at it."""
     with Client(address) as client:
         client.admin.create_topic(topic, deduplication_mode="deduplication-id")
         with client.publisher(topic) as publisher:

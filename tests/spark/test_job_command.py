@@ -266,7 +266,7 @@ def test_positions_where_there_are_none(stored: str, tmp_path: Path) -> None:
     another.touch()
     status, out, err = run(*at)
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert "no job has its positions there" in err
+    assert "it holds no positions of a job" in err
 
 
 def test_the_help_names_the_jobs_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""The data source's options: what is taken, and what each wrong one is told."""
+"""The data source's options: what is taken, and what is said of each wrong one."""
 
 import pickle
 import re
@@ -122,19 +122,19 @@ def test_what_is_no_position(text: str) -> None:
         ({"topik": "t"}, "no option topik: did you mean topic?"),
         ({"topic": "t", "subscribe": "t"}, "no option subscribe: did you mean topics?"),
         ({"topic": "t", "pollTimeoutMs": "1"}, "no option polltimeoutms: did you mean readTimeoutSeconds?"),
-        ({"topic": "t", "xyz": "1"}, "no option xyz: there are service.url, topic"),
+        ({"topic": "t", "xyz": "1"}, "no option xyz: choose from service.url, topic"),
         ({"topic": "t", "kafka.bootstrap.servers": "a"}, "did you mean service.url?"),
-        ({"topic": "t", "kafka.group.id": "g"}, "no consumer group or subscription keeps any"),
-        ({"topic": "t", "predefinedSubscription": "s"}, "no consumer group or subscription keeps any"),
-        ({"topic": "t", "includeHeaders": "true"}, "the column __messageProperties is always there"),
+        ({"topic": "t", "kafka.group.id": "g"}, "not in a consumer group or subscription"),
+        ({"topic": "t", "predefinedSubscription": "s"}, "not in a consumer group or subscription"),
+        ({"topic": "t", "includeHeaders": "true"}, "the column __messageProperties always exists"),
         ({"topic": "t", "startingOffsetsByTimestamp": "{}"}, "did you mean startingTime?"),
         ({"topic": "t", "endingTimestamp": "1"}, "did you mean endingTime?"),
-        ({"topic": "t", "startingOffsetsByTimestampStrategy": "error"}, "a time after the end is the end"),
+        ({"topic": "t", "startingOffsetsByTimestampStrategy": "error"}, "a time after the end means the end"),
         ({"topic": "t", "minOffsetPerTrigger": "5"}, "did you mean minOffsetsPerTrigger?"),
-        ({"topic": "t", "waitingForNonExistedTopic": "true"}, "topics have to be there"),
-        ({"topic": "t", "allowDifferentTopicSchemas": "true"}, "value is bytes"),
-        ({"topic": "t", "kafka.security.protocol": "SSL"}, "it is of Kafka's clients"),
-        ({"topic": "t", "pulsar.reader.receiverQueueSize": "5"}, "it is of Pulsar's connector"),
+        ({"topic": "t", "waitingForNonExistedTopic": "true"}, "topics must exist"),
+        ({"topic": "t", "allowDifferentTopicSchemas": "true"}, "the column value has bytes"),
+        ({"topic": "t", "kafka.security.protocol": "SSL"}, "it is an option of Kafka's clients"),
+        ({"topic": "t", "pulsar.reader.receiverQueueSize": "5"}, "it is an option of Pulsar's connector"),
         ({"topic": "t", "pulsar.client.authParam": "x"}, "did you mean pulsar.client.authParams?"),
         ({"topic": "t", "maxOffsetPerTriger": "1"}, "did you mean maxOffsetsPerTrigger?"),
         ({"path": "t"}, "no option path: did you mean topic?"),
@@ -150,7 +150,10 @@ def test_what_is_no_position(text: str) -> None:
         ({"topic": "t", "service.url": "pulsar://a:6650"}, "admin.url is needed with service.url = pulsar://a:6650"),
         (CLUSTER | {"admin.url": "a:8080"}, "admin.url is 'a:8080': it should be like http://host:8080"),
         (CLUSTER | {"admin.url": "http://u:secret@a"}, "admin.url: it should be like http://host:8080"),
-        (CLUSTER | {"pulsar.client.authPluginClassName": "AuthenticationAthenz"}, "there are AuthenticationToken and"),
+        (
+            CLUSTER | {"pulsar.client.authPluginClassName": "AuthenticationAthenz"},
+            "it should be AuthenticationToken or",
+        ),
         ({"topic": "t", "admin.url": "http://a:8080"}, "admin.url is for service.url = pulsar://"),
         ({"topic": "t", "pulsar.client.authParams": "token:secret"}, "pulsar.client.authParams is for service.url"),
         ({"topic": "t", "startingOffsets": "erliest"}, "startingOffsets is 'erliest': it should be earliest or latest"),
@@ -163,7 +166,7 @@ def test_what_is_no_position(text: str) -> None:
         ({"topic": "t", "startingOffsets": '{"t": {"a": "5:7"}}'}, "'a' is not the number of a partition of"),
         ({"topic": "t", "startingOffsets": '{"t": {"0": {"0": 1}}}'}, "is neither an index"),
         ({"topic": "t", "startingOffsets": '{"t": {}}'}, "is neither an index"),
-        ({"topic": "t", "startingOffsets": '{"t": {"0": 1}, "t-partition-0": 2}'}, "t-partition-0 is in it twice"),
+        ({"topic": "t", "startingOffsets": '{"t": {"0": 1}, "t-partition-0": 2}'}, "t-partition-0 occurs twice"),
         ({"topic": "t", "startingOffsets": '{"t": "7"}'}, "startingOffsets is '{\"t\": \"7\"}': '7' is neither"),
         ({"topic": "t", "startingOffsets": '{"t": "1:7", "t": "1:8"}'}, "twice"),
         ({"topic": "t", "startingOffsets": f'{{"t": "1:7", "{T}": "1:8"}}'}, "twice"),
@@ -185,7 +188,7 @@ def test_what_is_no_position(text: str) -> None:
             {"topic": "t", "minOffsetsPerTrigger": "8", "maxOffsetsPerTrigger": "7"},
             "minOffsetsPerTrigger is 8, more than maxOffsetsPerTrigger, 7",
         ),
-        ({"topic": "t", "maxTriggerDelay": "5m"}, "maxTriggerDelay is how long minOffsetsPerTrigger is waited for"),
+        ({"topic": "t", "maxTriggerDelay": "5m"}, "maxTriggerDelay limits the wait for minOffsetsPerTrigger"),
         ({"topic": "t", "minOffsetsPerTrigger": "1", "maxTriggerDelay": "1w"}, "it should be like 15m, 90s or 500ms"),
         ({"topic": "t", "minOffsetsPerTrigger": "1", "maxTriggerDelay": "-1s"}, "maxTriggerDelay is '-1s'"),
         ({"topic": "t", "maxRecordsPerPartition": "0"}, "maxRecordsPerPartition is '0'"),
@@ -234,7 +237,7 @@ def test_a_table_shows_no_token() -> None:
 @pytest.mark.parametrize(
     ("plugin", "params", "said"),
     [
-        ("", "token:secret", "no pulsar.client.authPluginClassName"),
+        ("", "token:secret", "without pulsar.client.authPluginClassName"),
         ("AuthenticationToken", "secret", "token:… or file:///path"),
         ("AuthenticationToken", "file://host/secret", "token:… or file:///path"),
         ("AuthenticationOAuth2", "secret", "it should be JSON"),
@@ -301,7 +304,7 @@ def test_times_that_are_turned_round(first: str, last: str, said: str | None) ->
     with pytest.raises(ConfigurationError) as failure:
         parse(given)
     assert re.search(said, failure.value.message)
-    assert "startingTime name a place before" in failure.value.hint
+    assert "startingTime to a place before" in failure.value.hint
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A job's task, without Spark: whatever happens to it, a range takes effect once."""
+"""A job's task, without Spark: no matter what happens to it, a range takes effect once."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ MESSAGES = 500
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A sidecar with the topic `full`, of so many messages."""
+    """A sidecar with the topic `full`, of this many messages."""
     with Sidecar(tmp_path_factory.mktemp("sidecar")) as sidecar:
         publish(sidecar.address, "full", MESSAGES)
         yield sidecar.address
@@ -204,7 +204,7 @@ def test_a_message_that_the_transformation_fails_on_is_named(address: str, sqlit
 
 @pytest.mark.parametrize("deduplicate", [False, True])
 def test_a_message_that_the_database_refuses_is_named(address: str, sqlite: Database, deduplicate: bool) -> None:
-    """Of a transformation that makes none, one or two rows of a message."""
+    """For a transformation that makes none, one or two rows of a message."""
     step = whole(address, "full")
     begin(sqlite.store, [step])
     with sqlite.store() as store:
@@ -237,7 +237,7 @@ def test_a_transformation_that_returns_something_else_is_refused(
 def test_the_columns_are_learned_from_a_batch_without_rows() -> None:
     assert output_schema(None, SCHEMA) == SCHEMA
     assert output_schema(select, SCHEMA).names == ["topic", "index", "value"]
-    with pytest.raises(SeqdedupeError, match="a batch of no rows"):
+    with pytest.raises(SeqdedupeError, match="an empty batch"):
         output_schema(lambda batch: None, SCHEMA)
 
 

@@ -133,7 +133,7 @@ def ids_in(client: blocking.Client, topic: str) -> list[bytes]:
         ("value string, __topic string, __index bigint", "the rows have no identity"),
         (
             "value string, deduplicationId string, __ordinal int",
-            "__ordinal tells rows of one message of a source apart",
+            "__ordinal is only for rows without",
         ),
         ("value string, sequenceId bigint", "column sequenceId: the sink writes by dedup"),
         ("value string, __producerName string, __sequenceId bigint", "column __producerName: the sink writes by dedup"),
@@ -149,9 +149,9 @@ def test_columns_that_cannot_be_are_named(ddl: str, said: str) -> None:
 
 def test_without_the_option_topic_the_column_is_the_target() -> None:
     assert layout_of(schema(f"{OWN}, __topic string"), None).topic is None
-    with pytest.raises(ConfigurationError, match="which topic"):
+    with pytest.raises(ConfigurationError, match="no topic is named"):
         layout_of(schema(OWN), None)
-    with pytest.raises(ConfigurationError, match="__topic is where they go, not where they come from"):
+    with pytest.raises(ConfigurationError, match="__topic is the target of the rows, not their source"):
         layout_of(schema(DERIVED), None)
 
 
@@ -169,7 +169,7 @@ def test_all_columns_of_the_source_are_taken(plain: bool) -> None:
         ({"topik": "t"}, "did you mean topic?"),
         ({"startingOffsets": "latest"}, "there is no option startingoffsets"),
         ({"service.url": "pulsar://a"}, "rows are written through a sidecar"),
-        ({"authParams": "token:secret"}, "it should be the URL of the token's file"),
+        ({"authParams": "token:secret"}, "it should be the URL of a token file"),
         ({"topic": "a b"}, "is not a topic name"),
         ({"failOnForgottenIds": "maybe"}, "it should be true or false"),
     ],
@@ -187,7 +187,7 @@ def test_what_is_said_to_spark_is_none_of_the_sinks_business() -> None:
 def test_a_topic_is_only_appended_to(client: blocking.Client, target: str) -> None:
     sink = SeqdedupeDataSource({"service.url": client.address, "topic": target, "checkpointlocation": "/nowhere"})
     for writer in (sink.writer, sink.streamWriter):
-        with pytest.raises(ConfigurationError, match="only appended to"):
+        with pytest.raises(ConfigurationError, match="can only be appended to"):
             writer(schema(OWN), overwrite=True)
         writer(schema(OWN), overwrite=False)
 
@@ -209,7 +209,9 @@ def test_publish_names_the_topic_and_the_producer(client: blocking.Client, targe
     columns = {"value": [b"v"] * 2, "__topic": [topic] * 2, "__producerName": ["p"] * 2, "__sequenceId": [7, 7]}
     with pytest.raises(InvalidRequestError, match=rf"producer 'p' for {topic_name(f'{topic}-other')}: .*NOT_ASCENDING"):
         publish_sorted(client.address, [pa.record_batch(columns | {"__topic": [f"{topic}-other"] * 2})])
-    with pytest.raises(ConfigurationError, match=f"{target} has deduplication IDs, publish sends to") as raised:
+    with pytest.raises(
+        ConfigurationError, match=f"{target} has deduplication IDs, but publish sends only to"
+    ) as raised:
         publish_sorted(client.address, [pa.record_batch(columns)])
     assert "format('seqdedupe')" in raised.value.hint
 
@@ -263,7 +265,11 @@ def test_a_partitioned_topic_is_written_to_while_all_its_partitions_deduplicate(
         (derived([1, -1]), DERIVED, "__index is -1: it should be 0 to"),
         (derived([1, 2**43]), DERIVED, "__index is 8796093022208: it should be 0 to"),
         (derived([1], __ordinal=[2**20]), f"{DERIVED}, __ordinal int", "__ordinal is 1048576"),
-        (derived([1, 1]), DERIVED, r"several rows come from the message with index 1 of .*source, with ordinal 0"),
+        (
+            derived([1, 1]),
+            DERIVED,
+            r"several rows come from the message with index 1 of .*source, and have the same ordinal 0",
+        ),
         (
             pa.record_batch(
                 {
@@ -464,7 +470,7 @@ def written_of(client: blocking.Client, topic: str | None, *batches: pa.RecordBa
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_ids_of_a_source_name_its_rows(client: blocking.Client, target: str, plain: bool) -> None:
-    """Of two topics with the same two IDs two messages are made, and not four; the warning is of something else."""
+    """For two topics with the same two IDs two messages are made, and not four; the warning is of something else."""
     first, second = (of_source([b"a", b"b"], f"{SOURCE}-{k}", plain=plain) for k in (1, 2))
     assert written_of(client, target, first) == SinkReport(2)
     assert written_of(client, target, second) == SinkReport(2, copies=2)
@@ -476,7 +482,7 @@ def test_ids_of_a_source_name_its_rows(client: blocking.Client, target: str, pla
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_topic_without_ids_is_known_by_its_messages(client: blocking.Client, target: str, plain: bool) -> None:
     assert written_of(client, target, of_source([None, None], plain=plain)).rows == 2
-    # Of a union of both each row has the identity that it has alone.
+    # For a union of both each row has the identity that it has alone.
     mixed = pa.Table.from_batches([of_source([None, None], plain=plain), of_source([b"a", b"b"], "s", plain=plain)])
     assert written_of(client, target, *mixed.combine_chunks().to_batches()).copies == 2
     assert ids_in(client, target) == [f"{SOURCE}/7/{i}/0".encode() for i in range(2)] + [b"a", b"b"]
@@ -488,8 +494,8 @@ def test_a_topic_without_ids_is_known_by_its_messages(client: blocking.Client, t
         (of_source([b"a", None]), r"deduplicationId is null in 1 rows of .*/source, and not in others"),
         (of_source([b"a", b"b"], __ordinal=[0, 1]), "rows have both __deduplicationId and __ordinal"),
         (of_source([b"a", b"b"], plain=True, ordinal=[0, 1]), "rows have both deduplicationId and ordinal"),
-        (of_source([b"a", b"b"], deduplicationId=["a", "c"]), "say different IDs in 1 of 2 rows"),
-        (of_source([b"a", b"b"], deduplicationId=["a", None]), "say different IDs in 1 of 2 rows"),
+        (of_source([b"a", b"b"], deduplicationId=["a", "c"]), "have different IDs in 1 of 2 rows"),
+        (of_source([b"a", b"b"], deduplicationId=["a", None]), "have different IDs in 1 of 2 rows"),
     ],
 )
 def test_an_id_that_is_not_the_identity_is_an_error(
@@ -509,7 +515,7 @@ def test_an_id_of_its_own_is_taken_where_the_source_has_none(client: blocking.Cl
 def test_publish_takes_no_ids(client: blocking.Client, topic: str) -> None:
     columns = {"value": [b"v"] * 2, "__topic": [topic] * 2, "__producerName": ["p"] * 2, "__sequenceId": [0, 1]}
     rows = pa.record_batch(columns | {"__deduplicationId": pa.array([None, b"a"], pa.binary())})
-    with pytest.raises(InvalidRequestError, match="__deduplicationId is there in 1 of 2 rows"):
+    with pytest.raises(InvalidRequestError, match="__deduplicationId is set in 1 of 2 rows"):
         publish_sorted(client.address, [rows])
     assert publish_sorted(client.address, [rows.slice(0, 1)]) == Published(1, 0)
 
@@ -597,8 +603,8 @@ def test_rows_whose_identity_another_query_took_are_warned_about(
     assert not caplog.records
     receipts = derived([1, 2, 3], value=[b"receipt"] * 3)
     assert commit(DERIVED, receipts) == 2
-    assert "the write: 2 rows are not stored" in caplog.text
-    assert "give rows a deduplicationId" in caplog.text
+    assert "the write: 2 rows were not stored" in caplog.text
+    assert "give each row a deduplicationId" in caplog.text
     # What may have been written before by this very query, and rows with IDs of their own, are copies by right.
     assert commit(DERIVED, receipts, attempt=1) == 3
     assert commit(DERIVED, receipts, began=Began(task_module.now().at_ms, may_repeat=True)) == 3
@@ -695,7 +701,7 @@ def logged(tmp_path: Path) -> Path:
 
 
 def plan(location: Path | str) -> Began:
-    """In a process of its own: Spark deals what is planned over several, and ends them when it likes."""
+    """In its own process: Spark deals what is planned over several, and ends them when it likes."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(task_module.began, str(location)).result()
 
@@ -741,7 +747,7 @@ def test_a_checkpoint_that_cannot_be_looked_at(tmp_path: Path, caplog: pytest.Lo
         for _ in range(2):
             assert not task_module.began(elsewhere).may_repeat
     assert len(caplog.records) == 5
-    assert "hdfs://name/check cannot be looked at" in caplog.text
+    assert "hdfs://name/check cannot be read" in caplog.text
 
 
 def test_a_write_that_outgrows_the_window_is_warned_about(
@@ -754,7 +760,7 @@ def test_a_write_that_outgrows_the_window_is_warned_about(
         done = one.run([own([f"{n}-{i}" for i in range(10)])])
     assert done.outgrown == (name,)
     BatchWriter(one).commit([Committed(done)])
-    assert f"{name} has forgotten IDs since it began" in caplog.text
+    assert f"{name} has forgotten IDs since the write began" in caplog.text
 
 
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)

@@ -1,4 +1,4 @@
-"""The sink in Spark: batches and streams, tasks that are killed, and rows that a retry deals out anew."""
+"""The sink in Spark: batches and streams, tasks that are killed, and rows that a retry deals out again."""
 
 import os
 import signal
@@ -91,7 +91,7 @@ def test_a_topic_is_copied_once_however_often(load: Load, client: blocking.Clien
     with client.reader(target) as reader:
         ids = {message.deduplication_id: message.payload for message in reader}
     assert ids[f"{topic_name(topic)}/{end.incarnation}/41/0".encode()] == b"value 41"
-    # A topic of the same name that was made anew has other messages at the same indexes.
+    # A topic of the same name that was made again has other messages at the same indexes.
     client.admin.delete_topic(topic)
     fill(client.address, topic, 10)
     write(load(topic), client, target)
@@ -101,7 +101,7 @@ def test_a_topic_is_copied_once_however_often(load: Load, client: blocking.Clien
 @pytest.mark.parametrize("mode", ["overwrite", "error", "ignore"])
 def test_other_modes_are_refused(spark: SparkSession, client: blocking.Client, target: str, mode: str) -> None:
     rows = spark.range(1).selectExpr("'v' AS value", "'i' AS deduplicationId")
-    with pytest.raises(PySparkException, match=r"only appended to|cannot be written in the") as raised:
+    with pytest.raises(PySparkException, match=r"can only be appended to|cannot be written in the") as raised:
         rows.write.format("seqdedupe").options(**options(client, target)).mode(mode).save()
     assert "ppend" in str(raised.value)
     assert client.ends(target).last.index == -1
@@ -115,7 +115,7 @@ def test_other_output_modes_are_refused(
     rows = stream(spark, client, topic).groupBy("value").count().selectExpr("value", "value AS deduplicationId")
     writer = rows.writeStream.format("seqdedupe").options(**options(client, target)).outputMode(mode)
     query = writer.option("checkpointLocation", str(tmp_path)).trigger(availableNow=True).start()
-    with pytest.raises(PySparkException, match=r"only appended to|does not support Update mode"):
+    with pytest.raises(PySparkException, match=r"can only be appended to|does not support Update mode"):
         query.awaitTermination()
     assert client.ends(target).last.index == -1
 
@@ -367,9 +367,9 @@ def test_foreach_batch_needs_its_checkpoint(
     (another / "offsets").mkdir(parents=True)
     (another / "offsets" / "7").touch()
     for checkpoint, said in [
-        (None, "none is named that can be looked at"),
-        ("hdfs://name/check", "none is named that can be looked at"),
-        (str(another), "the one named has 7"),
+        (None, "no readable one is named"),
+        ("hdfs://name/check", "no readable one is named"),
+        (str(another), "the named one is at batch 7"),
     ]:
         with pytest.raises(PySparkException, match=rf"{said} \[INVALID_OPTION\]"):
             run(target, checkpoint)

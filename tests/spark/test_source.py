@@ -102,7 +102,7 @@ class Stream:
         return found
 
     def replayed(self, end: Offsets) -> list[bytes]:
-        """What a micro-batch reads whose end is logged already: Spark asks for the start of the first one anew."""
+        """What a micro-batch reads whose end is logged already: Spark asks for the start of the first one again."""
         start = self.reader.initialOffset() if self.offset is None else self.offset
         partitions = self.reader.partitions(as_logged(start), as_logged(end))
         assert all(len(partition.value) for partition in partitions)
@@ -153,7 +153,7 @@ class TestBatch:
                 for name, text in zip(("startingOffsets", "endingOffsets"), forms, strict=True)
             }
             if start > end:
-                with pytest.raises(ConfigurationError, match=r"nothing to read: .* which stands before that"):
+                with pytest.raises(ConfigurationError, match=r"nothing to read: .* is behind the end, after .*"):
                     source.rows(topic=topic, **given)
                 continue
             # After the one, up to and with the other.
@@ -173,7 +173,9 @@ class TestBatch:
         ]
         for places in cases:
             for accepts in ({}, {"failOnDataLoss": False}):
-                with pytest.raises(ConfigurationError, match=rf"in .*/{topic} it would start after .* \[INVALID_OPT"):
+                with pytest.raises(
+                    ConfigurationError, match=rf"in .*/{topic} the start, after .*, is behind .* \[INVALID_OPT"
+                ):
                     source.rows(topic=topic, **places, **accepts)
         with pytest.raises(ConfigurationError, match="startingTime 2 is after endingTime 1"):
             source.rows(topic=topic, startingTime=2, endingTime=1)
@@ -242,7 +244,7 @@ class TestBatch:
             )
 
     def test_a_partitioned_topic_is_read_by_its_name(self, client: blocking.Client, source: Source, topic: str) -> None:
-        """Once, each partition with a range of its own; also as it grows."""
+        """Once, each partition with its own range; also as it grows."""
         client.admin.create_topic(topic, partitions=3)
         stream = source.stream(topic=topic, startingOffsets="earliest")
         assert stream.trigger() == []
@@ -267,7 +269,7 @@ class TestBatch:
             beyond = f'{{"{topic}": "{Position.before(incarnation, 5)}"}}'
             with pytest.raises(PositionError, match="it lacks indexes 1 to 4"):
                 source.rows(topic=topic, **{option: beyond})
-            with pytest.raises(PositionError, match="made anew"):
+            with pytest.raises(PositionError, match="recreated"):
                 source.rows(topic=topic, **{option: f'{{"{topic}": "5:0"}}'})
             with pytest.raises(ConfigurationError, match=f"{option} has a topic that is not read"):
                 source.rows(topic=topic, **{option: f'{{"{topic}": "{incarnation}:0", "o": "{incarnation}:0"}}'})
@@ -294,7 +296,7 @@ class TestSchemas:
     @pytest.mark.parametrize(
         ("name", "kind", "said"),
         [
-            ("index", LongType(), "no column index, but value, __key"),
+            ("index", LongType(), "no column index; the columns are value, __key"),
             ("__index", IntegerType(), "column __index is int, it should be bigint"),
             ("value", StringType(), "column value is string, it should be binary"),
             ("__publishTime", TimestampNTZType(), "column __publishTime is timestamp_ntz, it should be timestamp"),
@@ -442,7 +444,7 @@ class TestStream:
 
     def test_offsets_that_are_none(self, source: Source, topic: str) -> None:
         reader = source.stream(topic=topic).reader
-        with pytest.raises(SeqdedupeError, match=r"the checkpoint's offsets are not this source's: '5'"):
+        with pytest.raises(SeqdedupeError, match=r"the checkpoint's offsets are not from this source: '5'"):
             reader.latestOffset({topic_name(topic): "5"}, ReadAllAvailable())
 
     def test_a_missing_topic_is_named(self, source: Source, topic: str) -> None:
@@ -512,11 +514,11 @@ class TestReplay:
         for options in ({}, {"startingTime": 5}, {"startingOffsets": json.dumps({topic: 2})}):
             with pytest.raises(SeqdedupeError, match="does not say where its first batch starts") as failure:
                 source.stream(topic=topic, **options).replayed(end)
-            assert "another one" in failure.value.hint
+            assert "a new checkpoint" in failure.value.hint
 
 
 class TestLoss:
-    """A topic that was deleted, and made anew."""
+    """A topic that was deleted, and made again."""
 
     @pytest.fixture
     def offset(self, client: blocking.Client, topic: str) -> Offsets:
@@ -530,7 +532,7 @@ class TestLoss:
         with pytest.raises(NotFoundError, match="was deleted"):
             Stream(source.stream(topic=topic).reader, offset).trigger()
         send(client, topic, b"new")
-        with pytest.raises(PositionError, match="was made anew"):
+        with pytest.raises(PositionError, match="was recreated"):
             Stream(source.stream(topic=topic).reader, offset).trigger()
 
     def test_it_goes_on_where_that_is_allowed(
@@ -549,7 +551,7 @@ class TestLoss:
             send(client, topic, *numbers(10, 13))
             assert list(stream.rest()) == [[], numbers(10, 13)]
         assert len(caplog.records) == 2
-        assert "what it held after index 1 is gone, and it begins with index 0" in caplog.records[1].message
+        assert "messages after index 1 are gone, and the topic begins with index 0" in caplog.records[1].message
 
     @pytest.mark.parametrize("fails", [True, False])
     def test_a_batch_that_was_planned_before(

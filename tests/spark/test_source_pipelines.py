@@ -1,4 +1,4 @@
-"""The data source and the sink over Spark Connect: in a declarative pipeline, and in a session of one's own.
+"""The data source and the sink over Spark Connect: in a declarative pipeline, and in a session of the user.
 
 The server of Spark Connect has the token and the certificate of a sidecar's authority in its environment; its clients
 have nothing.

@@ -103,7 +103,7 @@ def test_a_topic_that_was_made_anew_is_no_end_that_moved() -> None:
 
 
 def test_a_ledger_without_entries_may_go() -> None:
-    """It does when its topic is loaded anew. A subscription that has let go of nothing tells it from a loss."""
+    """It does when its topic is loaded again. A subscription that has released nothing tells it from a loss."""
     start = stock.before(MessageId(3, 0))
     for let_go in (None, MessageId(5, 3), MessageId(4, 0)):
         loss = find_loss(TOPIC, start, ends(let_go=let_go))

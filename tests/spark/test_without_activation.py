@@ -83,7 +83,5 @@ def test_a_python_that_was_chosen_is_used_and_one_without_the_package_is_named(
     status, _, said = run(shared_sidecar, published, foreign, "yes", PYSPARK_PYTHON=str(foreign))
     assert status != 0
     last = said.strip().splitlines()[-1]
-    assert last.startswith(
-        f"Spark starts '{foreign}' for its Python processes, and that cannot import seqdedupe_spark: "
-    )
+    assert last.startswith(f"Spark starts '{foreign}' for its Python processes, which cannot import seqdedupe_spark: ")
     assert f"On this machine {sys.executable} has it." in last

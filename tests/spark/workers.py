@@ -91,7 +91,7 @@ def _serve(listener: socket.socket) -> Any:
 
 
 def _watch(launched: socket.socket, forked: int, streams: list[int]) -> None:
-    """Until what was forked ends, which it is told to when its launcher is gone."""
+    """Until what was forked ends, which it is asked to when its launcher is gone."""
     for fd in (0, 1, 2, *streams):
         os.close(fd)
     ended = os.pidfd_open(forked)

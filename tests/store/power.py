@@ -1,6 +1,6 @@
 """A store on a machine whose power may be cut at any moment: what of its files the disk has then.
 
-Of bytes that were written and not synced, a power cut leaves any sectors or pages, with zeros or old bytes in place of
+For bytes that were written and not synced, a power cut leaves any sectors or pages, with zeros or old bytes in place of
 the others, and any length of the file; of new files any; removed ones may be back. What was synced stays.
 """
 
@@ -46,7 +46,7 @@ def torn(synced: bytes, written: bytes, rng: random.Random) -> bytes:
     left = bytearray(written[:end])
     for start, stop in blocks(len(synced), end, block_bytes):
         if rng.random() < lost:
-            # Of the block that holds the synced end too, the disk has what it had then: nothing after that.
+            # For the block that holds the synced end too, the disk has what it had then: nothing after that.
             is_new = start > len(synced) or start % block_bytes == 0
             left[start:stop] = piece(old, start, stop) if is_new and rng.random() < 0.5 else bytes(stop - start)
     return bytes(left)

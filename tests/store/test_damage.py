@@ -1,6 +1,6 @@
 """Every byte of a small store's files flipped, every file cut short or gone: the right state, or a refusal.
 
-Also what cannot be told from a store that is merely older: see `docs/internals/formats-store.md`.
+Also what cannot be known from a store that is merely older: see `docs/internals/formats-store.md`.
 """
 
 import asyncio

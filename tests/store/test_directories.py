@@ -1,4 +1,4 @@
-"""What a data directory says of itself, and what is refused rather than made anew."""
+"""What a data directory says of itself, and what is refused rather than made again."""
 
 import shutil
 from pathlib import Path
@@ -153,7 +153,7 @@ def test_a_directory_on_its_way_gets_there_first(tmp_path: Path, asked: int) -> 
     write(tmp_path, Split("c-1", 4, 3))
     assert count_of(Config(data_directory=str(tmp_path))) == 3
     assert count_of(Config(data_directory=str(tmp_path), workers=3)) == 3
-    with pytest.raises(ConfigurationError, match="on its way to 3"):
+    with pytest.raises(ConfigurationError, match="being changed to 3"):
         count_of(Config(data_directory=str(tmp_path), workers=asked))
     with pytest.raises(ConfigurationError, match="on its way from 4 workers to 3"):
         count_of(worker)
@@ -161,5 +161,5 @@ def test_a_directory_on_its_way_gets_there_first(tmp_path: Path, asked: int) -> 
 
 def test_only_the_sidecars_own_log_has_workers(tmp_path: Path) -> None:
     make(tmp_path, 2)
-    with pytest.raises(ConfigurationError, match="logs of their own"):
+    with pytest.raises(ConfigurationError, match="embedded logs"):
         count_of(Config(data_directory=str(tmp_path), log="broker"))

@@ -17,7 +17,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.store.model import INCARNATION, State, delta, load, save, state_of, topic
 
-# Each script runs in a process of its own: the limit is the process's. A write beyond it fails with EFBIG.
+# Each script runs in its own process: the limit is the process's. A write beyond it fails with EFBIG.
 PRELUDE = """# may start warm
 import asyncio, resource, sys, time
 from pathlib import Path

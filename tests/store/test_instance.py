@@ -1,4 +1,5 @@
-"""The sidecar's name and the numbers of its openings: kept, and rising whatever happens to the store or the clock."""
+"""The sidecar's name and the numbers of its openings: kept, and rising no matter what happens to the store or the
+clock."""
 
 import time
 from pathlib import Path

@@ -19,7 +19,7 @@ from tests.store.power import Files, LostError, Machine, Moment, check, every_lo
 
 CUTS_A_MOMENT = 2
 PARTS = 4
-"""Of all patterns of lost sectors, by turns."""
+"""For all patterns of lost sectors, by turns."""
 SEED = 20_26
 
 
@@ -222,7 +222,7 @@ def settled(folder: Path, *, without: frozenset[str] = frozenset()) -> Files:
 
 
 async def tables_made(folder: Path, count: int) -> tuple[list[TableMade], State]:
-    """So many tables, and the state when the store was closed."""
+    """This many tables, and the state when the store was closed."""
     store = Store.open(folder)
     snapshots = Snapshots(store, INCARNATION)
     await store.put_topics(topic())

@@ -206,7 +206,7 @@ async def test_a_record_of_another_topic_is_refused(store: Store, part: bytes) -
 
 
 ANEW = delta(9, {0: (5, 1), 2: (7, 3), 10: (8, 4)}, names=[b"new%d" % number for number in range(11)])
-"""Of the others nothing is known."""
+"""For the others nothing is known."""
 
 
 async def test_other_numbers_take_the_place_of_all_that_is_stored(

@@ -1,4 +1,4 @@
-"""A topic for a test, on a log that does as it is told."""
+"""A topic for a test, on a log that does what the test says."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A client that does its duty, over whichever topics there are; and what stands in a topic after all."""
+"""A client that does its duty, over all topics that there are; and what stands in a topic after all."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ MAX_FRAMES = 20
 
 
 class Publisher:
-    """Publishes the IDs from 0 on, to whoever takes them, and sends again what it has no receipt for."""
+    """Publishes the IDs from 0 on, to anyone who takes them, and sends again what it has no receipt for."""
 
     def __init__(self, name: str, topics: Callable[[], Sequence[Topic]]) -> None:
         self.name = name

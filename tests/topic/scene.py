@@ -1,4 +1,4 @@
-"""A topic on a log that does as it is told."""
+"""A topic on a log that does what the test says."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ INCARNATION = 5
 
 
 class Scene:
-    """A topic on a log that does as it is told, with a clock that the test moves."""
+    """A topic on a log that does what the test says, with a clock that the test moves."""
 
     def __init__(self, store: Store) -> None:
         self.storage = Storage(INCARNATION)

@@ -1,4 +1,4 @@
-"""As which producers somebody may publish: judged once a name, and the same as if each were judged anew.
+"""As which producers somebody may publish: judged once a name, and the same as if each were judged again.
 
 Costs a second.
 """

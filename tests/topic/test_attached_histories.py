@@ -1,7 +1,7 @@
 """Random histories of a broker and its topic against a plain oracle: checks, reports, failures, crashes of either side.
 
 The broker's log is a list that survives everything. Its producers send rising IDs, and again from the first one that
-was not acknowledged whenever they are told to. At the end the log holds what they sent, each range once, in order.
+was not acknowledged whenever they are asked to. At the end the log holds what they sent, each range once, in order.
 """
 
 import logging
@@ -184,7 +184,7 @@ class History:
         return NOT_DUP
 
     def _check_overlap(self) -> None:
-        """A range that straddles is refused, with all that is beside it, and changes nothing."""
+        """A range that straddles is refused, with all that is next to it, and changes nothing."""
         name = self.rng.choice(NAMES)
         if self.persisted[name] >= 0 and self.rng.random() < 0.1:
             low, high = self.persisted[name], self.persisted[name] + 1

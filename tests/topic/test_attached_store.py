@@ -1,7 +1,8 @@
 """A store that fails under an attached topic, at every call: checks go on, and nothing is trimmed that a start needs.
 
-The broker's log is a list, of which it trims all that it is told it may. Whatever the store did, and whatever of it a
-power cut leaves, the broker can attach with what it has kept, and its producers' messages have the right verdicts.
+The broker's log is a list, of which it trims all that it learns it may. No matter what the store did, and no matter
+what of it a power cut leaves, the broker can attach with what it has kept, and its producers' messages have the right
+verdicts.
 """
 
 import asyncio
@@ -90,7 +91,7 @@ def columns(*ids: int) -> Columns:
 
 
 class BrokenStore(CrashableStore):
-    """The store, whose syncs fail from one on. Of what they would have synced some may be there all the same."""
+    """The store, whose syncs fail from one on. For what they would have synced some may be there all the same."""
 
     syncs = 0
     fail_at = 0

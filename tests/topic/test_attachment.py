@@ -1,4 +1,4 @@
-"""An attachment that is told anything: what it refuses has changed nothing."""
+"""An attachment that learns anything: what it refuses has changed nothing."""
 
 import random
 from collections.abc import Callable
@@ -65,7 +65,7 @@ class Anything:
         return Columns(handles, lowest, highest, passes)
 
     def positions(self, count: int) -> tuple[Binary, Binary]:
-        """The positions of so many entries, and those before them; some are none, or lie."""
+        """The positions of this many entries, and those before them; some are none, or lie."""
         made = [b"%x" % self.rng.getrandbits(40) * self.rng.choice([1, 1, 1, 1, 30]) for _ in range(count)]
         previous = [self.attachment.position, *made[:-1]] if made else []
         if made and self.rng.random() < 0.1:

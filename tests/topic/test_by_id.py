@@ -1,4 +1,5 @@
-"""A topic of deduplication IDs on a log that does as it is told: what fails, what nobody knows, what a crash leaves.
+"""A topic of deduplication IDs on a log that does what the test says: what fails, what nobody knows, what a crash
+leaves.
 
 About 20 s, one process.
 """
@@ -339,7 +340,7 @@ async def test_a_window_that_the_store_has_lost_in_part_is_damage(place: Place, 
 
 
 class Sender:
-    """Sends each ID until it has a receipt for it, over whatever becomes of the topic."""
+    """Sends each ID until it has a receipt for it, over no matter what becomes of the topic."""
 
     def __init__(self, place: Place, count: int, seed: int) -> None:
         self.place = place

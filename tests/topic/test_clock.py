@@ -188,7 +188,7 @@ async def test_what_has_expired_is_forgotten_on_time_once_the_clock_is_known(pla
 
 
 async def test_a_clock_that_stays_ahead_is_right_in_the_end(place: ClockPlace, tmp_path: Path) -> None:
-    """As after a machine was asleep: what remains possible, where the clock is wrong for so long."""
+    """As after a machine was asleep: what remains possible, where the clock is wrong for this long."""
     await place.bring(OLD, tmp_path / "window")
     assert place.new(b"a") == [NOT_DUP]
     place.goes_on(45)
@@ -247,7 +247,7 @@ class Times:
 
 
 async def looked(clock: Clock, times: Times, looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has it look so often, each time a minute later."""
+    """Has it look this many times, each time a minute later."""
 
     async def sleep(seconds: float) -> None:
         nonlocal looks

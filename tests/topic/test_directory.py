@@ -123,17 +123,17 @@ def process(tmp_path: Path) -> Iterator[Process]:
 
 
 async def turns(count: int) -> None:
-    """So many turns of the event loop."""
+    """This many turns of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 TURNS = (*range(40), *(2**k for k in range(6, 20)))
-"""Of the event loop: each of the first ones, then many, since a slow machine's disk takes any number of them."""
+"""For the event loop: each of the first ones, then many, since a slow machine's disk takes any number of them."""
 
 
 async def cancelled_after(steps: int, work: Callable[[], object]) -> bool:
-    """Gives something up after so many turns of the event loop; whether it had not ended by itself."""
+    """Gives something up after this many turns of the event loop; whether it had not ended by itself."""
     task = asyncio.ensure_future(work())  # type: ignore[call-overload]
     await turns(steps)
     was_under_way = not task.done()
@@ -152,7 +152,7 @@ async def test_a_deletion_that_is_given_up_at_any_await_is_done(process: Process
         receipts = 1
         if await process.publish(2):
             receipts += 1
-        # Whoever deletes next waits for the deletion that goes on; a creation makes another topic.
+        # Anyone who deletes next waits for the deletion that goes on; a creation makes another topic.
         topic = await process.topics.create(NAME, exists_ok=True)
         if steps and receipts == 1:
             assert topic.confirmed_index == 0
@@ -314,7 +314,7 @@ async def test_health_is_that_of_the_newest_topic_of_a_name(process: Process) ->
 async def test_a_snapshot_that_nothing_was_left_for_leaves_nobody_out(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever has failed: the next snapshot holds what that one would have."""
+    """Everything that has failed: the next snapshot holds what that one would have."""
     await process.start()
     await process.topics.create(NAME)
     assert await process.publish(7)

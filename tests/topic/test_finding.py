@@ -185,7 +185,7 @@ async def test_a_topic_whose_log_somebody_has_deleted_in_the_cluster_can_be_dele
     await one.start()
     await one.until(NAME, State.DAMAGED)
     await one.until("persistent://public/default/damaged", State.DAMAGED)
-    # Nobody is told that it is empty, or another topic.
+    # Nobody learns that it is empty, or another topic.
     for name in (NAME, "damaged"):
         with pytest.raises(DamagedError):
             await one.topics.create(name, exists_ok=True)
@@ -224,7 +224,7 @@ async def test_a_topic_that_is_open_while_its_log_is_deleted_can_be_deleted(two:
 
 
 async def make(sidecar: Sidecar, partitions: int) -> list[str]:
-    """A topic of so many partitions, 0 for a plain one: the names of what has a log."""
+    """A topic of this many partitions, 0 for a plain one: the names of what has a log."""
     if not partitions:
         await sidecar.topics.create(NAME)
         return [NAME]

@@ -53,7 +53,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LosingDisk:
 
 @asynccontextmanager
 async def served(folder: Path, applied: Applied = WAITS) -> AsyncIterator[Topic]:
-    """A topic on the log in this folder, and on a store of its own."""
+    """A topic on the log in this folder, and on its own store."""
     logs = EmbeddedLogs(folder / "logs", clock_ms=lambda: 1_000, fatal=pytest.fail)
     store = Store.open(folder.parent / f"{folder.name}-store")
     if not (folder / "logs" / str(INCARNATION)).exists():
@@ -86,7 +86,7 @@ class Producer:
         self.queue.open(INCARNATION, topic.term, opened.epochs[0], opened.persisted[0])
 
     async def publish(self, topic: Topic, rows: int) -> None:
-        """One batch of so many messages; returns when it has its receipts."""
+        """One batch of this many messages; returns when it has its receipts."""
         ids = np.arange(self._next_id, self._next_id + rows)
         self._next_id += rows
         pending = PendingBatch()
@@ -122,7 +122,7 @@ class Producer:
 
     @property
     def durable(self) -> list[bool]:
-        """Of each batch, whether it is known to be."""
+        """For each batch, whether it is known to be."""
         return [batch.durable for batch in self.batches]
 
     @property
@@ -180,7 +180,7 @@ async def test_whatever_the_disk_has_of_it(
 
 
 async def test_control_who_forgets_at_the_receipt_loses(disk: LosingDisk, tmp_path: Path) -> None:
-    """And is told so: what was called durable is gone."""
+    """And learns so: what was called durable is gone."""
     producer = ForgetsAtTheReceipt()
     with pytest.raises(DataLossError):
         await over_a_power_cut(producer, disk, tmp_path / "after", None)
@@ -194,7 +194,7 @@ async def test_of_a_producer_that_has_ended_no_more_is_lost_than_is_said(disk: L
         await producer.open(topic)
         for step in range(12):
             await producer.publish(topic, 1 + step % 4)
-            # Of which it has receipts, and ends.
+            # For which it has receipts, and ends.
             with disk._lock:
                 image = disk.image(None)
             async with served(put(image, tmp_path / f"after-{step}")) as left:
@@ -299,7 +299,7 @@ async def test_a_policy_that_comes_into_force_meanwhile_keeps_nobody_waiting(
     disk: LosingDisk, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     """A frame is handed over while every commit is synced, and written when the policy lets it wait."""
-    # Whatever is idle is synced too.
+    # Everything that is idle is synced too.
     monkeypatch.setattr(commit, "IDLE_SECONDS", 2**31)
     goes_on, is_syncing = threading.Event(), threading.Event()
     really = os.fdatasync

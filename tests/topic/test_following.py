@@ -112,7 +112,7 @@ class Follower:
 
 
 class Reads:
-    """Stands before a log's `read`: counts, and holds those back that it is told to."""
+    """Stands before a log's `read`: counts, and holds those back that it is asked to."""
 
     def __init__(self, process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[int] = []
@@ -187,7 +187,7 @@ async def test_a_topic_that_was_opened_anew_has_pages_of_its_own(process: Proces
 
 
 class LastPage(Followers):
-    """A planted bug: whoever is at the end gets the newest page, wherever it was."""
+    """A planted bug: anyone who is at the end gets the newest page, wherever it was."""
 
     last: Page | None = None
 

@@ -85,7 +85,7 @@ async def test_a_resume_is_told_until_its_session_is_over_though_a_first_frame_c
     await scene.publish("a")
     await scene.pass_timeout()
     assert (await scene.resume("a")).forgotten == [0]
-    # Whatever is no first frame misses what it follows.
+    # Everything that is no first frame misses what it follows.
     refusal = await scene.send(("a", 8), link=7)
     assert isinstance(refusal, Refusal)
     assert refusal.error.reason == "PREDECESSOR_MISSING"

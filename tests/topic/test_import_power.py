@@ -38,7 +38,7 @@ CUTS = 1
 
 FIRST = [KnownId(b"%03d-" % k + b"x" * (k * 7 % 250), HOUR_MS + k) for k in range(150)]
 OTHER = [KnownId(b"other %03d" % k, HOUR_MS + k) for k in range(60)]
-"""Of another file, which is never all there."""
+"""For another file, which is never all there."""
 IDS = [known.deduplication_id for known in FIRST]
 MESSAGES = [b"a", b"b"]
 
@@ -177,7 +177,7 @@ async def check(folder: Path, log_then: Storage, answered: bool, window: Path) -
         if in_force:
             known_to_all(place)
         else:
-            # Of what was begun nothing counts, whatever of it is there.
+            # For what was begun nothing counts, no matter what of it is there.
             states = [(await state_by_id(topic, one)).state for one in (*IDS[::9], OTHER[0].deduplication_id)]
             assert set(states) == {MessageState.NOT_SEEN}
         await place.bring(FIRST, window)

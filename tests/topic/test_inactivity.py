@@ -33,7 +33,7 @@ FORGETS = Applied(deduplication_producer_inactivity_timeout_minutes=60)
 
 
 class Scene:
-    """A topic on a log that does as it is told, looked through when the test says so."""
+    """A topic on a log that does what the test says, looked through when the test says so."""
 
     def __init__(self, store: Store, storage: Storage, applied: Applied = FORGETS) -> None:
         self.store, self.storage, self.applied = store, storage, applied
@@ -152,7 +152,7 @@ async def test_a_new_policy_begins_with_a_full_timeout(scene: Scene) -> None:
     await scene.topic.set_policy(Policy(deduplication_producer_inactivity_timeout_minutes=5))
     await scene.pass_timeout(DUE_PERIODS - 1)
     assert scene.known() == {"a": 7}
-    # Off, as in Pulsar, it does not forget; and on again it begins anew.
+    # Off, as in Pulsar, it does not forget; and on again it begins again.
     await scene.topic.set_policy(scene.topic.policy.with_values_of(Policy(deduplication_enabled=False)))
     await scene.pass_timeout()
     await scene.topic.set_policy(scene.topic.policy.with_values_of(Policy(deduplication_enabled=True)))
@@ -639,7 +639,7 @@ def _fails(*_: object) -> None:
 async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forgotten(
     tmp_path: Path, store: Store
 ) -> None:
-    """On a real log, of which retention drops the record, and what was before it: a store made anew knows the same."""
+    """On a real log, of which retention drops the record, and what was before it: a store made again knows the same."""
     logs = EmbeddedLogs(tmp_path / "logs", clock_ms=lambda: 1, fatal=pytest.fail, segment_bytes=4000)
     await logs.create(INCARNATION, "t", bytes(16))
 
@@ -700,7 +700,7 @@ async def test_retention_states_again_what_is_in_force_and_nothing_that_was_forg
 
 
 async def test_a_producer_in_parts_and_an_end_in_the_middle(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records hold so many names; who comes back between two of them stays; a policy that ends it, ends it."""
+    """Records hold this many names; who comes back between two of them stays; a policy that ends it, ends it."""
     monkeypatch.setattr(keeper, "STATED_A_RECORD", 2)
     await scene.publish(*"abcdefgh")
     await scene.pass_timeout(DUE_PERIODS - 1)

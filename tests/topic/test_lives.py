@@ -18,7 +18,7 @@ PARTITIONS = 6
 
 
 class Held(Process):
-    """A process that makes no log before so many have been begun; one of them fails."""
+    """A process that makes no log before this many have been begun; one of them fails."""
 
     at_least = 1
     fails = 0

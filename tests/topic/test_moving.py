@@ -1,4 +1,4 @@
-"""A topic that its owner gives up in order, and another sidecar takes because it is told to."""
+"""A topic that its owner gives up in order, and another sidecar takes because it is asked to."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -70,7 +70,7 @@ async def test_a_topic_that_is_moved_under_load_to_and_fro_holds_each_message_on
 async def test_what_does_not_settle_is_found_out_by_the_new_owner(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owning, "SETTLE_SECONDS", 0.05)
     at_work = await two.with_frames_in_flight()
-    # Four of those in flight are stored, of which nobody is told.
+    # Four of those in flight are stored, of which nobody learns.
     two.one.log.store(4)
     await two.one.topic.owner.hand_over("", FOR_GOOD_SECONDS)
     assert not len(two.one.topic.flight)
@@ -119,7 +119,7 @@ async def test_who_was_wanted_while_it_took_a_topic_gives_it_up_all_the_same(two
     other.log.opening_allowed.clear()
     tried = other.log.opened
     await one.topic.owner.hand_over("", FOR_GOOD_SECONDS)
-    # It has begun by itself before it is told to.
+    # It has begun by itself before it is asked to.
     await until(lambda: other.log.opened > tried)
     taking = asyncio.ensure_future(other.topic.owner.take())
     await until(other.topic.owner.wanted.is_set)

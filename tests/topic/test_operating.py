@@ -1,4 +1,4 @@
-"""What an operator is told of messages and producers, and a producer that is set back."""
+"""What an operator learns of messages and producers, and a producer that is set back."""
 
 import asyncio
 from pathlib import Path
@@ -74,7 +74,7 @@ async def test_who_has_been_in_flight_for_long(scene: Scene) -> None:
 
 
 async def test_who_is_in_flight_is_looked_through_while_others_go_on(scene: Scene) -> None:
-    """What settles meanwhile, and what comes, is left out."""
+    """What settles meanwhile, and what comes, is omitted."""
     await scene.open("a", "b")
     for i in range(3 * LISTED_AT_ONCE):
         scene.send(("a", i), ("b", i), link=i - 1)

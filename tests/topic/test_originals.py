@@ -76,7 +76,7 @@ async def process(tmp_path: Path) -> AsyncIterator[Process]:
 
 
 async def push_out(process: Process) -> None:
-    """So many messages of another producer that the ring holds no others."""
+    """Enough messages of another producer that the ring holds no others."""
     await process.open("other")
     while process.last["other"] < RECENT_MESSAGES:
         first = process.last["other"] + 1

@@ -74,7 +74,7 @@ BY_ID = {
 
 
 MOST_TURNS = 100_000
-"""Of the event loop, until what is in flight is settled. A few are enough: nothing of it waits for a disk."""
+"""For the event loop, until what is in flight is settled. A few are enough: nothing of it waits for a disk."""
 
 
 async def until_serving(topic: Topic) -> None:
@@ -242,7 +242,7 @@ async def test_nor_one_that_refuses_it(store: Store) -> None:
 async def test_a_session_whose_record_finds_no_memory_is_found_out(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would be in flight for ever, and whoever resumes it would hold the event loop."""
+    """Else it would be in flight for ever, and anyone who resumes it would hold the event loop."""
     scene = Scene(store)
     await scene.start()
     with monkeypatch.context() as patch:

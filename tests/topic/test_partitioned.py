@@ -1,4 +1,4 @@
-"""Partitioned topics: all partitions are there or none is, whatever call of the store or of the logs fails, and
+"""Partitioned topics: all partitions are there or none is, no matter what call of the store or of the logs fails, and
 wherever the process ends. The control arm, a record at a time, leaves halves."""
 
 import asyncio
@@ -159,7 +159,7 @@ async def test_a_creation_and_a_deletion_that_are_given_up_at_any_await_are_done
                 await asyncio.wait({change})
             assert is_whole(process)
             deleting = await cancelled_after(steps, lambda: directory.delete_partitioned(process.topics, WHOLE))
-            # Whoever makes it anew waits for the deletion, and finds nothing of it.
+            # Anyone who makes it again waits for the deletion, and finds nothing of it.
             await make(process) if deleting else None
             while change := process.topics.registry.changes(WHOLE):
                 await asyncio.wait({change})
@@ -292,7 +292,7 @@ async def test_a_partition_that_is_not_there_is_said(process: Process) -> None:
     assert there(process) == [PARTS[0], PARTS[2]]
     found = directory.partitions_of(process.topics, WHOLE)
     assert [topic is None for topic in found] == [False, True, False]
-    # It is not made anew in silence.
+    # It is not made again in silence.
     with pytest.raises(InvalidRequestError, match="would be taken for a partition"):
         await process.topics.get_or_create(partition_name("w", 1))
     await directory.delete_partitioned(process.topics, WHOLE)

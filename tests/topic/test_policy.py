@@ -232,7 +232,7 @@ async def test_two_changes_at_once_are_both_in_force(store: Store) -> None:
     for policy in (Policy(gap=GapPolicy.REJECT), Policy(deduplication_enabled=False)):
         changes.append(asyncio.ensure_future(topic.set_policy(topic.newest_policy.with_values_of(policy))))
         await asyncio.sleep(0)
-    # Whoever gives up does not take it back.
+    # Anyone who gives up does not take it back.
     changes[0].cancel()
     await asyncio.sleep(0)
     log.settle()
@@ -260,7 +260,7 @@ async def test_retention_does_not_put_an_old_policy_in_force_again(store: Store)
 
 
 class FailingStore(Store):
-    """Writes whatever it is told, and says so or not."""
+    """Writes all that it is given, and says so or not."""
 
     failures = 0
 

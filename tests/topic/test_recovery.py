@@ -1,4 +1,4 @@
-"""What a topic does, and tells its readers, while it recovers from whatever its log does."""
+"""What a topic does, and tells its readers, while it recovers from everything that its log does."""
 
 import asyncio
 import os
@@ -95,7 +95,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def filled(store: Store, rows: int) -> Storage:
-    """A storage with so many messages, of which a snapshot covers all but the last."""
+    """A storage with this many messages, of which a snapshot covers all but the last."""
     storage = Storage(INCARNATION)
     log = FaultyLog(storage, automatic=True)
     topic = make_topic(store, log)

@@ -52,7 +52,7 @@ def live(process: Process) -> Topic:
 
 
 async def send(process: Process, name: str, *ids: int) -> int:
-    """Opens the name anew and sends; returns its epoch."""
+    """Opens the name again and sends; returns its epoch."""
     topic = live(process)
     opened = await open_sessions(topic, [name], None)
     answers: list[FrameReceipt | Refusal] = []
@@ -209,7 +209,7 @@ async def test_a_topic_whose_records_are_damaged_is_mended(
     assert known(process) == before
     await process.restart()
     assert known(process) == before
-    # Nobody has opened it a second time beside this.
+    # Nobody has opened it a second time next to this.
     assert sum("recovered topic" in record.message for record in caplog.records) <= 4
 
 
@@ -442,7 +442,7 @@ async def test_a_brokers_topic_goes_on_from_where_the_snapshot_is(tmp_path: Path
     await topics.drain()
     store.close()
 
-    # The store is lost, and with it the topic: it is made anew as what it was.
+    # The store is lost, and with it the topic: it is made again as what it was.
     store = FailingStore.open(tmp_path / "anew")
     topics = await brokers(store)
     for incarnation in (0, 2**62):

@@ -1,4 +1,4 @@
-"""Readers of a topic get past what is damaged if they say so, and are told what is missing."""
+"""Readers of a topic get past what is damaged if they say so, and learn what is missing."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace

@@ -30,7 +30,7 @@ SMALL = 24
 SOME = [b"id-%03d" % k for k in range(26)]
 
 named_index = stored_ids.end_index
-"""Up to where a snapshot names IDs, whatever is planted."""
+"""Up to where a snapshot names IDs, no matter what is planted."""
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ async def at_each_write(store: Store, monkeypatch: pytest.MonkeyPatch, then: Cal
 
 
 async def test_a_kill_at_any_piece_leaves_nothing_that_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever writes the next snapshot may cut otherwise."""
+    """Anyone who writes the next snapshot may cut otherwise."""
 
     async def then(place: Place) -> None:
         monkeypatch.setattr(id_slots, "PIECE_BYTES", SMALL + 17)
@@ -215,7 +215,7 @@ async def test_control_a_piece_that_is_named_was_not_written(store: Store, monke
 async def test_what_is_forgotten_while_a_snapshot_is_written_is_not_missed(
     store: Store, monkeypatch: pytest.MonkeyPatch, a_piece: int
 ) -> None:
-    """So many messages come with each piece: the window moves on in the snapshot, up to its end, and past it."""
+    """This many messages come with each piece: the window moves on in the snapshot, up to its end, and past it."""
     place = await begun(store, deduplication_window_max_messages=32)
     real, sent = Store.wait_until_idle, [0]
 
@@ -341,7 +341,7 @@ async def test_control_one_large_piece_is_seen(store: Store, monkeypatch: pytest
 async def _turns_of_a_large_one(
     store: Store, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> list[tuple[int, int]]:
-    """Of each write of a snapshot its bytes, and how many turns others have had before it."""
+    """For each write of a snapshot its bytes, and how many turns others have had before it."""
     monkeypatch.setattr(id_slots, "PIECE_BYTES", piece_bytes)
     place = Place(store)
     await place.start()

@@ -164,7 +164,7 @@ async def test_who_is_shut_out_ends_what_is_under_way_and_the_other_one_goes_on(
     await two.publisher.publish(10)
     publishing = await two.with_frames_in_flight()
     following = asyncio.ensure_future(follow(two.one.topic))
-    # Of the frames four are stored, of which nobody is told.
+    # For the frames four are stored, of which nobody learns.
     two.one.log.lose_place(lands=4, report=False)
     await two.other.until_serving()
     two.one.log.automatic = True
@@ -334,7 +334,7 @@ async def test_a_standby_lets_nothing_go_that_is_stated_nowhere_else(standbys: T
     await with_one_that_is_silent(standbys)
     await retention.trim(standbys.other.topic)
     assert standbys.storage.first_index == 0
-    # To say it again is the owner's, who does so before it lets go of anything itself.
+    # To say it again is the owner's, who does so before it releases anything itself.
     await state_again(standbys.one.topic, 40)
     await standbys.publisher.publish(120)
     await until(lambda: standbys.other.topic.keeper.snapshot_index >= 120 - 3 * ENTRIES_INTERVAL)
@@ -353,7 +353,7 @@ async def test_a_standby_that_lets_go_of_what_its_snapshot_covers_loses_what_is_
     await with_one_that_is_silent(standbys)
     await retention.trim(standbys.other.topic)
     assert standbys.storage.first_index > 0
-    # It would let go of more while the third one reads.
+    # It would release more while the third one reads.
     await standbys.other.close()
     assert await known_from_the_log(standbys, tmp_path) == {"p": 59}
 

@@ -40,7 +40,7 @@ def test_the_steps_say_all_of_it_once(names: int, every: int) -> None:
 
 
 def said_while_others_go(producers: Producers) -> list[bytes]:
-    """The first half is let go after it was looked at."""
+    """The first half is released after it was looked at."""
     half = len(producers) // 2
     said = list[bytes]()
 
@@ -64,6 +64,6 @@ def test_who_gets_a_number_that_was_looked_at_before_is_said() -> None:
 
 
 def test_who_goes_on_by_numbers_leaves_some_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control arm: nobody is told that the numbers are others."""
+    """The control arm: nobody learns that the numbers are others."""
     monkeypatch.setattr(Producers, "generation", property(lambda self: 0, lambda self, value: None), raising=False)
     assert said_while_others_go(of(4 * STEP, [2 * STEP + 1, 4 * STEP - 1])) != [b"p17", b"p31"]

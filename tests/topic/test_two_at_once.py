@@ -1,4 +1,4 @@
-"""What two operators do to one topic at once: one of them wins, and what the other is told is so."""
+"""What two operators do to one topic at once: one of them wins, and what the other learns is so."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,5 @@
-"""A start with very many topics does not wait for all: the others are opened by whoever uses them, or in their turn."""
+"""A start with very many topics does not wait for all: the others are opened by anyone who uses them, or in their
+turn."""
 
 import asyncio
 from collections import Counter
@@ -60,7 +61,7 @@ class Counted(Process):
         return kind
 
     def hold_up(self) -> None:
-        """Whatever is opened from now on waits for `may_open`."""
+        """Everything that is opened from now on waits for `may_open`."""
         self.may_open.clear()
         self.has_begun.clear()
 

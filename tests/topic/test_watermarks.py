@@ -160,7 +160,7 @@ def at_once(parts: ImportParts, part: Import) -> Imported:
 async def test_after_a_crash_all_of_it_is_in_force_or_nothing(
     stores: Callable[[], Store], monkeypatch: pytest.MonkeyPatch, lands: int, is_careful: bool
 ) -> None:
-    """The process ends when so many of its four records have reached the log. Each part by itself would not do."""
+    """The process ends when this many of its four records have reached the log. Each part by itself would not do."""
     if not is_careful:
         monkeypatch.setattr(ImportParts, "add", at_once)
     store = stores()
@@ -234,8 +234,9 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_who_opens_first_wins(
     stores: Callable[[], Store], monkeypatch: pytest.MonkeyPatch, settles: int, is_careful: bool
 ) -> None:
-    """A producer opens the topic when so many of the three records are durable: it has learned all of it, or the import
-    fails and it learns nothing. Who does not look again changes the numbers under a session that was told others."""
+    """A producer opens the topic when this many of the three records are durable: it has learned all of it, or the
+    import fails and it learns nothing. Who does not look again changes the numbers under a session that learned
+    others."""
     if not is_careful:
         monkeypatch.setattr(_ImportIntoLog, "_check_unused", lambda self: None)
     log = FaultyLog(Storage(INCARNATION))

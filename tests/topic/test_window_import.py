@@ -1,4 +1,4 @@
-"""Windows that are imported, on a log and a store that do as they are told: all of one counts, or nothing.
+"""Windows that are imported, on a log and a store that do what the test says: all of one counts, or nothing.
 
 About 15 s, one process.
 """
@@ -370,7 +370,7 @@ async def test_damage_is_as_good_as_missing_and_the_file_mends_it(place: ImportP
 
 
 async def test_what_could_not_be_read_never_passes_for_whole(place: ImportPlace, tmp_path: Path) -> None:
-    """A part of the same file, written anew where the old run was, is not all of it."""
+    """A part of the same file, written again where the old run was, is not all of it."""
     await place.bring(OLD, tmp_path / "window")
     (run,) = place.import_runs()
     batch = WriteBatch(raw_mode=True)
@@ -401,8 +401,8 @@ def test_where_ids_do_not_rise(core: Any) -> None:
 
 
 async def history(place: ImportPlace, seed: int, path: Path) -> None:
-    """Random frames, restarts and losses beside a plain set: what an ID is follows from what is in the log, and from
-    the times of what was imported."""
+    """Random frames, restarts and losses, compared with a plain set: what an ID is follows from what is in the log, and
+    from the times of what was imported."""
     rng = random.Random(seed)
     await place.start()
     minutes = place.topic.applied.deduplication_window_max_minutes

@@ -1,4 +1,5 @@
-"""The same window again, broken off in mid-step, and once more: what is in force stays, whatever was put since."""
+"""The same window again, broken off in mid-step, and once more: what is in force stays, no matter what was put
+since."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """Power cuts while runs of deduplication IDs are built, named, merged and dropped: see `tests.store.power`.
 
-A log is ahead of the store at all times, so whatever the cut leaves of the store the verdicts have to be the same.
+A log is ahead of the store at all times, so everything that the cut leaves of the store the verdicts have to be the
+same.
 """
 
 import copy
@@ -168,7 +169,7 @@ async def test_a_power_cut_at_every_moment(life: Life, memory: Path) -> None:
 async def test_control_pieces_that_go_before_their_run_is_named_are_missed(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And so are runs that go before the one that they were merged to is named: in a write of their own."""
+    """And so are runs that go before the one that they were merged to is named: in their own write."""
     real = windows.put
 
     def put(batch: Any, incarnation: int, stored: windows.StoredIds, pieces: windows.WrittenPieces) -> None:

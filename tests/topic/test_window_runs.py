@@ -581,7 +581,7 @@ async def test_a_kill_at_any_write_loses_and_doubles_nothing(
 
 
 async def _cut_after(place: SmallPlace, store: Store, writes: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Moves all to runs, of which the store gets so many writes; whether that was all."""
+    """Moves all to runs, of which the store gets this many writes; whether that was all."""
     left = writes
 
     def write(self: Store, batch: WriteBatch, *more: Any) -> int:

@@ -37,7 +37,7 @@ def token_of(cluster: PulsarCluster) -> Token | None:
         return _oauth2(params)
     if cluster.authentication != "AuthenticationToken":
         if params:
-            raise error("INVALID_OPTION", f"{_PARAMS} is given, but no pulsar.client.authPluginClassName")
+            raise error("INVALID_OPTION", f"{_PARAMS} is given without pulsar.client.authPluginClassName")
         return None
     if params.startswith(_TOKEN) and params != _TOKEN:
         return lambda: params.removeprefix(_TOKEN)
@@ -122,7 +122,9 @@ class BrokerConnection:
         POSITION_OF_ANOTHER_INCARNATION."""
         now = await self.incarnation(topic)
         if now != incarnation:
-            raise error("POSITION_OF_ANOTHER_INCARNATION", f"{topic} was made anew: it is {now}, not {incarnation}")
+            raise error(
+                "POSITION_OF_ANOTHER_INCARNATION", f"{topic} was recreated: its incarnation is {now}, not {incarnation}"
+            )
         return await self.finder(topic, incarnation)
 
     async def open_reader(self, topic: str, start: MessageId, ledgers: Ledgers) -> EntryReader:
@@ -157,7 +159,7 @@ async def next_entries(reader: EntryReader, topic: str) -> list[PulsarEntry]:
         async with asyncio.timeout(READ_TIMEOUT_SECONDS):
             return await reader.read()
     except TimeoutError as e:
-        raise error("LOG_UNREADABLE", f"{topic}: nothing came for {READ_TIMEOUT_SECONDS:.0f} s") from e
+        raise error("LOG_UNREADABLE", f"{topic}: no entry came for {READ_TIMEOUT_SECONDS:.0f} s") from e
 
 
 @asynccontextmanager

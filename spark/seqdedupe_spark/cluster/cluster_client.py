@@ -171,8 +171,8 @@ class ClusterClient:
         if not self._cluster.subscription and not self._may_lose:
             raise error(
                 "INVALID_OPTION",
-                f"topic: no sidecar writes {topic}, and without a subscription Pulsar drops what is still to be read",
-                hint="Read it with a reader job, which has one, or set failOnDataLoss to false.",
+                f"topic: no sidecar writes {topic}, and without a subscription Pulsar drops unread messages",
+                hint="Read it with a reader job, which has a subscription, or set failOnDataLoss to false.",
             )
         size_bytes = (await connection.stored(topic)).ledgers.size_bytes
         return admin_pb2.Topic(name=topic, log_bytes=size_bytes)

@@ -36,8 +36,8 @@ ASKED_AT_ONCE = 8
 """The number of entries that are asked about at the same time."""
 
 _HINT_OF_ENTRY = (
-    "The topic is Pulsar's: nothing of a sidecar has to be put back. Let Pulsar's own tools show the entry, and who "
-    "wrote it."
+    "No sidecar writes this topic, so nothing of a sidecar has to be restored. Examine the entry and its origin with "
+    "Pulsar's own tools."
 )
 
 _KEY, _PAYLOAD_SIZE, _KEY_IS_BASE64, _NO_KEY = 2, 3, 6, 10
@@ -119,7 +119,10 @@ class StockReading:
             raise
         if ends:
             self._go_back(min(ends), ChunkPart.LAST)
-            raise error("LOG_UNREADABLE", f"{min(ends)} of {topic} ends a message that began before the reading")
+            raise error(
+                "LOG_UNREADABLE",
+                f"{min(ends)} of {topic} ends a message that began before the place where reading started",
+            )
 
     def _go_back(self, entry: MessageId, part: "ChunkPart") -> None:
         """Let the next try begin earlier. Raises UNSUPPORTED_MESSAGE if that has not helped."""
@@ -165,7 +168,7 @@ def not_whole(topic: str, entry: MessageId) -> SeqdedupeError:
     return error(
         "UNSUPPORTED_MESSAGE",
         f"{entry} of {topic} ends a chunked message that does not begin in the {MAX_STEPS_BACK} entries before it",
-        hint=f"Go on after it: seqdedupe job reset --topic {topic} --to {entry}",
+        hint=f"Continue after it: seqdedupe job reset --topic {topic} --to {entry}",
     )
 
 
@@ -193,7 +196,10 @@ class _EntryRun:
     def check_is_between(self) -> None:
         """Raise LOG_UNREADABLE if the run is within an entry: that entry must be read again."""
         if len(self._found) > self._whole:
-            raise error("LOG_UNREADABLE", f"Pulsar's client gave {self._rows} messages of a batch, and then others")
+            raise error(
+                "LOG_UNREADABLE",
+                f"Pulsar's client returned only {self._rows} messages of a batch, and then other messages",
+            )
 
     def take(self, entry: PulsarEntry, number: int) -> None:
         """Take a message, unless it was taken before: after a broker's crash some come again."""
@@ -204,7 +210,10 @@ class _EntryRun:
         row = max(entry.message_id.batch_index, 0)
         if row > self._rows:
             place = f"{entry.message_id.ledger_id}:{entry.message_id.entry_id}"
-            raise error("LOG_UNREADABLE", f"of the messages at {place} Pulsar's client gave {row} after {self._rows}")
+            raise error(
+                "LOG_UNREADABLE",
+                f"Pulsar's client returned message {row} of the batch at {place}, where message {self._rows} was due",
+            )
         if row == self._rows:
             self._found.append(entry)
             self._rows += 1
@@ -270,7 +279,7 @@ async def explain(
         except NotFoundError as e:
             left = (await connection.stored(topic)).ledgers
             if left.ordinal(entry) is not None:
-                raise error("LOG_UNREADABLE", f"Pulsar does not find {entry} of {topic}, and lists it") from e
+                raise error("LOG_UNREADABLE", f"Pulsar does not find {entry} of {topic}, although it lists it") from e
             raise stock.trimmed(topic, f"from {entry} on") from e
         except UnavailableError:
             if is_within:
@@ -284,8 +293,8 @@ async def explain(
         if part is not ChunkPart.NONE or "x-pulsar-marker-type" in said or said.get("x-pulsar-txn-aborted") == "true":
             return
         if said.get("x-pulsar-txn-uncommitted") == "true":
-            raise error("LOG_UNREADABLE", f"{entry} of {topic} waits for a transaction that is not over")
-        what = f"{entry} of {topic} is there, and Pulsar's client does not give it"
+            raise error("LOG_UNREADABLE", f"{entry} of {topic} waits for a transaction that has not ended")
+        what = f"{entry} of {topic} exists, but Pulsar's client does not return it"
         raise error("LOG_DAMAGED", what, hint=_HINT_OF_ENTRY)
 
     await _each(ask, numbers)
@@ -295,7 +304,7 @@ async def explain(
 def _check_supported(topic: str, entry: MessageId, said: Mapping[str, str]) -> None:
     """Raise UNSUPPORTED_MESSAGE for an entry that, by the broker's answer, cannot be read here."""
     if said.get("x-pulsar-is-encrypted") == "true":
-        raise error("UNSUPPORTED_MESSAGE", f"{entry} of {topic} is encrypted, and nothing here has its key")
+        raise error("UNSUPPORTED_MESSAGE", f"{entry} of {topic} is encrypted, and its key is not available here")
 
 
 async def exact_keys(connection: BrokerConnection, topic: str, entries: Sequence[PulsarEntry]) -> list[bytes | None]:
@@ -325,7 +334,7 @@ async def exact_keys(connection: BrokerConnection, topic: str, entries: Sequence
             [row] = unclear[place]
             keys[row] = keys[row] or None
         except (IndexError, KeyError, ValueError) as e:
-            what = f"{place} of {topic} is no batch as Pulsar's clients make it"
+            what = f"{place} of {topic} is no batch in the form of Pulsar's clients"
             raise error("LOG_DAMAGED", what, hint=_HINT_OF_ENTRY) from e
 
     await _each(ask, list(unclear))
@@ -354,7 +363,7 @@ def keys_in(answer: AdminAnswer) -> list[bytes | None]:
         of_message = fields_of(raw[4 : 4 + int.from_bytes(raw[:4])])
         key, size = of_message.get(_KEY), of_message[_PAYLOAD_SIZE]
         if not isinstance(size, int):
-            raise ValueError("the size of a payload is no number")
+            raise ValueError("the size of a payload is not a number")
         if isinstance(key, bytes) and not of_message.get(_NO_KEY):
             keys.append(_key(key, bool(of_message.get(_KEY_IS_BASE64))))
         else:

@@ -62,7 +62,7 @@ class DeadLetterRows:
     def bury(self, messages: pa.RecordBatch, row: int, why: SeqdedupeError) -> None:
         """Keep a message. If there are too many, raise the error why it cannot be written."""
         if len(self._letters) >= self.most:
-            what = f"{why.message}; {self.most} messages before it were to be dead letters of the same transaction"
+            what = f"{why.message}; this transaction already has {self.most} dead letters, the most that are allowed"
             raise error(why.reason, what, hint=why.hint, topic=why.numbers.get("topic")) from why
         letter = _letter(self.job, messages, row, why)
         key = (str(letter["topic"]), column_of(messages, "messageId")[row].as_py())

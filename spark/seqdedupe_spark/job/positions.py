@@ -83,7 +83,7 @@ class Positions:
         binding.check(self.job, store.bind(self.job, binding))
         if not is_there:
             if FIRST_START in store.positions(self.job):
-                what = f"job {self.job!r} has positions, but its table {binding.table!r} is gone"
+                what = f"job {self.job!r} has positions, but its table {binding.table!r} does not exist"
                 raise error("OUTPUT_MISSING", what)
             store.prepare(binding.table, schema)
 
@@ -134,7 +134,9 @@ class Positions:
             now = stored.get(topic)
             if now is None or now.epoch < before.epoch or (now.epoch == before.epoch and _is_before(now, before)):
                 what = f"is {now.position}" if now else "is gone"
-                raise error("POSITION_WENT_BACK", f"the position for {topic} {what}, it was {before.position}")
+                raise error(
+                    "POSITION_WENT_BACK", f"the position for {topic} {what}, but it was {before.position} before"
+                )
             if now.epoch > before.epoch:
                 raise error("POSITION_RESET", f"the position for {topic} was reset to {now.position}", epoch=now.epoch)
 
@@ -143,7 +145,7 @@ class Positions:
         if before is not None and before.incarnation == end.incarnation and end.index < before.index:
             raise error(
                 "POSITION_AFTER_END",
-                f"{topic} ended with index {before.index} when this run looked before, and ends with {end.index} now",
+                f"{topic} ended with index {before.index} earlier in this run, and ends with {end.index} now",
                 index=before.index,
                 end_index=end.index + 1,
             )
@@ -228,10 +230,10 @@ def _stored(store: OutputStore, job: str) -> dict[str, Stored]:
     except ConfigurationError as e:
         if e.reason != "INVALID_OUTPUT":
             raise
-        raise error("INVALID_OPTION", f"store: no job has its positions there: {e.message}") from e
+        raise error("INVALID_OPTION", f"store: it holds no positions of a job: {e.message}") from e
     if not stored:
         what = f"job {job} has no positions in this store; nothing was changed"
-        raise error("INVALID_OPTION", what, hint="Is the job's name written as it was run, and is this its store?")
+        raise error("INVALID_OPTION", what, hint="Check the name of the job, and the URL of its store.")
     return stored
 
 
@@ -279,7 +281,7 @@ def _position(client: planning.PlanningClient, topic: str, place: str) -> Positi
 
 def _before_index(topic: str, text: str, ends: Ends) -> Position:
     if isinstance(ends, StockEnds):
-        raise error("INVALID_OPTION", f"to: no sidecar writes {topic}, it has no indexes: give a message ID")
+        raise error("INVALID_OPTION", f"to: no sidecar writes {topic}, so it has no indexes: give a message ID")
     try:
         return Position.before(ends.last.incarnation, number(text, 0))
     except ValueError as e:

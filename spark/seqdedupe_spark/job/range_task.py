@@ -70,14 +70,17 @@ def all_done(steps: Sequence[RangeStep], stored: Sequence[Stored | None]) -> boo
     """
     done = [_is_done(step, each) for step, each in zip(steps, stored, strict=True)]
     if any(done) and not all(done):
-        raise error("POSITION_CHANGED", "another run has taken some of the round's ranges, but not all")
+        raise error("POSITION_CHANGED", "another run has written some of the round's ranges, but not all")
     return all(done)
 
 
 def _is_done(step: RangeStep, stored: Stored | None) -> bool:
     span = step.range
     if stored is None or stored.epoch < step.epoch:
-        raise error("POSITION_WENT_BACK", f"the position for {span.topic}, {span.start} when planned, is gone")
+        raise error(
+            "POSITION_WENT_BACK",
+            f"the position for {span.topic} is gone; it was {span.start} when the round was planned",
+        )
     position, epoch = stored
     if epoch > step.epoch:
         raise error("POSITION_RESET", f"the position for {span.topic} was reset to {position}", epoch=epoch)
@@ -355,7 +358,7 @@ def output_schema(transform: Transform | None, columns: pa.Schema) -> pa.Schema:
         return columns
     rows = transformed(transform, pa.RecordBatch.from_pylist([], columns))
     if rows is None:
-        raise error("INVALID_OUTPUT", "the transformation has to make a batch of no rows of a batch of no rows")
+        raise error("INVALID_OUTPUT", "the transformation must return an empty batch for an empty batch")
     return rows.schema
 
 
@@ -428,7 +431,7 @@ def find_refused(take: Take, batches: Iterable[pa.RecordBatch], *, ended: bool) 
         found = [(one, why) for one in suspects if (why := refuses(one.rows)) is not None]
         if len(found) == len(suspects):
             first, why = found[0]
-            what = f"{why.message}; it is refused alone too"
+            what = f"{why.message}; the row is refused alone too"
             return error("INVALID_OUTPUT", what, hint=why.hint, batch=first.batch, row=first.row)
         suspects = [one for one, _ in found]
     return None
@@ -496,7 +499,11 @@ def naming_none(failure: SeqdedupeError, topic: str, first_index: int, last_inde
     """Return the same failure if rows are not made one message after the other: any of these messages may be the
     cause."""
     which = f"the message is one of those with the indexes {first_index} to {last_index} in {topic}"
-    return _named(failure, topic, f"{which}: its row was not made of it alone, in the order of the messages")
+    return _named(
+        failure,
+        topic,
+        f"{which}: the transformation did not make its row from this message alone, in the order of the messages",
+    )
 
 
 def naming(failure: SeqdedupeError, topic: str, incarnation: int, index: int, find: FindMessageId) -> SeqdedupeError:

@@ -271,7 +271,7 @@ class ReaderJob:
             master = spark.conf.get("spark.master", "") or ""
             if store.is_local and not _LOCAL.fullmatch(master):
                 raise error(
-                    "UNSUPPORTED_STORE", f"store: processes of one machine alone can use it, master is {master}"
+                    "UNSUPPORTED_STORE", f"store: only processes of one machine can use it, but the master is {master}"
                 )
             if config.deduplicate and not store.keeps_watermarks:
                 raise error("UNSUPPORTED_STORE", "deduplicate: this store cannot hold watermarks")

@@ -140,7 +140,7 @@ def _ambiguous(source: Source, number: int) -> SeqdedupeError:
     index, ordinal = number & MAX_INDEX, number >> INDEX_BITS
     return error(
         "AMBIGUOUS_IDENTITY",
-        f"several rows come from the message with index {index} of {topic}, with ordinal {ordinal}",
+        f"several rows come from the message with index {index} of {topic}, and have the same ordinal {ordinal}",
         topic=topic,
         index=index,
     )
@@ -207,10 +207,8 @@ def layout_of(schema: StructType, topic: str | None) -> RowLayout:
         if name not in _MEANING:
             if name not in _OF_SOURCE:
                 near = difflib.get_close_matches(name, _TYPES, 1)
-                advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(_TYPES)}"
-                raise _wrong(
-                    f"the sink has no column {name}: {advice}", hint="Select the columns that are to be written."
-                )
+                advice = f"did you mean {near[0]}?" if near else f"the columns are {', '.join(_TYPES)}"
+                raise _wrong(f"the sink has no column {name}: {advice}", hint="Select the columns to write.")
             continue
         meaning = _MEANING[name]
         _check_type(name, meaning, schema[name].dataType)
@@ -223,7 +221,7 @@ def layout_of(schema: StructType, topic: str | None) -> RowLayout:
     if "value" not in columns:
         raise _wrong("the rows have no column value")
     if topic is None and "__topic" not in columns:
-        raise _wrong("which topic? Give the option topic, or the rows a column __topic")
+        raise _wrong("no topic is named: give the option topic, or a column __topic")
     layout = RowLayout(topic, columns, other_id)
     _check_identity(layout, names)
     return layout
@@ -235,15 +233,18 @@ def _check_identity(layout: RowLayout, names: list[str]) -> None:
         return
     if ID in columns:
         if ORDINAL in columns:
-            raise _wrong(f"{ORDINAL} tells rows of one message of a source apart: {columns[ID]} does that alone")
+            raise _wrong(f"{ORDINAL} is only for rows without {columns[ID]}, which identifies a row alone")
         return
     missing = [name for name in SOURCE if name not in columns]
     if missing and (found := next((name for name in _SEQUENCE if name in names), None)):
         raise _by_sequence(found)
     what = f"the rows have no identity: neither {ID}, nor " + ", ".join(SOURCE[:-1]) + f" and {SOURCE[-1]} of a source"
     if not missing:
-        what = f"the rows have no {ID}: without the option topic, __topic is where they go, not where they come from"
-    raise _wrong(what, hint="Only what names a row, whoever computes it again, keeps it from being written twice.")
+        what = f"the rows have no {ID}: without the option topic, __topic is the target of the rows, not their source"
+    raise _wrong(
+        what,
+        hint="A row needs an identity that stays the same when it is computed again. Otherwise it is written twice.",
+    )
 
 
 def _check_type(name: str, meaning: str, kind: DataType) -> None:
@@ -260,8 +261,8 @@ def _check_type(name: str, meaning: str, kind: DataType) -> None:
 def _by_sequence(name: str) -> SeqdedupeError:
     return _wrong(
         f"column {name}: the sink writes by deduplication ID",
-        hint="Tasks deal rows out anew when they are tried again, which sequence IDs do not survive: "
-        "seqdedupe_spark.publish.publish(df) sorts them by producer, and publishes each producer's in one session.",
+        hint="A task that is tried again may get other rows, which breaks sequence IDs. Use "
+        "seqdedupe_spark.publish.publish(df), which publishes the rows of each producer in one session.",
     )
 
 
@@ -345,10 +346,10 @@ def _ids(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> pa.A
     if ORDINAL in layout.columns:
         raise error(
             "INVALID_REQUEST",
-            f"rows have both {layout.columns[ID]} and {layout.columns[ORDINAL]}: an ID names a row alone, so all but "
-            "the first row of a message would be lost",
-            hint=f"Drop {layout.columns[ID]}, so that the message and the ordinal name the row. Or drop the ordinal, "
-            "and make the ID of both.",
+            f"rows have both {layout.columns[ID]} and {layout.columns[ORDINAL]}: an ID identifies a row alone, so all "
+            "but the first row of a message would be lost",
+            hint=f"Drop {layout.columns[ID]}, so that the message and the ordinal identify the row. Or drop the "
+            "ordinal, and include it in the ID.",
         )
     if not ids.null_count:
         return ids
@@ -367,7 +368,7 @@ def _own_ids(batch: pa.RecordBatch, layout: RowLayout) -> pa.Array:
         if differ:
             raise error(
                 "INVALID_REQUEST",
-                f"the columns {name} and {other} say different IDs in {differ:,} of {len(ids):,} rows",
+                f"the columns {name} and {other} have different IDs in {differ:,} of {len(ids):,} rows",
                 hint=f"Drop {other}, if {name} is the rows' identity.",
             )
     sizes = pc.fill_null(pc.binary_length(ids), 1).to_numpy()
@@ -412,7 +413,7 @@ def _check_sizes(values: pa.Array, ids: pa.Array) -> None:
     largest = int(sizes.argmax())
     if sizes[largest] > MAX_PAYLOAD_BYTES:
         what = f"the value of the row with the ID {ids[largest].as_py()!r} has {sizes[largest]} bytes"
-        raise error("MESSAGE_TOO_LARGE", f"{what}: at most {MAX_PAYLOAD_BYTES} are taken")
+        raise error("MESSAGE_TOO_LARGE", f"{what}: at most {MAX_PAYLOAD_BYTES} are accepted")
 
 
 def pieces(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -468,5 +469,5 @@ def _properties(column: pa.MapArray) -> PropertyColumns | None:
         return None
     names, values = (child.slice(first, end - first) for child in (column.keys, column.items))
     if values.null_count:
-        raise error("INVALID_REQUEST", "__messageProperties: a property is null, it should be text")
+        raise error("INVALID_REQUEST", "__messageProperties: a property is null, but it should be text")
     return PropertyColumns((offsets - first).astype(np.int32), _binary(names), _binary(values))

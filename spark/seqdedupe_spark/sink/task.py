@@ -54,10 +54,8 @@ class Began(NamedTuple):
         """Raise IDS_FORGOTTEN if the topic does not know all IDs."""
         if not self.is_known_by(topic):
             since = _shown(topic.window_first_publish_time_ms)
-            what = (
-                f"{topic.name} knows the IDs of what came since {since}, and what is to be written again was begun at"
-            )
-            raise error("IDS_FORGOTTEN", f"{what} {_shown(self.at_ms)}: some of it may be there, and would be doubled")
+            what = f"{topic.name} knows only the IDs since {since}, and the write to be repeated began at"
+            raise error("IDS_FORGOTTEN", f"{what} {_shown(self.at_ms)}: rows that are stored already could be doubled")
 
 
 def now() -> Began:
@@ -126,8 +124,8 @@ def folder_of(location: str) -> Path | None:
 @lru_cache(16)
 def _say_once(location: str | None) -> None:
     _log.warning(
-        "the checkpoint %s cannot be looked at from here: that a topic still knows the IDs of a batch that is written "
-        "again after a pause is not checked",
+        "the checkpoint %s cannot be read from here. So it is not checked whether a topic still knows the IDs of a "
+        "batch that is written again",
         location or "of the session's configuration",
     )
 
@@ -315,13 +313,13 @@ def look(client: blocking.Client, topic: str, patience_seconds: float = PATIENCE
     if found.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         raise error(
             "INVALID_OPTION",
-            f"topic: {topic} has sequence IDs, the sink writes to topics of deduplication IDs",
+            f"topic: {topic} has sequence IDs, but the sink writes only to topics of deduplication IDs",
             hint="Create one: `seqdedupe topics create NAME --deduplication-mode deduplication-id`. Rows with producer "
             "names and sequence IDs are for seqdedupe_spark.publish.publish(df).",
         )
     if not found.policy.deduplication_enabled:
         raise error(
-            "INVALID_OPTION", f"topic: deduplication is off in {topic}: a task that is tried again would double"
+            "INVALID_OPTION", f"topic: deduplication is off in {topic}, so a task that is tried again would double rows"
         )
     return found
 
@@ -356,19 +354,19 @@ class _Writing:
         found = [message.written for message in messages if isinstance(message, Committed)]
         check_apart(one.seen for one in found)
         rows, copies = sum(one.rows for one in found), sum(one.copies for one in found)
-        _log.info("%s: %d rows, %d of them were there before", what, rows, copies)
+        _log.info("%s: %d rows, of which %d were stored before", what, rows, copies)
         if taken := sum(one.taken for one in found):
             _log.warning(
-                "%s: %d rows are not stored, for the topic had rows of the same messages, though this is the first "
-                "try. If it was not run before, another query, or another branch of this one, writes them: give rows "
-                "a deduplicationId that says whose they are",
+                "%s: %d rows were not stored, because the topic already had rows of the same messages at the first "
+                "try. Perhaps another query, or another branch of this one, writes them too. Then give each row a "
+                "deduplicationId that includes its query",
                 what,
                 taken,
             )
         for topic in sorted({topic for one in found for topic in one.outgrown}):
             _log.warning(
-                "%s: %s has forgotten IDs since it began: what a task was tried again with may be there twice; let the "
-                "topic's window hold more than is written at a time",
+                "%s: %s has forgotten IDs since the write began, so rows of repeated tasks may be stored twice. Make "
+                "the topic's window larger than one write",
                 what,
                 topic,
             )
@@ -407,12 +405,12 @@ def _check_batch(batch: int, of_checkpoint: int | None) -> None:
     """Raise INVALID_OPTION unless the checkpoint has this batch. A stream replays a batch in which it was killed. Only
     its checkpoint shows whether this may be that batch."""
     if batch != of_checkpoint:
-        found = "none is named that can be looked at" if of_checkpoint is None else f"the one named has {of_checkpoint}"
+        found = "no readable one is named" if of_checkpoint is None else f"the named one is at batch {of_checkpoint}"
         raise error(
             "INVALID_OPTION",
-            f"checkpointLocation: batch {batch} of a stream is written, as in foreachBatch, which its checkpoint says "
-            f"more about: {found}",
+            f"checkpointLocation: batch {batch} of a stream is written in foreachBatch, which needs the query's "
+            f"checkpoint: {found}",
             hint="Write the stream itself: writeStream.format('seqdedupe'). Or give the write in foreachBatch the "
-            "option checkpointLocation, as the query has it. failOnForgottenIds = false writes without: rows of a "
-            "batch that is replayed when the topic has forgotten their IDs are doubled.",
+            "query's checkpointLocation. With failOnForgottenIds = false none is needed; but a replayed batch doubles "
+            "rows whose IDs the topic has forgotten.",
         )

@@ -48,7 +48,7 @@ class Binding(NamedTuple):
             raise error("JOB_CHANGED", f"job {job!r} writes to table {stored.table!r}, not to {self.table!r}")
         if self.deduplicate != stored.deduplicate:
             mode = "with" if stored.deduplicate else "without"
-            raise error("JOB_CHANGED", f"job {job!r} was begun {mode} --deduplicate, which cannot be changed")
+            raise error("JOB_CHANGED", f"job {job!r} was started {mode} --deduplicate, which cannot be changed")
 
 
 def check_name(what: str, name: str) -> None:
@@ -69,13 +69,13 @@ def check_format(version: int, place: str) -> None:
     """Raise INVALID_OUTPUT if a store holds positions of an older format, NEWER_FORMAT if of a newer one."""
     if version > FORMAT_VERSION:
         raise error(
-            "NEWER_FORMAT", f"the positions in {place} are of format {version}, this version has {FORMAT_VERSION}"
+            "NEWER_FORMAT", f"the positions in {place} have format {version}, but this version uses {FORMAT_VERSION}"
         )
     if version < FORMAT_VERSION:
         raise error(
             "INVALID_OUTPUT",
-            f"the positions in {place} are of format {version}, this version has {FORMAT_VERSION}",
-            hint="Let the version that wrote them go on with them, or begin anew in another database or table.",
+            f"the positions in {place} have format {version}, but this version uses {FORMAT_VERSION}",
+            hint="Run the version that wrote them, or start again in another database or table.",
         )
 
 

@@ -117,9 +117,11 @@ def check_names(table: str, fields: Iterable[pa.Field]) -> None:
     known: dict[str, str] = {}
     for field in fields:
         if "\0" in field.name:
-            raise error("INVALID_OUTPUT", f"table {table} cannot have {field.name!r}: Delta has no name with a NUL")
+            raise error(
+                "INVALID_OUTPUT", f"table {table} cannot have {field.name!r}: a name in Delta cannot have a NUL"
+            )
         if (other := known.setdefault(field.name.lower(), field.name)) != field.name:
-            what = f"table {table} cannot have both {other!r} and {field.name!r}: to Delta they are the same name"
+            what = f"table {table} cannot have both {other!r} and {field.name!r}: they are the same name for Delta"
             raise error("INVALID_OUTPUT", what, hint="Give one of them another name in the transformation.")
         check_names(table, [field.type.field(k) for k in range(field.type.num_fields)])
 
@@ -132,7 +134,7 @@ def check_features(table: str, found: DeltaTable) -> None:
     lacking = sorted(has & _UNSUPPORTED | {feature for name, feature in _MARKS.items() if name in names})
     if lacking:
         what = f"table {table} has features that this writer does not support: {', '.join(lacking)}"
-        raise error("INVALID_OUTPUT", what, hint="Give the job a table without them, or one that it makes itself.")
+        raise error("INVALID_OUTPUT", what, hint="Give the job a table without them, or let it create the table.")
 
 
 def check_columns(table: str, schema: pa.Schema, there: pa.Schema, hint: str | None = None) -> None:
@@ -146,24 +148,24 @@ def check_partitions(table: str, names: Sequence[str], columns: pa.Schema) -> No
     """Raise INVALID_OUTPUT unless these columns can partition a table with `columns`."""
     for name in names:
         if _NO_FOLDER.search(name):
-            why = f"no name of a folder has control characters or slashes, and {name[:80]!r} has"
+            why = f"{name[:80]!r} has control characters or slashes, which no folder's name may have"
             what = f"table {table} cannot be partitioned so: {why}"
-            raise error("INVALID_OUTPUT", what, hint="Give the column another name, or leave it out of partitionBy.")
+            raise error("INVALID_OUTPUT", what, hint="Give the column another name, or remove it from partitionBy.")
     what = f"table {table} cannot be partitioned by {', '.join(names)}"
     if len({name.lower() for name in names}) < len(names):
-        raise error("INVALID_OUTPUT", f"{what}: one of them is there twice")
+        raise error("INVALID_OUTPUT", f"{what}: one of them occurs twice")
     for name in names:
         if name not in columns.names:
             raise error("INVALID_OUTPUT", f"{what}: the rows have no column {name!r}")
         field = columns.field(name)
         if kind_of(field) not in _PARTITIONS:
-            why = f"{name} is {field.type}, and folders are named after booleans, integers, texts, dates and times"
+            why = f"{name} is {field.type}, but it must be a boolean, an integer, a text, a date or a time"
             raise error("INVALID_OUTPUT", f"{what}: {why}")
         if len(name.encode()) > MAX_PARTITION_NAME_BYTES:
             why = f"{name[:80]!r} has more than {MAX_PARTITION_NAME_BYTES} bytes as the name of a folder"
             raise error("INVALID_OUTPUT", f"{what}: {why}")
     if len(names) == len(columns):
-        raise error("INVALID_OUTPUT", f"{what}: one column has to be left for the files")
+        raise error("INVALID_OUTPUT", f"{what}: at least one column must not partition it")
 
 
 def to_table(batch: pa.RecordBatch, there: pa.Schema, partitions: Sequence[str]) -> pa.RecordBatch:
@@ -318,8 +320,8 @@ def check_not_replaced(found: DeltaTable, job: str, stands: DeltaTable) -> None:
     if _of_job(job) in stands.metadata().configuration or stands.transaction_version(quote(job, safe="")) is not None:
         what = f"the Delta table {found.table_uri} was replaced by another since job {job!r} wrote to it"
         hint = (
-            "RESTORE the version before that, and start the job again; to lay a table out anew, overwrite its rows "
-            "instead of replacing it. For what stands there now give the job another name: it begins anew."
+            "RESTORE the version before that, and start the job again. To keep the new table, give the job another "
+            "name: it begins from the start. To change a table's layout, overwrite its rows instead of replacing it."
         )
         raise error("OUTPUT_MISSING", f"{what}, and its positions are lost", hint=hint)
 
@@ -427,8 +429,8 @@ class DeltaStore(OutputStore):
         partitions, columns = found.metadata().partition_columns, _arrow_schema(found)
         if self._partition_by and sorted(self._partition_by) != sorted(partitions):
             by = f"partitioned by {', '.join(partitions)}" if partitions else "not partitioned"
-            what = f"partitionBy is {','.join(self._partition_by)}, and the table {table} is there, {by}"
-            raise error("INVALID_OUTPUT", what, hint="A table is partitioned when it is made: leave the option out.")
+            what = f"partitionBy is {','.join(self._partition_by)}, but the table {table} exists, {by}"
+            raise error("INVALID_OUTPUT", what, hint="Partitions are chosen when a table is created: omit the option.")
         check_partitions(table, partitions, columns)
         missing = [field for field in wanted if field.name not in columns.names]
         check_names(table, [*columns, *missing])
@@ -437,7 +439,7 @@ class DeltaStore(OutputStore):
             with self._errors():
                 self._add_columns(found, missing)
         else:
-            hint = "mergeSchema=true in the store's URL adds the columns that are missing." if missing else None
+            hint = "mergeSchema=true in the store's URL adds the missing columns." if missing else None
             check_columns(table, schema, columns, hint)
 
     def _create(self, table: str, columns: pa.Schema) -> DeltaTable:
@@ -506,7 +508,10 @@ class DeltaStore(OutputStore):
     ) -> int:
         self._check_name(table)
         if beside is not None:
-            raise error("UNSUPPORTED_STORE", "a Delta table is one table: it cannot keep dead letters beside its rows")
+            raise error(
+                "UNSUPPORTED_STORE",
+                "a Delta table is a single table: it cannot keep dead letters in addition to its rows",
+            )
         with self._errors():
             found = self._found()
             schema, partitions = _arrow_schema(found), found.metadata().partition_columns
@@ -525,7 +530,7 @@ class DeltaStore(OutputStore):
             found.update_incremental()
             self._check(found, job, advances)
             if _arrow_schema(found) != schema:
-                raise error("OUTPUT_UNAVAILABLE", f"the Delta table {self._uri} has got other columns meanwhile")
+                raise error("OUTPUT_UNAVAILABLE", f"the columns of the Delta table {self._uri} have changed meanwhile")
             checked, topics = found.version(), [advance.range.topic for advance in advances]
             self._sync(found, checked_version(found, job, topics))
             moves = [

@@ -46,8 +46,8 @@ class DeltaLog:
         try:
             return [json.loads(line) for line in lines if line.strip()]
         except ValueError:
-            what = f"version {version} of the Delta table {self.uri} is not whole"
-            hint = f"Was there a power cut? If it is the last version, take {name} away, and start the job again."
+            what = f"version {version} of the Delta table {self.uri} is incomplete"
+            hint = f"A power cut can cause this. If it is the last version, remove {name}, and start the job again."
             raise error("INVALID_OUTPUT", what, hint=hint) from None
 
     def _fetch(self, name: str) -> bytes:
@@ -75,8 +75,8 @@ class DeltaLog:
         if said.isdecimal():
             return int(said)
         what = f"the Delta table {self.uri} was restored, in version {version}, to a time"
-        hint = "RESTORE it once more, to the number of the version, and start the job again: it goes on from there."
-        raise error("POSITION_WENT_BACK", f"{what}: which version has the positions is not known", hint=hint)
+        hint = "RESTORE it once more, to the number of the version, and start the job again: it continues from there."
+        raise error("POSITION_WENT_BACK", f"{what}: it is not known which version has the positions", hint=hint)
 
     def sync(self, after: int, last: int) -> None:
         """On a disk, make the commits after `after` and up to `last` durable, which delta-rs leaves to the operating
@@ -89,10 +89,10 @@ class DeltaLog:
         folders: set[Path] = set()
         for path, (size_bytes, version) in added.items():
             if not _sync_file(path, size_bytes):
-                what = f"the file {path}, which version {version} of the Delta table {root} added, is not whole"
+                what = f"the file {path}, which version {version} of the Delta table {root} added, is incomplete"
                 hint = (
-                    f"Was there a power cut? RESTORE the table to version {version - 1}, and start the job again: it "
-                    "writes anew what is missing then."
+                    f"A power cut can cause this. RESTORE the table to version {version - 1}, and start the job again: "
+                    "it writes the missing rows again."
                 )
                 raise error("INVALID_OUTPUT", what, hint=hint)
             folders.update(parent for parent in path.parents if parent.is_relative_to(root))
@@ -164,9 +164,9 @@ def _options_of(uri: str) -> dict[str, str] | None:
         return None
     for name in _OTHER_WAYS:
         if os.environ.get(name):
-            what = f"{name} is set: tables on S3 are committed to by conditional PUTs, and by nothing else"
+            what = f"{name} is set, but tables on S3 are committed to only by conditional PUTs"
             raise error(
-                "INVALID_CONFIGURATION", what, hint=f"Take {name} out of the environment of driver and workers."
+                "INVALID_CONFIGURATION", what, hint=f"Remove {name} from the environment of driver and workers."
             )
     return dict(_OPTIONS)
 

@@ -171,13 +171,15 @@ class GeneralStore(SqlStore[sa.Connection]):
             parsed = sa.make_url(url)
             self._engine = sa.create_engine(parsed, poolclass=sa.NullPool, isolation_level="READ COMMITTED")
         except (ArgumentError, NoSuchModuleError, ImportError, ValueError):
-            what = "the store's URL is none of SQLAlchemy's, or its driver is not installed"
+            what = "the store's URL is invalid for SQLAlchemy, or its driver is not installed"
             raise error(
-                "INVALID_OPTION", what, hint="mysql+pymysql://user@host/database, and pip install pymysql"
+                "INVALID_OPTION",
+                what,
+                hint="For example, use mysql+pymysql://user@host/database, and pip install pymysql.",
             ) from None
         dialect = self._engine.dialect
         if dialect.name == "sqlite" or not dialect.supports_sane_rowcount:
-            what = f"store: {dialect.name} does not say what a statement has changed, or is no server"
+            what = f"store: {dialect.name} does not report the number of changed rows, or is not a server"
             raise error("UNSUPPORTED_STORE", what)
         self._is_mysql = dialect.name in tables.MARIADB
         self._is_postgres = dialect.name == "postgresql"
@@ -247,7 +249,11 @@ class GeneralStore(SqlStore[sa.Connection]):
             schema, last = _split(name)
             row = connection.execute(_MYSQL_TRANSACTIONS, {"schema": schema, "name": last}).one_or_none()
             if row is not None and row != ("YES", "YES"):
-                what = "no transactions" if row[0] != "YES" else "transactions that are not one with those of others"
+                what = (
+                    "no transactions"
+                    if row[0] != "YES"
+                    else "transactions that are separate from those of other tables"
+                )
                 hint = f"ALTER TABLE {name} ENGINE = InnoDB"
                 raise error("INVALID_OUTPUT", f"the table {name} has {what}", hint=hint)
         if self._is_postgres:
@@ -303,7 +309,7 @@ class GeneralStore(SqlStore[sa.Connection]):
         if failure is not None:
             row = _first_refused(rows, take)
             if take(rows[row : row + 1]) is None:
-                raise error("OUTPUT_UNAVAILABLE", f"the database takes what it has just refused: {told(failure)}")
+                raise error("OUTPUT_UNAVAILABLE", f"the database now accepts what it has just refused: {told(failure)}")
             raise error("INVALID_OUTPUT", f"the database refuses: {told(failure)}", row=row) from failure
 
     def _raise(self, connection: sa.Connection, job: str, topic: str, watermarks: Watermarks) -> None:

@@ -69,7 +69,7 @@ def kind_of(field: pa.Field) -> Kind:
     for kind, belongs in _KINDS:
         if belongs(field.type):
             return kind
-    raise error("INVALID_OUTPUT", f"column {field.name!r}: no store takes the type {field.type}")
+    raise error("INVALID_OUTPUT", f"column {field.name!r}: no store accepts the type {field.type}")
 
 
 def check_schema(schema: pa.Schema) -> None:
@@ -97,9 +97,9 @@ def check_table(
         if column is None:
             problems.append(f"{field.name} ({field.type}) is missing")
         elif kind_of(field) is not Kind.NULL and not fits(field, column.type):
-            problems.append(f"{field.name} is {column.type or 'untyped'}, which does not take {field.type}")
+            problems.append(f"{field.name} is {column.type or 'untyped'}, which does not accept {field.type}")
     problems += [
-        f"{name} takes no null and has no default, but the rows do not have it"
+        f"{name} accepts no null and has no default, but the rows do not have it"
         for name, column in columns.items()
         if column.is_required and name not in schema.names
     ]

@@ -94,7 +94,7 @@ def copy_in(connection: Connection, table: str, batch: pa.RecordBatch, columns: 
     for field, column in zip(batch.schema, batch.columns, strict=True):
         values, wire = converted(field.name, partial(_sendable, field, _base(columns[field.name].type)), column)
         if kind_of(field) is Kind.TEXT and (row := _first_nul(column)) is not None:
-            raise bad_value(field.name, row, "it has a NUL character, which PostgreSQL text does not")
+            raise bad_value(field.name, row, "it has a NUL character, which PostgreSQL text cannot have")
         sent.append(values)
         types.append(wire)
     names = ", ".join(map(quoted, batch.schema.names))
@@ -456,7 +456,7 @@ class _Others:
             self._since = now
         elif now - self._since >= GIVE_WAY_SECONDS:
             what = f"session {waiting[0]} has waited {now - self._since:.0f} s to change table {waiting[1]}"
-            raise error("OUTPUT_UNAVAILABLE", f"{what}: nothing is written now, the rows are written after it")
+            raise error("OUTPUT_UNAVAILABLE", f"{what}: the job waits, and writes the rows after it")
 
 
 def _roll_back(connection: Connection) -> None:

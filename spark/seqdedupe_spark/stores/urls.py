@@ -18,7 +18,7 @@ _ENCODED = re.compile(r"%[0-9A-Fa-f]{2}")
 
 _FORMS = (
     "sqlite:///file.db, sqlite:////folder/file.db, postgresql://user@host/database, delta:///folder/table, "
-    "delta+s3://bucket/folder/table or mysql+pymysql://user@host/database, with the name of the driver"
+    "delta+s3://bucket/folder/table or, with the name of a driver, mysql+pymysql://user@host/database"
 )
 
 
@@ -50,13 +50,15 @@ def from_url(url: str, *, create: bool = True) -> StoreFactory:
 def _delta(scheme: str, place: str, query: str) -> StoreFactory:
     said = parse_qsl(query, keep_blank_values=True)
     if len(dict(said)) < len(said):
-        raise error("INVALID_OPTION", "an option of the store's URL is there twice")
+        raise error("INVALID_OPTION", "an option occurs twice in the store's URL")
     given = Given(dict(said), ("partitionBy", "mergeSchema"))
     nothing: tuple[str, ...] = ()
     partition_by, merge_schema = given.take("partitionBy", _names, nothing), given.take("mergeSchema", flag, False)
     if scheme == "delta" and _ENCODED.search(place):
-        what = f"the folder {place[:200]} has a % with two digits in its name, which delta-rs takes for another letter"
-        raise error("INVALID_OPTION", what, hint="Write the folder's name as it is, or give it another one.")
+        what = (
+            f"the folder {place[:200]} has a % with two digits in its name, which delta-rs reads as another character"
+        )
+        raise error("INVALID_OPTION", what, hint="Write the folder's real name in the URL, or rename the folder.")
     if scheme == "delta" and place.startswith("/") and place.strip("/"):
         uri = str(Path(place))
     elif scheme == "delta+s3" and is_table_url(SCHEME + place.removesuffix("/")):
@@ -69,5 +71,5 @@ def _delta(scheme: str, place: str, query: str) -> StoreFactory:
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if not all(names):
-        raise ValueError("it should be names of columns, with commas between")
+        raise ValueError("it should be names of columns, separated by commas")
     return names

@@ -22,7 +22,7 @@ class Page:
     families: list[Metric]
 
     def values(self, name: str, **labels: str) -> list[float]:
-        """Of all samples of this name that have these labels."""
+        """For all samples of this name that have these labels."""
         return [
             sample.value
             for family in self.families
@@ -31,7 +31,7 @@ class Page:
         ]
 
     def value(self, name: str, **labels: str) -> float:
-        """Of the only one."""
+        """For the only one."""
         [value] = self.values(name, **labels)
         return value
 
@@ -49,7 +49,7 @@ class Page:
 
     @property
     def names(self) -> set[str]:
-        """Of all samples."""
+        """For all samples."""
         return {sample.name for family in self.families for sample in family.samples}
 
 

@@ -49,13 +49,13 @@ FUNCTIONS = {
     "and", "on", "absent", "last_over_time", "time", "clamp_max", "label_values",
 }  # fmt: skip
 OF_OTHERS = ("errors.py", "command.py", "testing.py")
-"""Of the files of the library itself: what is in them is not the sidecar's."""
+"""For the files of the library itself: what is in them is not the sidecar's."""
 LABELS_OF_PROMETHEUS = {"instance", "job"}
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    """Of a sidecar that has done something of everything, and of a service."""
+    """For a sidecar that has done something of everything, and of a service."""
     backups = tmp_path_factory.mktemp("backups")
     folder = tmp_path_factory.mktemp("metrics")
     with Sidecar(folder, metrics_listen="127.0.0.1:0", backup_directory=backups) as sidecar:
@@ -107,7 +107,7 @@ def alerts() -> dict[str, dict[str, Any]]:
 
 
 def recorded() -> dict[str, str]:
-    """What the rules record under names of their own, by name."""
+    """What the rules record under their own names, by name."""
     groups = yaml.safe_load(ALERTS.read_text())["groups"]
     return {rule["record"]: rule["expr"] for group in groups for rule in group["rules"] if "record" in rule}
 
@@ -181,7 +181,7 @@ def test_the_name_of_the_job_stands_in_one_place_of_the_alerts() -> None:
 
 
 def test_refusals_have_series_of_what_a_sidecar_can_raise_and_of_nothing_else(page: Page) -> None:
-    """As its source says: what a client, a command, a service or a job raises, nobody is told by a sidecar."""
+    """As its source says: what a client, a command, a service or a job raises, no sidecar reports."""
     rooms = ("core", "format", "log", "store", "topic", "transfer", "backup")
     files = [path for room in rooms for path in (ROOT / "seqdedupe" / room).rglob("*.py")]
     files += (ROOT / "broker_sidecar").rglob("*.py")

@@ -141,13 +141,13 @@ def test_calls(shared: Sidecar, client: Client, topic: str) -> None:
     assert risen("grpc_server_msg_sent_total", before, after, **opened) == 1
     assert risen("grpc_server_started_total", before, after, **streamed) == 1 + cuts
     assert risen(handled, before, after, grpc_code="OK", **streamed) == cuts
-    # The topic's name goes in a message of its own.
+    # The topic's name goes in its own message.
     assert risen("grpc_server_msg_received_total", before, after, **streamed) == 4 + 2 * cuts
     assert "NoSuchCall" not in after.labels("grpc_server_started_total", "grpc_method")
 
 
 def test_calls_have_the_type_of_the_schema(shared: Sidecar, client: Client, topic: str) -> None:
-    """Also where gRPC is told that they are streams, so that callers are known before anything is received."""
+    """Also where gRPC takes them for streams, so that callers are known before anything is received."""
     client.epochs(topic, "a")
     before = scrape(shared)
     list(client.reading.ReadStream(read_pb2.ReadStreamRequest(topic=topic), timeout=TIMEOUT_SECONDS))

@@ -25,7 +25,7 @@ MODULE = __name__ if __name__ != "__main__" else "tests.broker_sidecar.security.
 
 
 def call_as(address: str, name: str) -> grpc.Channel:
-    """A channel, over a connection of its own, to such a sidecar; its caller has this name, or none."""
+    """A channel, over its own connection, to such a sidecar; its caller has this name, or none."""
     channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
     return grpc.intercept_channel(channel, _Named(name)) if name else channel
 

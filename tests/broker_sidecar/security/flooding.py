@@ -14,7 +14,7 @@ def is_over(_calls: int, connections: int) -> bool:
     if connections != _told:
         _told = connections
         print(connections, flush=True)
-    # Whoever computes without a pause takes the processor from the others, which is not what is tested.
+    # Anyone who computes without a pause takes the processor from the others, which is not what is tested.
     return bool(select.select([sys.stdin], [], [], 0.002)[0])
 
 

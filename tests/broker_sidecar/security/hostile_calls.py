@@ -79,7 +79,7 @@ def _call(connection: RawConnection, kind: str, paths: list[str], numbers: range
 
 
 def flood(address: str, path: str, connections: int, calls: int, is_over: Callable[[int, int], bool]) -> None:
-    """Keeps so many calls open on each of so many connections. `is_over` is asked again and again; it gets how many
+    """Keeps this many calls open on each of this many connections. `is_over` is asked again and again; it gets how many
     calls and how many connections the other side has ended."""
     opened: list[tuple[RawConnection, set[int]]] = []
     ended_calls = ended_connections = 0

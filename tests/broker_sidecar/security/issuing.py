@@ -41,8 +41,8 @@ def issue(
     key: ec.EllipticCurvePrivateKey | None = None,
     issuer: x509.Name | None = None,
 ) -> Issued:
-    """A certificate with these SANs, valid from and to so long from now. The common name says something else. `issuer`
-    is the authority's name in another encoding."""
+    """A certificate with these SANs, valid from and to this long from now. The common name says something else.
+    `issuer` is the authority's name in another encoding."""
     key = key or ec.generate_private_key(ec.SECP256R1())
     signs = serialization.load_pem_private_key(authority.private_key_pem.bytes(), None)
     assert isinstance(signs, ec.EllipticCurvePrivateKey)
@@ -73,8 +73,8 @@ def subject_of(authority: trustme.CA) -> x509.Name:
 def revoke(
     authority: trustme.CA, *revoked: Issued, ends: timedelta = timedelta(days=1), is_indirect: bool = False
 ) -> bytes:
-    """The authority's list (CRL, as PEM) with these certificates, to be replaced by so long from now. `is_indirect`: it
-    may have those of others."""
+    """The authority's list (CRL, as PEM) with these certificates, to be replaced by this long from now. `is_indirect`:
+    it may have those of others."""
     signs = serialization.load_pem_private_key(authority.private_key_pem.bytes(), None)
     assert isinstance(signs, ec.EllipticCurvePrivateKey)
     now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""Writing an audit trail: what is answered stands there, whatever the disk and the callers do."""
+"""Writing an audit trail: what is answered stands there, no matter what the disk and the callers do."""
 
 import asyncio
 import errno
@@ -38,7 +38,7 @@ def size(path: Path) -> int:
 
 
 def failing(how: str, times: int) -> Callable[..., Any]:
-    """`os.<how>`, which fails so often first."""
+    """`os.<how>`, which fails this many times first."""
     real = getattr(os, how)
     left = times
 
@@ -227,7 +227,7 @@ async def test_more_callers_than_are_kept_apart(path: Path) -> None:
     audit = Audit(path)
     for k in range(MOST_CALLERS + 10):
         audit.refused("unauthenticated", f"ipv6:2001:db8::{k:x}/64", call="c", of=k)
-    # Whoever has a token is not crowded out by those who have none.
+    # Anyone who has a token is not crowded out by those who have none.
     audit.refused("denied", HOST, subject="s")
     await audit.close()
     assert [line["event"] for line in events(path)[MOST_CALLERS:]] == ["denied", "others refused"]

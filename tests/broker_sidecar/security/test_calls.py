@@ -159,7 +159,7 @@ def _rules(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool, str], grpc.Channel]]:
-    """A caller's connection to a sidecar for a broker, or to one with a log of its own."""
+    """A caller's connection to a sidecar for a broker, or to one with its own log."""
     folder = tmp_path_factory.mktemp("calls")
     rules = _rules(folder)
     with (

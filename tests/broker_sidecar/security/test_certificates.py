@@ -36,7 +36,7 @@ from tests.broker_sidecar.security.showing import bearer, rules_for_all, token_o
 VERSION = "/seqdedupe.v1.AdminService/GetVersion"
 CREATE = "/seqdedupe.v1.AdminService/CreateTopic"
 TERM_SECONDS = 10
-"""Of a certificate that is to end: time enough for a first call."""
+"""For a certificate that is to end: time enough for a first call."""
 AUTHORITY, OTHER_AUTHORITY, OF_CLIENTS = trustme.CA(), trustme.CA(), trustme.CA()
 
 
@@ -182,7 +182,7 @@ def test_the_name_is_the_uri_or_else_the_first_dns_name() -> None:
 
 
 def test_another_certificate_under_open_streams(tmp_path: Path) -> None:
-    """What is open goes on, new connections see the new one; a bad one changes nothing, and is told."""
+    """What is open goes on, new connections see the new one; a bad one changes nothing, and is reported."""
     folder = tmp_path / "tls"
     keys = tls_keys(folder, of_server(AUTHORITY))
     with Sidecar(tmp_path, authentication="token", **keys) as sidecar:
@@ -197,11 +197,13 @@ def test_another_certificate_under_open_streams(tmp_path: Path) -> None:
 
             # A certificate without its key, for as long as somebody needs to look: nothing happens.
             replace(folder, Issued(of_server(OTHER_AUTHORITY).certificate, (folder / "key.pem").read_bytes()))
-            wait_until(lambda: any("TLS stays as it was" in str(entry["event"]) for entry in sidecar.log))
+            wait_until(
+                lambda: any("former version of TLS stays in force" in str(entry["event"]) for entry in sidecar.log)
+            )
             assert code_of(channel_to(sidecar), token) is grpc.StatusCode.OK
 
             replace(folder, of_server(OTHER_AUTHORITY))
-            wait_until(lambda: any("TLS was read again" in str(entry["event"]) for entry in sidecar.log))
+            wait_until(lambda: any("read again: TLS" in str(entry["event"]) for entry in sidecar.log))
             # gRPC asks for news at each new connection, and uses them from the next one on at the latest.
             wait_until(lambda: code_of(channel_to(sidecar, authority=OTHER_AUTHORITY), token) is grpc.StatusCode.OK)
             assert code_of(channel_to(sidecar), token) is grpc.StatusCode.UNAVAILABLE
@@ -284,12 +286,12 @@ BAD_FILES: dict[str, tuple[bytes | None, bytes | None, bytes | None, str]] = {
     "the key for the certificate": (GOOD.key, GOOD.key, None, "certificate.pem holds no certificates"),
     "the certificate for the key": (GOOD.certificate, GOOD.certificate, None, "key.pem holds no private key"),
     "a key with a password": (GOOD.certificate, locked(GOOD), None, "key.pem holds no private key"),
-    "another key": (GOOD.certificate, of_server(AUTHORITY).key, None, "is not of the key"),
-    "a key that gRPC has not": (GOOD.certificate, of_key(ed25519.Ed25519PrivateKey.generate()), None, "is not of the"),
-    "an expired certificate": (*PAST, None, "which is not now"),
-    "one that is not valid yet": (*FUTURE, None, "which is not now"),
+    "another key": (GOOD.certificate, of_server(AUTHORITY).key, None, "does not fit the key"),
+    "a key that gRPC has not": (GOOD.certificate, of_key(ed25519.Ed25519PrivateKey.generate()), None, "not fit the"),
+    "an expired certificate": (*PAST, None, "is valid only from"),
+    "one that is not valid yet": (*FUTURE, None, "is valid only from"),
     "another curve": (
-        *issue(AUTHORITY, names=["localhost"], key=ec.generate_private_key(ec.SECP521R1())), None, "gRPC does not take"
+        *issue(AUTHORITY, names=["localhost"], key=ec.generate_private_key(ec.SECP521R1())), None, "does not accept"
     ),
     "no authorities": (*GOOD, b"", "clients.pem holds no certificates"),
     "a key as authority": (*GOOD, GOOD.key, "clients.pem holds no certificates"),
@@ -320,7 +322,7 @@ def test_a_start_with_bad_files_is_one_clear_line(tmp_path: Path) -> None:
     sidecar.spawn()
     assert sidecar.wait() == EXIT_WRONG
     [line] = sidecar.errors
-    assert "is not of the key" in line
+    assert "does not fit the key" in line
     assert "INVALID_CONFIGURATION" in line
 
 

@@ -76,7 +76,7 @@ def test_open_of_nothing_but_others_names_is_refused_and_makes_no_topic(ann: Cal
 
 
 def test_a_guessed_epoch_opens_nothing(ann: Caller, bob: Caller, topic: str) -> None:
-    """The name owns the watermark: whoever could publish the highest ID under it would silence its owner."""
+    """The name owns the watermark: anyone who could publish the highest ID under it would silence its owner."""
     epochs = bob.epochs(topic, "bob")
     state = bob.state(topic)
     highest = batch([("bob", 2**63 - 1)], epochs, {"bob": -1})

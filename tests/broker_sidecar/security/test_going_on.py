@@ -23,7 +23,7 @@ from tests.client.helpers import until
 FEW = ProducerConfig(max_batch_rows=5, delivery_timeout_seconds=None)
 ISSUER = Issuer("key")
 ENDINGS = 3
-"""So many times something ends under each client."""
+"""This many times something ends under each client."""
 
 
 def signed(folder: Path, keys: Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def test_a_stream_ends_with_its_token_and_not_before(tmp_path: Path) -> None:
         again = refused(lambda: list(reading.ReadStream(follow, metadata=bearer(token), timeout=TIMEOUT_SECONDS)))
         assert again.reason == "TOKEN_EXPIRED"
         assert stays.is_active()
-        # When the keys change, those that were judged by the former ones show their tokens anew.
+        # When the keys change, those that were judged by the former ones show their tokens again.
         shown = reading.ReadStream(follow, metadata=bearer(ISSUER.token()), timeout=TIMEOUT_SECONDS)
         shown.initial_metadata()
         write_keys(keys, [Issuer("other").jwk()])

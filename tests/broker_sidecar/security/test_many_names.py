@@ -51,7 +51,7 @@ producer_names = 8_000
 MALLORY = Subject("mallory", "jwt", None, "ipv4:127.0.0.1:1")
 ALL = Subject(OPERATOR, "token", None, "ipv4:127.0.0.1:1")
 MOST_OF_ALL = 1 / 4
-"""Of the time that a call takes, in one step."""
+"""For the time that a call takes, in one step."""
 
 OTHERS = [f"n{k:06d}" for k in range(MAX_OPEN_NAMES)]
 ONE_ITS = ["mallory", *OTHERS[1:]]
@@ -108,7 +108,7 @@ async def share_of_longest_step(work: Awaitable[T]) -> float:
 
 
 async def least_share(served: Served, caller: Subject, names: list[str], *, resume: bool = False) -> float:
-    """Of several tries: others use the machine too."""
+    """For several tries: others use the machine too."""
     epochs = list((await served.open(caller, names)).epochs) if resume else None
     return min([await share_of_longest_step(served.open(caller, names, epochs)) for _ in range(7)])
 
@@ -202,7 +202,8 @@ async def test_a_topics_names_are_judged_some_at_once(served: Served, monkeypatc
 
 
 async def test_a_later_open_of_a_name_wins_over_one_that_is_under_way(served: Served) -> None:
-    """Parts of a call are opened one after the other: whoever comes between them is newer only where it came later."""
+    """Parts of a call are opened one after the other: anyone who comes between them is newer only where it came
+    later."""
     many = asyncio.ensure_future(served.open(ALL, OTHERS))
     await asyncio.sleep(0)
     early, late = OTHERS[0], OTHERS[-1]
@@ -210,7 +211,7 @@ async def test_a_later_open_of_a_name_wins_over_one_that_is_under_way(served: Se
     epochs = dict(zip(OTHERS, (await many).epochs, strict=True))
     resumed = await served.open(ALL, [early, late], [epochs[early], epochs[late]])
     again = await served.open(ALL, [early, late], list(one.epochs))
-    # Of each name one of the two sessions is fenced, never both and never none.
+    # For each name one of the two sessions is fenced, never both and never none.
     fenced = {(k, refusal.index) for k, answer in enumerate((resumed, again)) for refusal in answer.refusals}
     assert sorted(index for _, index in fenced) == [0, 1]
 

@@ -107,7 +107,7 @@ def kept(caller: Caller, topic: str, name: str) -> read_pb2.CursorValue:
 
 
 def test_nobody_attaches_a_topic_by_a_producer_name_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whoever could would say where the log ends, and copies of what stands after that would be new."""
+    """Anyone who could would say where the log ends, and copies of what stands after that would be new."""
     with Ruled(tmp_path_factory.mktemp("broker"), RULES, log="broker") as sidecar:
         broker = Attaching(call_as(sidecar.address, "broker"), "orders")
         broker.register("shop")
@@ -215,7 +215,7 @@ def test_each_topic_and_caller_has_ten_moves_a_second() -> None:
     assert use.move("a", 100, 50.0) == pytest.approx(0.1)
     assert use.move("b", 100, 50.0) == 0.0
     assert Use("bob", NO_LIMITS).move("a", 100, 50.0) == 0.0
-    # What would wait for too long is refused, and is told when to come again.
+    # What would wait for too long is refused, and learns when to come again.
     refusals: list[SeqdedupeError] = []
     while not refusals:
         try:

@@ -34,7 +34,7 @@ def test_workers_show_each_other_the_token_of_their_directory(tmp_path: Path) ->
 
 
 def two(stack: ExitStack, folder: Path, **keys: Any) -> list[Sidecar]:
-    """Two processes with directories of their own that share the topics, as on two machines."""
+    """Two processes with their own directories that share the topics, as on two machines."""
     ports = [stack.enter_context(reserved_port()) for _ in range(2)]
     addresses = ["{}:{}".format(*port.getsockname()) for port in ports]
     both = []

@@ -55,7 +55,7 @@ def channel(closed: Sidecar) -> Iterator[grpc.Channel]:
 
 
 def request_of(method: MethodDescriptor) -> bytes:
-    """Of health, which is open where the whole is asked for, that of a topic."""
+    """For health, which is open where the whole is asked for, that of a topic."""
     of_a_topic = health_pb2.HealthCheckRequest(service="persistent://public/default/t").SerializeToString()
     return of_a_topic if method.containing_service.full_name == HEALTH else b""
 
@@ -269,7 +269,7 @@ def test_one_that_is_replaced_counts_at_once_and_the_former_has_expired(tmp_path
         token.is_shown(first)
     assert (raised.value.reason, raised.value.retry_delay_ms) == ("TOKEN_EXPIRED", 0)
     assert not token.is_shown(b"neither of the two")
-    # What is no token, or gone, changes nothing, and is told.
+    # What is no token, or gone, changes nothing, and is reported.
     for spoil in (lambda: path.write_text(""), lambda: path.chmod(0o644), path.unlink):
         spoil()
         assert not token.is_shown(b"neither of the two")
@@ -302,6 +302,6 @@ def test_open_streams_end_when_it_is_replaced_and_the_new_one_opens_others(tmp_p
         fresh = reading.ReadStream(follow, metadata=bearer(OTHER), timeout=TIMEOUT_SECONDS)
         fresh.initial_metadata()
         sidecar.token_file.write_text("")
-        wait_until(lambda: any("stays as it was" in str(entry["event"]) for entry in sidecar.log))
+        wait_until(lambda: any("stays in force" in str(entry["event"]) for entry in sidecar.log))
         assert fresh.is_active()
         fresh.cancel()

@@ -1,4 +1,4 @@
-"""What is judged is a name that there can be, whoever thinks of it: it is remembered, told and written down."""
+"""What is judged is a name that there can be, no matter who thinks of it: it is remembered, told and written down."""
 
 from pathlib import Path
 

@@ -81,7 +81,7 @@ def test_one_that_comes_again_and_again_is_checked_once(
     assert checked.checks == 1
     # Good ones go on meanwhile, of the same caller too.
     assert checked.show(KEY.token()) == "shop"
-    # Of somebody else it is another one's.
+    # For somebody else it belongs to another caller.
     assert checked.show(bad, THERE) == reason
     assert checked.checks == 3
     # With nothing remembered, each call costs a check: that is what is counted here.
@@ -109,7 +109,7 @@ def test_what_others_have_shown_is_not_pushed_out(checked: Checked) -> None:
     before = checked.checks
     checked.show(bad, THERE)
     assert checked.checks == before
-    # Of its own it has the last ones.
+    # It its own has names the last ones.
     checked.show(f"flood {MAX_TOKENS + 4}", HERE)
     assert checked.checks == before
     checked.show("flood 0", HERE)
@@ -231,7 +231,7 @@ def test_nothing_of_a_refused_call_stays(checked: Checked) -> None:
 
 
 def test_a_remembered_error_would_hold_the_calls(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test before this one would find: the error holds by its traceback whatever the call had."""
+    """What the test before this one would find: the error holds by its traceback everything that the call had."""
     errors: list[SeqdedupeError] = []
     add = RefusedTokens.add
 

@@ -148,7 +148,8 @@ def test_no_thing_in_the_place_of_a_file_holds_the_sidecar_up(sidecar: Reloading
             sidecar.signal(signal.SIGHUP)
             until(
                 lambda before=before: {  # type: ignore[misc]
-                    line["event"].partition(" stays as it was: ")[0] for line in sidecar.log[before:]
+                    line["event"].removeprefix("the former version of ").partition(" stays in force: ")[0]
+                    for line in sidecar.log[before:]
                 } >= {*files}
             )  # fmt: skip
             producer.send(b"%d" % k, k).result(TIMEOUT_SECONDS)

@@ -54,7 +54,9 @@ def test_a_revoked_certificate_is_refused_also_on_an_open_connection(tmp_path: P
             new = folder / "new.pem"
             new.write_bytes(revoke(OTHERS, LATER))
             os.replace(new, lists)
-            wait_until(lambda: any("revoked certificates was read again" in str(one["event"]) for one in sidecar.log))
+            wait_until(
+                lambda: any("read again: the list of revoked certificates" in str(one["event"]) for one in sidecar.log)
+            )
             # REVOKED is in no list any more; LATER is in one of another authority only.
             assert code_of(channel_to(sidecar, REVOKED, AUTHORITY), "") is grpc.StatusCode.OK
             for stream in streams:
@@ -76,7 +78,7 @@ def test_a_revoked_certificate_is_refused_also_on_an_open_connection(tmp_path: P
 
 
 def test_a_revoked_intermediate_authority(tmp_path: Path) -> None:
-    """Whoever comes by way of it is refused, with the operator's token too, and in a resumed session of TLS."""
+    """Anyone who comes by way of it is refused, with the operator's token too, and in a resumed session of TLS."""
     folder = tmp_path / "tls"
     keys = tls_keys(folder, of_server(AUTHORITY))
     root = trustme.CA()
@@ -106,7 +108,9 @@ def test_a_revoked_intermediate_authority(tmp_path: Path) -> None:
         new = folder / "new.pem"
         new.write_bytes(revoke(root, Issued(bad.cert_pem.bytes(), b"")))
         os.replace(new, lists)
-        wait_until(lambda: any("revoked certificates was read again" in str(one["event"]) for one in sidecar.log))
+        wait_until(
+            lambda: any("read again: the list of revoked certificates" in str(one["event"]) for one in sidecar.log)
+        )
         for shown in ("", token):
             assert code_of(channel_to(sidecar, by_way_of[good], AUTHORITY), shown) is grpc.StatusCode.OK
             assert code_of(channel_to(sidecar, by_way_of[bad], AUTHORITY), shown) is grpc.StatusCode.UNAUTHENTICATED
@@ -210,11 +214,11 @@ BAD_LISTS = {
     "empty": (b"", "holds no lists"),
     "noise": (b"\xff\x00" * 99, "holds no lists"),
     "a certificate": (GOOD.certificate, "holds no lists"),
-    "half a list": (revoke(OF_CLIENTS, GOOD)[:200] + b"\n-----END X509 CRL-----\n", "holds something else"),
+    "half a list": (revoke(OF_CLIENTS, GOOD)[:200] + b"\n-----END X509 CRL-----\n", "holds other data"),
     "a list, and more": (revoke(OF_CLIENTS, GOOD) + b"more", "holds no lists"),
     "of another authority": (revoke(OTHERS, GOOD), "none of the authorities"),
     "with those of others": (revoke(OF_CLIENTS, GOOD, is_indirect=True), "of other authorities"),
-    "out of date": (revoke(OF_CLIENTS, GOOD, ends=timedelta(days=-1)), "was to be replaced by"),
+    "out of date": (revoke(OF_CLIENTS, GOOD, ends=timedelta(days=-1)), "is out of date: its successor was due by"),
 }
 
 

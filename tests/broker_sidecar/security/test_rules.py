@@ -1,4 +1,4 @@
-"""What rules say, beside the plainest reading of them; and what a file of them may not say."""
+"""What rules say, compared with the plainest reading of them; and what a file of them may not say."""
 
 from pathlib import Path
 
@@ -161,27 +161,30 @@ bytes_per_second = 1_000_000
     ("text", "said"),
     [
         (RULE.replace('"publish"', '"publsh"'), "allow 1 (line 1): actions has 'publsh'"),
-        (RULE + "\n# a comment\n" + RULE.replace("subjects", "subject"), "allow 2 (line 7): 'subject' is no key of it"),
+        (
+            RULE + "\n# a comment\n" + RULE.replace("subjects", "subject"),
+            "allow 2 (line 7): 'subject' is no key of this table",
+        ),
         (RULE.replace('["a"]', '"a"'), "a list of texts is needed"),
         (RULE.replace('["a"]', "[]"), "a list of texts is needed"),
         (RULE.replace('["a"]', '["${sub}"]'), "${sub} is not known"),
-        (RULE.replace('["t"]', '["${name}"]'), "${name} is not known: there is ${sub}"),
+        (RULE.replace('["t"]', '["${name}"]'), "${name} is not known: this key knows only ${sub}"),
         (RULE.replace('["t"]', '["http://x"]'), "no topic can match"),
         (RULE.replace('["t"]', '["a/b"]'), "no topic can match"),
-        (RULE.replace('["t"]', '["t-partition-1"]'), "partitions belong to their topic"),
+        (RULE.replace('["t"]', '["t-partition-1"]'), "rules are for whole topics"),
         (
             RULE.replace('"publish"', '"publish", "read"') + 'producers = ["p"]\n',
-            "producers is for rules whose actions",
+            "producers is for rules whose only action",
         ),
-        (RULE.replace("allow", "alow"), "'alow' is no table of it"),
-        (RULE.replace("[[allow]]", "[allow]"), "allow should be written [[allow]]"),
+        (RULE.replace("allow", "alow"), "'alow' is no table of a rules file"),
+        (RULE.replace("[[allow]]", "[allow]"), "allow should be tables: write [[allow]]"),
         (RULE + "[[allow]\n", "line 5"),
         ('[[share]]\nsubjects = ["*"]\n', "it limits nothing"),
         ('[[share]]\nsubjects = ["*"]\nstreams = 0\n', "share 1 (line 1): streams is 0"),
         ('[[share]]\nsubjects = ["*"]\nstreams = true\n', "streams is True"),
-        ("[all]\nstreams = 5\n", "[all]: 'streams' is no key of it"),
+        ("[all]\nstreams = 5\n", "[all]: 'streams' is no key of this table"),
         ("all = 3\n", "it should be one table"),
-        ("[all]\nbytes = 3\n", "'bytes' is no key of it"),
+        ("[all]\nbytes = 3\n", "'bytes' is no key of this table"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, said: str) -> None:

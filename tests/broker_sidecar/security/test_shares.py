@@ -218,7 +218,7 @@ def test_who_has_filled_its_part_of_the_disk_publishes_nothing_more_until_there_
     assert refusal.retry_delay_ms > 0
     stored = caller.producer("disk-1", "p")[1]
     assert stored >= 9
-    # However it publishes, and to whichever of its topics; others do as before.
+    # However it publishes, and to any of its topics; others do as before.
     small = batch([("p", stored + 1)], epochs)
     assert refused(lambda: caller.publish_unary("disk-1", small)).reason == "SHARE_EXCEEDED"
     assert refused(lambda: caller.publish_unary("disk-2", batch([("p", 0)], empty))).reason == "SHARE_EXCEEDED"
@@ -305,7 +305,7 @@ PLACES = 8
 
 
 def _opened(ruled: Ruled, name: str, count: int) -> list[Stream]:
-    """Streams that are served, each over a connection of its own."""
+    """Streams that are served, each over its own connection."""
     streams = []
     for k in range(count):
         caller = Caller(ruled.address, name)

@@ -155,7 +155,7 @@ def test_the_longest_life(keys: tokens.Keys) -> None:
             return e.message
 
     assert why_of(iat=now, exp=now + HOUR) == "shop"
-    assert "lives 3601 s, from `iat` to `exp`: at most 3600" in why_of(iat=now, exp=now + HOUR + 1)
+    assert "is valid for 3601 s, from `iat` to `exp`: at most 3600 s" in why_of(iat=now, exp=now + HOUR + 1)
     # One of a long life is not taken near its end either.
     assert "at most 3600" in why_of(iat=now - 10 * HOUR, exp=now + HOUR)
     assert "at most 3600" in why_of(iat=now, exp=10**400)

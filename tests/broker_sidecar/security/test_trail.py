@@ -168,7 +168,7 @@ def test_a_flood_of_refusals_hides_nothing_and_stays_small(tmp_path: Path, path:
                 with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
                     version(b"", metadata=bearer(shown))
             (tmp_path / "rules.toml").write_text(RULES + "# the same\n")
-            wait_until(lambda: any("the rules file was read again" in str(one["event"]) for one in sidecar.log))
+            wait_until(lambda: any("read again: the rules file" in str(one["event"]) for one in sidecar.log))
         assert sidecar.stop() == 0
     found = lines(path)
     taken = [line for line in found if line["event"] == "producers taken over"]
@@ -237,7 +237,7 @@ async def test_what_cannot_be_told_afterwards_was_carried_out(tmp_path: Path, mo
     def fail(_file: int) -> None:
         raise OSError(5, "Input/output error")
 
-    with pytest.raises(UnavailableError, match="it was carried out, but"):
+    with pytest.raises(UnavailableError, match="the call was carried out, but"):
         async with Trail(audit).change("DeleteTopic", "topic: t"):
             monkeypatch.setattr(os, "fdatasync", fail)
     monkeypatch.undo()
@@ -264,7 +264,7 @@ async def test_names_that_go_to_somebody_else(tmp_path: Path) -> None:
 
 
 async def test_refused_names_are_cut(tmp_path: Path) -> None:
-    """Whoever is refused chooses them, and each of these letters takes twelve bytes of a line."""
+    """Anyone who is refused chooses them, and each of these letters takes twelve bytes of a line."""
     audit = Audit(tmp_path / "audit.jsonl")
     subject = Subject("alice", "jwt", None, "unix:")
     names = [f"{k:02d}" + "\U0001f4a3" * 60 for k in range(99)]
@@ -308,7 +308,7 @@ def fill(message: Any, text: str, depth: int = 0) -> None:
 
 @pytest.mark.parametrize("text", [LONG * 31, LONG * 1_000, "x" * 255], ids=["names", "texts", "plain names"])
 async def test_no_line_about_a_call_is_longer_than_is_said(tmp_path: Path, text: str) -> None:
-    """Whatever the caller says. Names of topics that there can be are there as a whole."""
+    """No matter what the caller says. Names of topics that there can be are there as a whole."""
     audit = Audit(tmp_path / "audit.jsonl")
     trail, address = Trail(audit), "ipv6:[2001:db8:ffff:ffff:ffff:ffff:ffff:ffff%25interface]:65535"
     subject = Subject("alice", "certificate", None, address)
@@ -382,7 +382,7 @@ def test_who_changes_nothing_again_and_again_has_to_wait_and_an_operator_never_d
         ("operator", "INVALID_REQUEST"): 2 * MOST,
     }
     assert reasons["INVALID_REQUEST"] > MOST
-    # What was not tried is told once, and counted.
+    # What was not tried is reported once, and counted.
     not_tried = [line.get("repeats", 1) for line in failed if "request" not in line]
     assert sum(not_tried) == reasons["SHARE_EXCEEDED"]
     assert len(not_tried) < reasons["SHARE_EXCEEDED"]

@@ -1,4 +1,4 @@
-"""Calls without a token: the sidecar holds next to nothing for them, whatever they send and whatever call it is.
+"""Calls without a token: the sidecar holds next to nothing for them, no matter what they send and which call it is.
 
 A sidecar that asks nobody who they are is the control: it receives the same requests as a whole.
 """
@@ -94,7 +94,7 @@ class Innocent:
         self._thread.join()
 
     def publishes(self, messages: int) -> None:
-        """Returns when so many more are stored. Raises what kept it from publishing."""
+        """Returns when this many more are stored. Raises what kept it from publishing."""
         wanted, until = len(self.seconds) + messages, time.monotonic() + WAIT_SECONDS
         while len(self.seconds) < wanted and self._failure is None:
             assert time.monotonic() < until
@@ -132,7 +132,7 @@ def test_unknown_callers_do_little_harm(
     while len(slowed) < ATTEMPTS and min(slowed, default=MOST_SLOWED) >= MOST_SLOWED:
         with Innocent(closed) as innocent:
             peak = Peak(closed)
-            # In a process of its own: threads of this one would hold up the publisher themselves.
+            # In its own process: threads of this one would hold up the publisher themselves.
             subprocess.run([sys.executable, "-m", hostile_calls.__name__, closed.address, kind, *PATHS], check=True)
             assert peak.growth() < MOST_GROWTH
             innocent.publishes(10)
@@ -220,7 +220,7 @@ def test_half_requests_of_one_known_caller_cost_no_more_than_a_few_of_them(tmp_p
             calls = [(connection, connection.begin(VERSION, known)) for connection in connections for _ in range(10)]
             for connection, call in calls:
                 connection.send(call, HALF, patience_seconds=0.1)
-            # Of each of the others a stream's window.
+            # For each of the others a stream's window.
             assert peak.growth() < KNOWN_AT_ONCE * len(LARGEST) + len(calls) * 2 * UNREAD_BYTES
             last = connections[0].begin(VERSION, known)
             connections[0].send(last, message(b""), ends=True)
@@ -287,7 +287,7 @@ def half_probes(sidecar: Sidecar) -> Iterator[None]:
 
 
 def is_answered(sidecar: Sidecar, seconds: float) -> bool:
-    """Whether a probe that calls again when it is refused is answered within so long."""
+    """Whether a probe that calls again when it is refused is answered within this long."""
     until = time.monotonic() + seconds
     with grpc.insecure_channel(sidecar.address) as channel:
         while (left := until - time.monotonic()) > 0:
@@ -345,7 +345,7 @@ def crowding(sidecar: Sidecar) -> Iterator[None]:
 
 
 def test_a_probe_is_answered_the_first_time_beside_a_crowd_of_others(closed: Sidecar) -> None:
-    """It is not refused, however many calls a few others have open: its connection has a place of its own."""
+    """It is not refused, however many calls a few others have open: its connection has its own place."""
     with crowding(closed):
         for _ in range(20):
             with grpc.insecure_channel(closed.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:

@@ -20,7 +20,7 @@ _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 
 class Browser:
-    """Chromium for the length of a block, with a profile of its own that goes with it."""
+    """Chromium for the length of a block, with its own profile that goes with it."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self._port = reserved_port()

@@ -50,7 +50,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
 
 @pytest.fixture
 def url(shared: Sidecar) -> str:
-    """Of its pages."""
+    """For its pages."""
     return f"http://{address_of(shared)}"
 
 

@@ -54,7 +54,7 @@ def test_somebody_looks_around(shared: Sidecar, client: Client, browser: Browser
     assert len(browser.texts("tbody tr")) == 50
     assert _ground(browser) > 200
 
-    # It is live: what is published is shown without loading the page anew.
+    # It is live: what is published is shown without loading the page again.
     browser.run("window.sameDocument = true")
     before = _stored(browser)
     _publish(client, 10)

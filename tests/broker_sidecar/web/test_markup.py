@@ -1,4 +1,4 @@
-"""Whatever stands in a page as text stays text."""
+"""Everything that stands in a page as text stays text."""
 
 from html.parser import HTMLParser
 

@@ -33,10 +33,10 @@ class StandInClient:
         self.opened_readers = self.open_readers = 0
         self.entries_read = 0
         self.fails_reading: Callable[[], bool] = lambda: False
-        """Whether a reader that waits for an entry is told that it cannot."""
+        """Whether a reader that waits for an entry learns that it cannot."""
         self.writer: StandInProducer | None = None
         self.receipt_of: Callable[[MessageId], MessageId] = lambda message_id: message_id
-        """What is told of where an entry stands."""
+        """What is reported of where an entry stands."""
 
     async def create_producer(
         self, _: str, *, producer_name: str, properties: dict[str, str], **__: Any
@@ -75,7 +75,7 @@ class StandInAdmin(PulsarAdmin):
         self.looked = 0
         """How often it was asked for the last policy that is looked at."""
         self.answers_left = 1_000_000
-        """So often it says yet who writes."""
+        """This many times it says yet who writes."""
 
     async def properties(self, topic: str) -> dict[str, str]:
         return {}

@@ -14,7 +14,7 @@ from tests.log.pulsar.topics import INCARNATION, marker, owner, rows
 class Process:
     """One that opens the topic for writing, appends, and confirms by the rule of receipts.
 
-    With `believes` every receipt confirms. What it appends is on its way until its `producer` is told otherwise.
+    With `believes` every receipt confirms. What it appends is on its way until its `producer` learns otherwise.
     """
 
     def __init__(self, topic: PulsarTopic, name: str, *, believes: bool = False, version: int = VERSION) -> None:
@@ -33,7 +33,7 @@ class Process:
     def open(self, *, lands: int = 0, highest_term: int | None = None) -> None:
         """Marks, with a term above the highest that it read, or above a stale one, until a marker takes ownership.
 
-        Of what it had on its way `lands` are stored before. What it finds then of its own is confirmed.
+        For what it had on its way `lands` are stored before. What it finds then of its own is confirmed.
         """
         self.producer.end(lands)
         self.is_open = False

@@ -38,12 +38,12 @@ class PulsarTopic:
         self._clock_ms = clock_ms
         self._stores_nothing = False
         self.is_terminated = False
-        """Then it takes nothing more; whoever had it still seems to."""
+        """Then it takes nothing more; anyone who had it still seems to."""
         self.kept_from: MessageId | None = None
         """Where the durable subscription stands; None is at the first entry."""
 
     def producer(self, name: str) -> "Producer":
-        """One more, whoever else there is. A name that was used before goes on with rising sequence IDs."""
+        """One more, no matter who else there is. A name that was used before goes on with rising sequence IDs."""
         return Producer(self, name, self.highest(name) + 1)
 
     def highest(self, name: str) -> int:
@@ -124,7 +124,7 @@ class Producer:
         self._next_sequence_id += 1
 
     def store(self, count: int | None = None) -> None:
-        """The broker takes so many (None: all) of those that it has not answered."""
+        """The broker takes this many (None: all) of those that it has not answered."""
         on_their_way = list(self._pending)[len(self._receipts) :]
         for sequence_id, message in on_their_way[:count]:
             self._receipts.append(message and self._topic.add(message, self._name, sequence_id))

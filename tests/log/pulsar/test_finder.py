@@ -99,7 +99,7 @@ async def test_what_follows_a_hole_is_void_here_too(in_void: int) -> None:
 
 
 def of_owners(owners: int, entries: int) -> list[PulsarMessage]:
-    """What owners wrote one after the other, each so many messages."""
+    """What owners wrote one after the other, each this many messages."""
     found: list[PulsarMessage] = []
     for k in range(owners):
         sent = batch([("p", k * entries + i + 1) for i in range(entries)], links={"p": k * entries or -1})

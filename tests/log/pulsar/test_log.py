@@ -172,7 +172,7 @@ async def test_of_two_that_both_write_the_earlier_one_learns_it_from_its_next_re
         ("marker", 2, 0),
         ("batch", 1, 1),
     ]
-    # It is told which term stands, and that its own marker counts for nothing.
+    # It learns which term stands, and that its own marker counts for nothing.
     assert await old_log.open_for_writing(2, b"another token...", old._settle) == 2
     assert old_log.certain_index == 2
     for log in (old_log, new_log):

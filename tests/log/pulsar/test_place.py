@@ -29,7 +29,7 @@ PAYLOAD_BYTES = 8_000
 
 
 async def filled(harness: StandInHarness, messages: int, *, ledger_messages: int = 25) -> PulsarLog:
-    """A log with so many messages, each a batch of its own, in ledgers of so many."""
+    """A log with this many messages, each its own batch, in ledgers of this many."""
     log = await harness.open()
     owner = await OwnerOfLog(log, 1).open()
     for i in range(messages):
@@ -314,7 +314,7 @@ async def test_recovery_reads_the_tail_once(entry_format: EntryFormat) -> None:
 
 
 async def cancelled_at(steps: int, work: Awaitable[object]) -> bool:
-    """Whether the work was cancelled after so many turns of the event loop, before it was done."""
+    """Whether the work was cancelled after this many turns of the event loop, before it was done."""
     task = asyncio.ensure_future(work)
     for _ in range(steps):
         await asyncio.sleep(0)
@@ -357,7 +357,7 @@ async def test_whoever_is_cancelled_anywhere_harms_nobody(entry_format: EntryFor
 
 
 def grown(entries: int, seed: int) -> tuple[Places, list[Point]]:
-    """Places after so many entries, and all points where a record begins."""
+    """Places after this many entries, and all points where a record begins."""
     rng = random.Random(seed)
     of = Places([Point.start(INCARNATION)])
     every = [of.end]

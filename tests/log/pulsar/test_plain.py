@@ -128,7 +128,7 @@ def test_records_are_the_batches_that_were_published() -> None:
     messages = messages_of(history)
     found = collected(stored(messages))
     assert [each.encode() for each in batches_in(found)] == [each.encode() for each in history]
-    # Whoever begins within a batch gets the rows of it that are left, and then whole batches.
+    # Anyone who begins within a batch gets the rows of it that are left, and then whole batches.
     reading = Collector(Terms(TermStanding(owner(1), 2, 1)))
     for entry in stored(messages)[2:]:
         reading.add(entry)

@@ -40,7 +40,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> StandInHarness:
 
 
 async def until_looked(admin: StandInAdmin, times: int = 3) -> None:
-    """Until the policies were asked for so many times more."""
+    """Until the policies were asked for this many times more."""
     wanted = admin.looked + times
     async with asyncio.timeout(LIMIT_SECONDS):
         while admin.looked < wanted:  # noqa: ASYNC110 (nobody tells)
@@ -114,7 +114,7 @@ async def test_a_topics_limit_of_size_is_known_within_a_look(harness: StandInHar
 
 
 async def test_looks_are_spread_over_time() -> None:
-    """Whatever comes of them: between two there is the pause."""
+    """Everything that comes of them: between two there is the pause."""
     url = AdminUrl("http://127.0.0.1:1", pause_seconds=0.05)
     loop = asyncio.get_running_loop()
     start = loop.time()

@@ -1,4 +1,4 @@
-"""The rule of terms: whatever two owners do at once, what either confirms is in the topic once, and valid."""
+"""The rule of terms: no matter what two owners do at once, what either confirms is in the topic once, and valid."""
 
 from itertools import count, product
 
@@ -149,7 +149,7 @@ def test_what_was_settled_as_lost_does_not_land_later(marks: bool) -> None:
 
 
 def test_what_was_trimmed_is_noticed() -> None:
-    """A Reader jumps over it in silence. Whoever did not count would go on as if nothing had been there."""
+    """A Reader jumps over it in silence. Anyone who did not count would go on as if nothing had been there."""
     topic, _ = play("AaasBbbs|bs")
     standing, last = TermStanding.start(INCARNATION), None
     for entry in topic.read():
@@ -179,7 +179,7 @@ def test_receipts_confirm_in_one_ledger_without_a_gap() -> None:
 
 
 def test_what_follows_a_refused_entry_is_void_and_the_topic_goes_on() -> None:
-    """Whoever reads it, and whoever owns it then: what was not acknowledged is sent again, and stored once."""
+    """Anyone who reads it, and anyone who owns it then: what was not acknowledged is sent again, and stored once."""
     topic, (a, b) = play("AasaaaxlsAaa")
     terms, verdicts = judged(topic)
     assert (terms.counts.holes, verdicts.count(TermVerdict.VOID)) == (1, 1)
@@ -273,7 +273,7 @@ _ledgers = count()
 
 
 def judge(terms: Terms, message: PulsarMessage) -> TermVerdict:
-    """Of an entry before which others may stand that were not read."""
+    """For an entry before which others may stand that were not read."""
     return terms.judge(message, MessageId(next(_ledgers), 0))
 
 

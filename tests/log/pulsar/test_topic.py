@@ -1,4 +1,5 @@
-"""A topic on the log over a Pulsar topic in memory: it takes over, whoever was there, and settles what is unknown."""
+"""A topic on the log over a Pulsar topic in memory: it takes over, no matter who was there, and settles what is
+unknown."""
 
 import asyncio
 import os
@@ -234,7 +235,7 @@ async def sidecar(harness: StandInHarness, store: Store, *, is_standby: bool = F
 
 
 async def trimmed(harness: StandInHarness, store: Store, monkeypatch: pytest.MonkeyPatch) -> Loaded:
-    """Of the topic's 60 messages the first are gone; the snapshot of whoever had it, who is gone too."""
+    """For the topic's 60 messages the first are gone; the snapshot of anyone who had it, who is gone too."""
     monkeypatch.setattr(log_module, "MOVE_SECONDS", 0)
     one = await sidecar(harness, store)
     for first in (0, 20, 40):
@@ -354,7 +355,7 @@ async def test_a_sidecar_without_state_fetches_that_of_the_owner_and_takes_nothi
         assert isinstance(closed, Closed)
         assert (closed.state, closed.told.reason) == (State.DAMAGED, "NO_STATE")
         assert why in closed.told.message
-        # Who asks is sent to whoever knows more, if there is one.
+        # Who asks is sent to anyone who knows more, if there is one.
         with pytest.raises(SeqdedupeError) as caught:
             two.get(TOPIC)
         assert caught.value.reason == ("NOT_OWNER" if elsewhere.owner else "NO_STATE")

@@ -49,7 +49,7 @@ class Producer:
 
 
 class Client:
-    """Refuses as it is told, name by name, and then gives a producer."""
+    """Refuses as it should, name by name, and then gives a producer."""
 
     def __init__(self, *refusals: pulsar.Result) -> None:
         self.names: list[str] = []
@@ -72,7 +72,7 @@ async def opened(client: Any, settle: Callable[[SettledEntry], None], first_name
 
 
 class Sent:
-    """A writer that has handed over so many entries."""
+    """A writer that has handed over this many entries."""
 
     def __init__(self, writer: EntryWriter, native: Native) -> None:
         self.writer = writer

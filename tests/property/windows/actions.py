@@ -185,7 +185,7 @@ class WindowCase(WindowWorld):
         self.open_topic(place)
 
     def do_rebuild(self, place: Place) -> None:
-        """Its records are made anew from its log."""
+        """Its records are made again from its log."""
         self.do_heal(place)
         self.close(place)
         removing = self.loop.create_task(self.store.flush(Snapshots(self.store, place.model.incarnation).remove()))

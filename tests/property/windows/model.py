@@ -27,7 +27,7 @@ class Frame:
     floor: int = 0
     deduplicates: bool = True
     known: dict[bytes, int] = field(default_factory=dict)
-    """Of each ID that is in the log, confirmed, the highest index."""
+    """For each ID that is in the log, confirmed, the highest index."""
     in_flight: frozenset[bytes] = frozenset()
     is_refused: bool = False
     answer: FrameReceipt | Refusal | None = None
@@ -51,7 +51,7 @@ class Model(Storage):
         self.clock_ms = clock_ms
         self.ids: list[bytes] = []
         self.frames_of: list[int] = []
-        """Of each message the frame that it came in."""
+        """For each message the frame that it came in."""
         self.times_ms: list[int] = []
         self.indexes: dict[bytes, list[int]] = {}
         self.floor = 0
@@ -59,7 +59,7 @@ class Model(Storage):
         self.frames: dict[int, Frame] = {}
         self.flying: set[Frame] = set()
         self.applied = applied
-        """Of the policies that were in the log by now."""
+        """For the policies that were in the log by now."""
         self.limits_ever: set[WindowLimits] = set()
         self._limits_without_policy = applied.window
         self.violations = violations
@@ -67,7 +67,7 @@ class Model(Storage):
     # -- what may be forgotten -----------------------------------------------------------------------------------
 
     def may_forget(self, limits: WindowLimits, confirmed: int) -> None:
-        """A message comes, with so many in the log before it, while these limits are in force."""
+        """A message comes, with this many in the log before it, while these limits are in force."""
         self.limits_ever.add(limits)
         floor = confirmed - limits.messages
         if limits.id_bytes != NO_LIMIT:
@@ -84,7 +84,7 @@ class Model(Storage):
         self.floor = max(self.floor, floor)
 
     def store_lost(self) -> None:
-        """The window is made anew from the log, as far back as that goes."""
+        """The window is made again from the log, as far back as that goes."""
         self.floor = max(self.floor, self.first_index)
         # The policy may stand later in it than what is read first.
         self.limits_ever.add(self._limits_without_policy)

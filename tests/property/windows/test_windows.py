@@ -1,4 +1,5 @@
-"""Topics of deduplication IDs with memory for a few, whatever fails: see `world`. The bugs of `planted` are found.
+"""Topics of deduplication IDs with memory for a few, no matter what fails: see `world`. The bugs of `planted` are
+found.
 
 `make campaign` runs more; `python -m tests.kernels tests.property.run --windows --seed N --cases 1` runs one again.
 """
@@ -23,7 +24,7 @@ CASES = 32
 PARTS = 4
 
 CASES_OF_A_BUG = 100
-"""So many without a failure, and the bug has not been found. The first one finds it, unless a change of the code has
+"""This many without a failure, and the bug has not been found. The first one finds it, unless a change of the code has
 made another history of its seed."""
 
 

@@ -28,7 +28,7 @@ from tests.store.model import topic as topic_record
 TOPICS = ("persistent://public/default/one", "persistent://public/default/other")
 SMALLEST_TABLES_BYTES = len(TOPICS) * 8 * 1024
 ROUNDS = 12
-"""Without faults everything has its receipt within so many."""
+"""Without faults everything has its receipt within this many."""
 
 MOST_ROUNDS = 400
 MAX_ROWS = 8
@@ -152,12 +152,12 @@ class WindowWorld:
             place.model.wrong(f"the store has pieces from {pieces[0]} on, runs go up to {window.older.end_index}")
 
     def check_left(self, place: Place) -> None:
-        """Whatever a power cut leaves now is a whole snapshot. Raises DamagedError."""
+        """Everything that a power cut leaves now is a whole snapshot. Raises DamagedError."""
         left = Left(self.random.choice(self.store.states))
         Snapshots(left, place.model.incarnation).load()  # type: ignore[arg-type]  # it is read alone
 
     def run_some_job(self) -> None:
-        """A pool of threads does what comes in any order, a thread of its own in this one."""
+        """A pool of threads does what comes in any order, its own thread in this one."""
         jobs = self.loop.jobs
         own = next((at for at, (executor, *_) in enumerate(jobs) if executor is not None), 0)
         self.loop.run_job(self.random.choice([own, *(at for at, job in enumerate(jobs) if job[0] is None)]))
@@ -190,7 +190,7 @@ class WindowWorld:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def send(self, place: Place, ids: list[bytes], *, waits: int = 0) -> None:
-        """A call is on its way to a topic; between looking up and admission it may wait so many steps, or (below 0)
+        """A call is on its way to a topic; between looking up and admission it may wait this many steps, or (below 0)
         until time passes."""
         self.frames += 1
         frame = Frame(self.frames, ids)
@@ -222,7 +222,7 @@ class WindowWorld:
             model.check_has_moved(topic)
 
     def send_again(self, place: Place) -> None:
-        """Whatever has no receipt: a call of its own."""
+        """Everything that has no receipt: its own call."""
         waiting = [frame for frame in place.calls if frame not in place.model.flying]
         place.calls = [frame for frame in place.calls if frame in place.model.flying]
         for frame in waiting:

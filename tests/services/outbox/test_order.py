@@ -1,4 +1,4 @@
-"""The order of an aggregate's rows, by an oracle of its own: the version that its row in the service's table had.
+"""The order of an aggregate's rows, by its own oracle: the version that its row in the service's table had.
 
 In a real PostgreSQL, with tables as they are made today, and as an older version made them. Costs: one sidecar, two
 PostgreSQL, about 15 seconds.
@@ -85,7 +85,7 @@ def upgrade(database: Database) -> None:
 async def test_who_begins_first_and_commits_last_is_published_last(
     shared_sidecar: Sidecar, topic: str, postgres: Database, request: pytest.FixtureRequest, is_older: bool
 ) -> None:
-    """Of one row, which the one changes after the other has committed. In a table of an older version, which is the
+    """For one row, which the one changes after the other has committed. In a table of an older version, which is the
     control arm, the numbers are those of the first writes."""
     if is_older:
         request.getfixturevalue("older")
@@ -105,8 +105,8 @@ async def test_who_begins_first_and_commits_last_is_published_last(
 def test_no_row_is_read_before_an_earlier_one_whose_transaction_is_open(
     postgres: Database, store: OutboxStore, isolation: str
 ) -> None:
-    """Whatever snapshot it has, in a savepoint or not; and what a transaction that began later does holds nothing back
-    of what was seen before."""
+    """No matter what snapshot it has, in a savepoint or not; and what a transaction that began later does holds nothing
+    back of what was seen before."""
     with psycopg.connect(postgres.url) as one, psycopg.connect(postgres.url, autocommit=True) as other:
         one.execute(f"SET TRANSACTION ISOLATION LEVEL {isolation}; SELECT count(*) FROM outbox".encode())
         add(other, b"first")
@@ -206,7 +206,7 @@ async def test_a_table_of_an_older_version_is_upgraded_while_its_relay_runs(
 
 
 def test_an_upgrade_within_a_long_transaction_goes_on_above_all_numbers(older: Database) -> None:
-    """Of transactions that began after it, and of its own; by a superuser, on a table of somebody else."""
+    """For transactions that began after it, and of its own; by a superuser, on a table of somebody else."""
     owner = "outbox_owner"
     older.script(f"CREATE ROLE {owner}; GRANT CREATE ON SCHEMA public TO {owner}; ALTER TABLE outbox OWNER TO {owner}")
     with psycopg.connect(older.url) as migrating, psycopg.connect(older.url, autocommit=True) as other:
@@ -258,7 +258,7 @@ def test_a_service_needs_no_right_but_to_insert(postgres: Database) -> None:
 
 
 def test_rows_of_an_aggregate_wait_for_each_other_where_that_was_asked_for(postgres: Database) -> None:
-    """Of transactions that do not lock the aggregate itself."""
+    """For transactions that do not lock the aggregate itself."""
     postgres.script(ddl("postgresql", lock_aggregates=True))
     with psycopg.connect(postgres.url) as one, psycopg.connect(postgres.url, autocommit=True) as other:
         other.execute("SET lock_timeout = '100ms'")

@@ -1,4 +1,4 @@
-"""The relay on real databases with a real sidecar: each row once, whatever it is made of.
+"""The relay on real databases with a real sidecar: each row once, no matter what it is made of.
 
 Costs: one sidecar, one PostgreSQL, about 20 seconds.
 """
@@ -333,7 +333,7 @@ async def test_a_connection_that_commits_each_statement_is_refused(database: Dat
 async def test_what_is_no_json_is_refused_in_the_service_s_own_transaction(
     shared_sidecar: Sidecar, topic: str, postgres: Database
 ) -> None:
-    """Where the column is JSON; in one of bytes a payload is whatever it is."""
+    """Where the column is JSON; in one of bytes a payload is everything that it is."""
     for table in ("outbox", "outbox_aside"):
         postgres.script(f"ALTER TABLE {table} ALTER payload TYPE jsonb USING NULL")
     for payload in ("no JSON", b"{", float("nan")):
@@ -388,7 +388,7 @@ BROKEN_SQLITE = {
 
 
 async def test_a_half_made_outbox_is_refused(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
-    """Then what `ddl` prints, run again, is not enough for all of it: so each is broken in a database of its own."""
+    """Then what `ddl` prints, run again, is not enough for all of it: so each is broken in its own database."""
     more = BROKEN_POSTGRES if database.kind == "postgresql" else BROKEN_SQLITE
     for what, statement in (BROKEN | more).items():
         if database.kind == "postgresql":
@@ -472,7 +472,7 @@ async def test_of_two_relays_one_is_fenced_and_takes_over(
             database.add(b"%d" % number)
             await asyncio.sleep(0.02)
         await _until(database, 0)
-        # Whichever works is killed, and the other one goes on.
+        # Either of them is killed while it works, and the other one goes on.
         second.cancel()
         database.add(b"last")
         await _until(database, 0)

@@ -36,7 +36,7 @@ class Transaction:
     """From its first write on."""
     rows: list[Row] = field(default_factory=list)
     versions: dict[bytes, int] = field(default_factory=dict)
-    """Of the aggregates that it has changed, and locked."""
+    """For the aggregates that it has changed, and locked."""
 
 
 @dataclass
@@ -49,12 +49,12 @@ class Database:
     open: list[Transaction] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
     versions: dict[bytes, int] = field(default_factory=dict)
-    """Of each aggregate, as it is committed."""
+    """For each aggregate, as it is committed."""
     token: str = "0" * 16
     tokens: int = 0
     aside: list[Row] = field(default_factory=list)
     committed: set[str] = field(default_factory=set)
-    """Of every row there ever was in this history."""
+    """For every row there ever was in this history."""
 
     @property
     def xmin(self) -> int:
@@ -116,7 +116,7 @@ class Message:
 
 @dataclass
 class Topic:
-    """What the sidecar has: the log, and who owns each name. Of a partitioned topic the log has all partitions."""
+    """What the sidecar has: the log, and who owns each name. For a partitioned topic the log has all partitions."""
 
     partitions: int = 1
     log: list[Message] = field(default_factory=list)
@@ -258,7 +258,7 @@ class Relay:
         return None
 
     def _bound(self) -> int:
-        """Of what a relay notes it reads one thing now, and the other one has read before: anything may have happened
+        """For what a relay notes it reads one thing now, and the other one has read before: anything may have happened
         in between."""
         world, database = self.world, self.database
         if world.by_transaction:

@@ -34,7 +34,7 @@ def function(message: Message) -> list[Given] | bytes | None:
 
 
 async def publish(client: Client, topic: str, first: int, count: int, rows: int = 7, keys: int = 0) -> None:
-    """Numbers, in batches of so many."""
+    """Numbers, in batches of this many."""
     async with client.producer(topic, "source") as producer:
         for start in range(first, first + count, rows):
             ids = list(range(start, min(start + rows, first + count)))
@@ -46,7 +46,7 @@ Found = list[tuple[int, bytes | None]]
 
 
 async def found(client: Client, topic: str) -> Found:
-    """Of each message in the target: the index of its input, and the payload. Their numbers are checked."""
+    """For each message in the target: the index of its input, and the payload. Their numbers are checked."""
     async with client.reader(topic) as reader:
         messages = [message async for message in reader]
     for m in messages:
@@ -118,7 +118,7 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_seconds: float
             await asyncio.sleep(0.02)
 
 
-if __name__ == "__main__":  # a pipe as a process of its own, to be killed: ADDRESS SOURCE TARGET
+if __name__ == "__main__":  # a pipe as its own process, to be killed: ADDRESS SOURCE TARGET
 
     async def main() -> None:
         address, source, target = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""kill -9 of pipes as processes of their own, two at once, and of the sidecar; histories by chance; and the controls:
+"""kill -9 of pipes as their own processes, two at once, and of the sidecar; histories by chance; and the controls:
 what keeps its position apart from the outputs doubles or loses. A minute, two sidecars, about 30 short processes."""
 
 import asyncio
@@ -23,7 +23,7 @@ def test_killed_while_it_runs_each_output_is_there_once(start_sidecar: Callable[
 
 
 def kill_pipes(sidecar: Sidecar, kills: int) -> None:
-    """A pipe is killed so often; some of the time there are two, or the sidecar is killed beside it."""
+    """A pipe is killed this many times; some of the time there are two, or the sidecar is killed next to it."""
     pipe = [sys.executable, "-m", "tests.services.pipe.scene", sidecar.address, "in", "out"]
     total = 0
 

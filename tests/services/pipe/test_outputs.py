@@ -112,7 +112,7 @@ def content(message: Message) -> tuple[Any, ...]:
 
 @given(ROWS)
 def test_what_a_reader_returned_can_be_published_again_unchanged(rows: list[tuple[Any, ...]]) -> None:
-    """Whatever the sidecar takes: as it came, as an output, one by one and as columns."""
+    """Everything that the sidecar takes: as it came, as an output, one by one and as columns."""
     payloads, keys, times, of_rows = zip(*rows, strict=True)
     ids = [("p", n) for n in range(len(rows))]
     taken = batch(ids, payloads=payloads, keys=keys, event_times_ms=np.array(times), row_properties=of_rows)
@@ -200,7 +200,7 @@ def test_what_cannot_be_published_ends_with_its_message(function: Any, why: str)
 
 
 def large(row_bytes: int) -> StoredBatch:
-    """Messages 0 and 2 are small; with its key and a property, message 1 takes so much of a frame."""
+    """Messages 0 and 2 are small; with its key and a property, message 1 takes this much of a frame."""
     left = (
         row_bytes - BATCH_OVERHEAD_BYTES - ROW_OVERHEAD_BYTES - PROPERTY_OVERHEAD_BYTES - MAX_PAYLOAD_BYTES - len("kn")
     )

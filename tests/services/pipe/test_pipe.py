@@ -161,7 +161,7 @@ async def test_of_two_the_later_one_works_and_the_other_ends_or_stands_by(
         with pytest.raises(FencedError):
             await first
         assert await found(client, target) == expected(100)
-        # Both follow: whoever of them works, all is piped once; and when one is gone the other one takes over.
+        # Both follow: anyone who of them works, all is piped once; and when one is gone the other one takes over.
         both = [asyncio.create_task(Pipe(client, source, target, function, name="pipe").run(follow=True)) for _ in "ab"]
         total = 100
         for ended in (None, 0, None):
@@ -268,7 +268,7 @@ async def test_a_cursor_saves_reading_again_and_is_moved_by_one_alone(
         assert kept is not None
         assert kept.position == await client.position_at(source, 299)
         assert await found(client, target) == [(3, b"3/0")]
-        # Of another history than the source's: the cursor finds it out.
+        # For another history than the source's: the cursor finds it out.
         diverged = kept.position._replace(ownership=kept.position.ownership ^ 1)
         await cursor.compare_and_set(kept, Kept(diverged, kept.note))
         await publish(client, source, 300, 1)

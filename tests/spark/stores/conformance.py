@@ -29,7 +29,7 @@ from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, StoreFactory
 
 LIMIT_SECONDS = LAST_RESORT_SECONDS
-"""Nothing here takes so long."""
+"""Nothing here takes this long."""
 
 JOB = "nightly"
 TOPIC = "persistent://public/default/flights-partition-0"
@@ -532,7 +532,8 @@ def refused(reason: str, *words: str) -> Any:
 
 
 def at_once(harness: StoreHarness, many: int, what: Callable[[OutputStore], Any]) -> list[Any]:
-    """Does it in so many threads at the same moment, each with its own store: the results, or the reasons of errors."""
+    """Does it in this many threads at the same moment, each with its own store: the results, or the reasons of
+    errors."""
     together = threading.Barrier(many, timeout=LIMIT_SECONDS)
 
     def one() -> Any:

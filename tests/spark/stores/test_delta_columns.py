@@ -82,7 +82,7 @@ def test_a_text_that_cannot_name_a_folder_names_its_row(harness: DeltaHarness, t
     [
         ("partitionBy=m", ("partitioned by m", "no column")),
         ("partitionBy=n,n", ("twice",)),
-        ("partitionBy=n,text", ("one column has to be left",)),
+        ("partitionBy=n,text", ("at least one column must not partition it",)),
     ],
 )
 def test_columns_that_cannot_partition(harness: DeltaHarness, options: str, said: tuple[str, ...]) -> None:
@@ -117,7 +117,7 @@ def test_a_column_whose_name_no_folder_can_have(harness: DeltaHarness, character
 
 
 def test_any_other_character_names_a_folder(harness: DeltaHarness) -> None:
-    """And whatever a column is called that does not partition, line feeds and slashes among it."""
+    """And everything that a column is called that does not partition, line feeds and slashes among it."""
     others = [chr(code) for code in range(32, 127) if chr(code) not in "/,"]
     names = [f"a{''.join(others[k : k + 20])}z" for k in range(0, len(others), 20)]
     for k, name in enumerate([*names, "..", "é\x85é", "="]):
@@ -213,7 +213,7 @@ def test_new_columns_are_added(harness: DeltaHarness) -> None:
 def test_a_type_that_does_not_fit_adds_no_column(harness: DeltaHarness) -> None:
     with opened(harness, "mergeSchema=true") as store:
         begin(harness, store)
-        with refused("INVALID_OUTPUT", "n is int64, which does not take string"):
+        with refused("INVALID_OUTPUT", "n is int64, which does not accept string"):
             store.prepare(harness.table, pa.schema({"n": pa.string(), "new": pa.int64()}))
     assert DeltaTable(harness.uri).schema().to_arrow().names == ["n", "text"]
 
@@ -228,7 +228,7 @@ def test_a_column_comes_in_the_middle_of_a_write(harness: DeltaHarness) -> None:
                     merging.prepare(harness.table, MORE)
             yield numbers(0)
 
-        with refused("OUTPUT_UNAVAILABLE", "other columns"):
+        with refused("OUTPUT_UNAVAILABLE", "the columns of the Delta table"):
             store.write(JOB, harness.table, rows(before=True), [over(-1, 0)])
         assert ns(harness) == []
         store.write(JOB, harness.table, rows(before=False), [over(-1, 0)])
@@ -274,7 +274,7 @@ def test_a_column_that_would_drop_something_is_refused(
     harness: DeltaHarness, there: pa.DataType, given: pa.DataType, options: str
 ) -> None:
     DeltaTable.create(harness.uri, pa.schema({"n": pa.int64(), "c": there}))
-    with opened(harness, options) as store, refused("INVALID_OUTPUT", "does not take"):
+    with opened(harness, options) as store, refused("INVALID_OUTPUT", "does not accept"):
         store.prepare(harness.table, pa.schema({"n": pa.int64(), "c": given}))
 
 

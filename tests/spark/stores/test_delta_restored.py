@@ -26,7 +26,7 @@ def harness(tmp_path: Path) -> DeltaHarness:
 
 @pytest.fixture
 def store(harness: DeltaHarness) -> Iterator[OutputStore]:
-    """A table with three rows, each in a commit of its own."""
+    """A table with three rows, each in its own commit."""
     with harness.factory() as store:
         store.prepare(harness.table, SCHEMA)
         assert store.replace(JOB, TOPIC, None, Stored(at(-1), 0))
@@ -56,14 +56,14 @@ def go_on(harness: DeltaHarness, end: int) -> None:
 
 @pytest.mark.parametrize("version", range(4))
 def test_what_a_restored_table_lacks_is_written_anew(harness: DeltaHarness, store: OutputStore, version: int) -> None:
-    """Whichever version it was; also that in which the job had no position yet."""
+    """No matter which version it was; also that in which the job had no position yet."""
     DeltaTable(harness.uri).restore(version)
     index = version - 2
     expected = {TOPIC: Stored(at(index), 0)} if version else {}
     assert store.positions(JOB) == expected
     with went_back():
         store.write(JOB, harness.table, iter([numbers(3)]), [over(2, 3)])
-    # Nor by who was told the position, before the job is started.
+    # Nor by who learned the position, before the job is started.
     with went_back():
         store.write(JOB, harness.table, iter([numbers(index + 1)]), [over(index, index + 1)])
     for _ in range(2):
@@ -164,7 +164,7 @@ def test_many_start_on_a_restored_table(harness: DeltaHarness, store: OutputStor
 
 
 def test_a_table_that_was_restored_to_a_time(harness: DeltaHarness, store: OutputStore) -> None:
-    """Which version that was cannot be told for sure from what is written of it: it has to be said by its number."""
+    """Which version that was cannot be known for sure from what is written of it: it has to be said by its number."""
     when = DeltaTable(harness.uri).history(1)[0]["timestamp"] / 1000
     store.write(JOB, harness.table, iter([numbers(3)]), [over(2, 3)])
     DeltaTable(harness.uri).restore(datetime.datetime.fromtimestamp(when + 0.001, datetime.UTC))
@@ -178,7 +178,7 @@ def test_a_table_that_was_restored_to_a_time(harness: DeltaHarness, store: Outpu
 
 
 def test_what_others_do_to_the_rows_is_theirs(harness: DeltaHarness, store: OutputStore) -> None:
-    """Rows that are deleted, overwritten or laid out anew do not come again."""
+    """Rows that are deleted, overwritten or laid out again do not come again."""
     DeltaTable(harness.uri).optimize.compact()
     go_on(harness, 3)
     DeltaTable(harness.uri).delete("n = 0")
@@ -189,7 +189,7 @@ def test_what_others_do_to_the_rows_is_theirs(harness: DeltaHarness, store: Outp
 
 
 def test_a_table_was_replaced_by_one_with_the_same_rows(harness: DeltaHarness, store: OutputStore) -> None:
-    """Its properties are gone, and epoch and incarnations with them: the job does not begin anew without a word."""
+    """Its properties are gone, and epoch and incarnations with them: the job does not begin again without a word."""
     whole = DeltaTable(harness.uri)
     rows, before = whole.to_pyarrow_table(), whole.version()
     DeltaTable.create(harness.uri, SCHEMA, mode="overwrite", partition_by=["text"])

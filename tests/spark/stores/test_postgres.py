@@ -197,7 +197,7 @@ def test_who_may_not_make_tables_can_use_those_that_are_there(harness: PostgresH
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
 def test_tables_that_another_run_makes_first_are_seen_at_any_isolation(harness: PostgresHarness, level: str) -> None:
-    """Who waits for the other one to have made them looks again, whatever the database's default."""
+    """Who waits for the other one to have made them looks again, no matter what the database's default."""
     name = harness.url.split("?")[0].rpartition("/")[2]
     run(harness, f"ALTER DATABASE {name} SET default_transaction_isolation = '{level}'")
     watcher = psycopg.connect(harness.url, autocommit=True)
@@ -339,7 +339,7 @@ def test_a_column_whose_type_changes_while_rows_are_made(
         store.write(JOB, "flights", rows(), [over(-1, 1)])
         assert ns(harness) == [100, 101]
     else:
-        with refused("INVALID_OUTPUT", "n is", "does not take int64"):
+        with refused("INVALID_OUTPUT", "n is", "does not accept int64"):
             store.write(JOB, "flights", rows(), [over(-1, 1)])
         assert harness.rows() == []
     assert store.positions(JOB) == {TOPIC: Stored(at(1 if is_right else -1), 0)}

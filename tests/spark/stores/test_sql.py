@@ -94,7 +94,7 @@ def test_tables_without_transactions_are_refused(mariadb_url: str) -> None:
     [
         ("flights ENGINE=MyISAM", "no transactions"),
         ("seqdedupe_positions ENGINE=Aria", "no transactions"),
-        ("flights MODIFY n DATETIME", "does not take int64"),
+        ("flights MODIFY n DATETIME", "does not accept int64"),
     ],
 )
 def test_what_a_table_is_is_looked_at_in_the_transaction(mariadb_url: str, changed: str, said: str) -> None:
