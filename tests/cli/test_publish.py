@@ -116,7 +116,7 @@ def test_who_follows_the_hint_about_a_corrected_file_stores_its_new_records_once
     assert b"`--verify` lists the differences" in hint
     listed = run(*publish, "--verify", status=1).stdout
     assert listed.count(b"with another payload") == 2
-    assert b"put the new records alone into a separate file, and publish that under another producer name" in hint
+    assert b"put the new records alone into a separate file, and publish that under another" in hint
     (tmp_path / "new").write_bytes(b"d\n")
     for _ in range(2):
         run("publish", "new", "--topic", "corrected", "--producer", "p-corrected")
@@ -195,7 +195,10 @@ def test_a_stream_is_refused_at_the_row_and_what_is_sorted_afterwards_is_another
         (tmp_path / "a.csv").write_bytes(csv_of(*other))
         for trust in ((), ("--trust-source",)):  # which is for what cannot be known
             error = run(*publish, *trust, status=1).stderr
-            assert b"records were inserted or removed before it, or it came from another file; nothing was sent [SOURCE_CHANGED]" in error
+            assert (
+                b"records were inserted or removed before it, or it came from another file; nothing was sent [SOURCE_CHANGED]"
+                in error
+            )
     assert ids_in(run, "stream") == [5, 7]
     # Control: the file as it was published goes on.
     (tmp_path / "a.csv").write_bytes(csv_of(5, 7, 8))
