@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import sys
@@ -44,6 +45,23 @@ _OS_HINTS = {
     errno.ENOENT: "Is that its name, and is its folder there?",
 }
 """Hints for errors of the operating system."""
+
+MAX_SECONDS = 366 * 24 * 60 * 60.0
+"""The largest value of an option in seconds: a year."""
+
+
+class Seconds(click.FloatRange):
+    """The type of an option in seconds: a number from 0 to MAX_SECONDS."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Refuse NaN and infinity too."""
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds) or seconds > MAX_SECONDS:
+            self.fail(f"{value!r} is not a number from 0 to {MAX_SECONDS:.0f}.", param, ctx)
+        return seconds
 
 
 def run_command(

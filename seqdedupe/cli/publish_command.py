@@ -18,7 +18,7 @@ from seqdedupe.cli.record_source import STANDARD_INPUT, Form, JsonPath, RecordSo
 from seqdedupe.cli.topic_comparison import verify
 from seqdedupe.client import Message, Persisted, PositionError, Verdict
 from seqdedupe.client.blocking import Client, Producer, Publisher, Receipt
-from seqdedupe.command import print_json, say, tell_waiting
+from seqdedupe.command import Seconds, print_json, say, tell_waiting
 from seqdedupe.errors import DataLossError, InvalidRequestError, NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 from seqdedupe.names import topic_name
@@ -354,7 +354,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 )
 @click.option(
     "--settled-after",
-    type=click.FloatRange(0),
+    type=Seconds(),
     metavar="SECONDS",
     help="With --query: each transaction commits within SECONDS after it takes its sequence ID. Rows of later commits "
     "are lost.",

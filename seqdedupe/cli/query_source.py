@@ -59,11 +59,16 @@ _LEFT = (
     f"WHERE virtualtransaction = ANY (:writers) OR (virtualtransaction LIKE '-1/%' AND {_WRITES}) ORDER BY 1"
 )
 _FOREIGN = "SELECT relname FROM pg_class WHERE oid::bigint = ANY (:relations) AND relkind IN ('f', 'm') LIMIT 1"
+# A sequence belongs to a column (serial, identity), or a column's default uses the sequence.
 _DISORDERLY = (
-    "SELECT seqrelid::regclass::text FROM pg_sequence JOIN pg_depend ON objid = seqrelid "
-    "AND classid = 'pg_class'::regclass AND refclassid = 'pg_class'::regclass "
-    "WHERE refobjid::bigint = ANY (:relations) AND (seqcache > 1 OR seqincrement < 0 OR seqcycle) LIMIT 1"
+    "SELECT seqrelid::regclass::text FROM pg_sequence WHERE (seqcache > 1 OR seqincrement < 0 OR seqcycle) AND ("
+    "EXISTS (SELECT FROM pg_depend WHERE classid = 'pg_class'::regclass AND objid = seqrelid "
+    "AND refclassid = 'pg_class'::regclass AND refobjid::bigint = ANY (:relations)) "
+    "OR EXISTS (SELECT FROM pg_depend JOIN pg_attrdef ON pg_attrdef.oid = objid "
+    "WHERE classid = 'pg_attrdef'::regclass AND refclassid = 'pg_class'::regclass AND refobjid = seqrelid "
+    "AND adrelid::bigint = ANY (:relations))) LIMIT 1"
 )
+_SUBSCRIBED = "SELECT srrelid::regclass::text FROM pg_subscription_rel WHERE srrelid::bigint = ANY (:relations) LIMIT 1"
 
 
 class QuerySource:
@@ -220,6 +225,9 @@ class QuerySource:
             for name in self._run(connection, _FOREIGN, relations=relations):
                 what = f"reads {name}, a foreign table or materialized view: its writers are not known"
                 raise _bad(what, _HINT_SETTLED)
+            for name in self._run(connection, _SUBSCRIBED, relations=relations):
+                what = f"reads {name}, which a subscription fills: its rows arrive in the order of their commits"
+                raise _bad(what, _HINT_SETTLED)
 
     def _relations(self, connection: "Connection") -> list[int]:
         """Return the tables of the query, which this transaction has just read."""
@@ -282,18 +290,22 @@ def _bad(what: str, hint: str = _HINT_QUERY) -> SeqdedupeError:
 def _engine(url: str) -> "Engine":
     """Return an engine for the URL. Raises INVALID_SOURCE or INVALID_CONFIGURATION, which quote no password."""
     with needing("a query needs", "services"):
-        from sqlalchemy import create_engine, make_url
+        from sqlalchemy import create_engine
         from sqlalchemy.exc import ArgumentError
+
+        from seqdedupe.databases.tables import UrlError, url_of
     hint = "Give a URL of SQLAlchemy, such as postgresql://user@host/database, and install the database's driver."
     try:
-        parsed = make_url(url)
+        parsed = url_of(url)
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
         if parsed.get_backend_name() == "sqlite" and not os.path.exists(parsed.database or ""):
             raise error("INVALID_SOURCE", "the query's database is not there", hint="Check its path.")
         is_postgresql = parsed.get_backend_name() == "postgresql"
         return create_engine(parsed, execution_options={"postgresql_readonly": True} if is_postgresql else {})
-    except ArgumentError:
+    except UrlError as e:
+        raise error("INVALID_SOURCE", f"the URL of the query's database {e}", hint=hint) from None
+    except ArgumentError:  # SQLAlchemy knows no such database
         raise error("INVALID_SOURCE", "the URL of the query's database cannot be read", hint=hint) from None
     except ModuleNotFoundError as e:
         what = f"the query's database needs {e.name}, which is not installed"

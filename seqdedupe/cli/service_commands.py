@@ -14,7 +14,7 @@ import click
 from seqdedupe.cli.common import as_json_option, common, connect, connect_to, naming_near, tell
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.blocking.loop import run as run_on_loop
-from seqdedupe.command import echo, json_text, needing, print_json, print_table, say
+from seqdedupe.command import Seconds, echo, json_text, needing, print_json, print_table, say
 from seqdedupe.errors import error
 from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
 from seqdedupe.services.pipe.pipe import BlockingPipe, piped_up_to
@@ -48,10 +48,14 @@ def opened(url: str, whose: str) -> Iterator["Engine"]:
     with needing("services need", "services"):
         from sqlalchemy import create_engine
         from sqlalchemy.exc import ArgumentError
+
+        from seqdedupe.databases.tables import UrlError, url_of
     hint = "Give the URL that the service passes to create_engine, and install its driver."
     try:
-        engine = create_engine(url)
-    except ArgumentError:
+        engine = create_engine(url_of(url))
+    except UrlError as e:
+        raise error("INVALID_OPTION", f"the database's URL {e}", hint=hint) from None
+    except ArgumentError:  # SQLAlchemy knows no such database
         raise error("INVALID_OPTION", "the database's URL cannot be read", hint=hint) from None
     except ModuleNotFoundError as e:
         raise error("INVALID_OPTION", f"the database's URL needs {e.name}, which is not installed", hint=hint) from e
@@ -215,7 +219,7 @@ def inbox() -> None:
 @click.argument("name")
 @click.option(
     "--longer-than",
-    type=click.FloatRange(0),
+    type=Seconds(),
     default=0.0,
     metavar="SECONDS",
     help="Only messages parked for SECONDS or longer.",

@@ -1,4 +1,5 @@
-"""Our tables in users' databases: columns that mean the same in all, and connections that notice a lost peer."""
+"""Our tables in users' databases: columns that mean the same in all, URLs whose errors quote no password, and
+connections that notice a lost peer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,12 +7,33 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Column, Dialect, Engine, LargeBinary, MetaData, String, Table, Text, inspect
 from sqlalchemy.dialects import mysql
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from seqdedupe.errors import error
 
 T = TypeVar("T")
+
+# -- URLs.
+
+
+class UrlError(ValueError):
+    """The problem of a URL, as text that follows "the URL": it quotes nothing of the URL."""
+
+
+def url_of(text: str) -> URL:
+    """Return the URL as SQLAlchemy reads it. Raises UrlError."""
+    try:
+        url = make_url(text)
+        url.get_backend_name()
+    except (ArgumentError, ValueError):  # ValueError: of a port that is no number, with the text in its place
+        raise UrlError("cannot be read") from None
+    if url.password is not None and "@" in f"{url.host}{url.database}":
+        # SQLAlchemy ends the password at the first @. Errors about the host would show the rest.
+        raise UrlError("has an @ after its password: write @ in a user's name or password as %40, and / as %2F")
+    return url
+
 
 # -- Connections to PostgreSQL that notice when the server does not answer.
 

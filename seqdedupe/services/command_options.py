@@ -9,7 +9,7 @@ import click
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.blocking.loop import run
-from seqdedupe.command import FAILED, json_text, needing, print_json, print_table, say
+from seqdedupe.command import FAILED, Seconds, json_text, needing, print_json, print_table, say
 from seqdedupe.message_id import Position
 from seqdedupe.services.activity import Lag, Service, lags_after, total
 
@@ -77,7 +77,7 @@ def _metrics_of(listen: str | None, allow_insecure: bool, as_json: bool, service
 def lag_options(command: Command) -> Command:
     """Add `--max-messages` and `--max-seconds`, which the command gets."""
     seconds = click.option(
-        "--max-seconds", type=click.FloatRange(0), metavar="S", help="Exit status 1 if the oldest of them is older."
+        "--max-seconds", type=Seconds(), metavar="S", help="Exit status 1 if the oldest of them is older."
     )
     messages = click.option(
         "--max-messages", type=click.IntRange(0), metavar="N", help="Exit status 1 if more are left."

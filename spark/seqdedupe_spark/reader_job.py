@@ -18,7 +18,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.command import FAILED, say
+from seqdedupe.command import FAILED, Seconds, say
 from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
@@ -243,7 +243,7 @@ def cli() -> None:
 @click.option("--follow", is_flag=True, help="Continue when all is read, until SIGTERM or Ctrl-C.")
 @click.option(
     "--trigger-seconds",
-    type=click.FloatRange(min=0),
+    type=Seconds(),
     default=TRIGGER_SECONDS,
     show_default=True,
     help="With --follow: the interval at which to look for new messages.",

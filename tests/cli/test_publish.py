@@ -195,10 +195,7 @@ def test_a_stream_is_refused_at_the_row_and_what_is_sorted_afterwards_is_another
         (tmp_path / "a.csv").write_bytes(csv_of(*other))
         for trust in ((), ("--trust-source",)):  # which is for what cannot be known
             error = run(*publish, *trust, status=1).stderr
-            assert (
-                b"records were inserted or removed before it, or it came from another file; nothing was sent [SOURCE_CHANGED]"
-                in error
-            )
+            assert b"before it, or it came from another file; nothing was sent [SOURCE_CHANGED]" in error
     assert ids_in(run, "stream") == [5, 7]
     # Control: the file as it was published goes on.
     (tmp_path / "a.csv").write_bytes(csv_of(5, 7, 8))

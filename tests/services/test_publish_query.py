@@ -226,6 +226,50 @@ def test_sequences_that_give_numbers_out_of_order_are_refused(postgres: Engine) 
     assert ids(url_text(postgres), query="SELECT * FROM copied", settled_after_seconds=0) == [1]
 
 
+@pytest.mark.parametrize("change", ["CACHE 10", "INCREMENT BY -1 MINVALUE -100 START -1", "CYCLE"])
+@pytest.mark.parametrize("table", ["changes", "child"])
+def test_so_are_sequences_that_only_a_default_uses(postgres: Engine, table: str, change: str) -> None:
+    with postgres.begin() as connection:
+        connection.execute(text("CREATE SEQUENCE numbers"))
+        connection.execute(text("CREATE TABLE changes (id bigint DEFAULT nextval('numbers'), note varchar(20))"))
+        connection.execute(text("CREATE TABLE child () INHERITS (changes)"))
+        connection.execute(text(f"INSERT INTO {table} (note) VALUES ('one')"))
+    query = f"SELECT id, note FROM {table}"
+    assert ids(url_text(postgres), query=query) == [1]
+    with postgres.begin() as connection:
+        connection.execute(text(f"ALTER SEQUENCE numbers {change}"))
+    assert "numbers, which does not give them in order" in refusal(url_text(postgres), query)
+
+
+def test_a_table_that_a_subscription_fills_is_refused() -> None:
+    """The worker that applies changes commits in the order of the publisher's commits, not of the IDs."""
+    server = PostgresServer(wal_level="logical")
+    server.start()
+    engine = create_engine(server.url, isolation_level="AUTOCOMMIT")
+    try:
+        with engine.connect() as connection:
+            for statement in (
+                "CREATE TABLE changes (id bigint PRIMARY KEY, note varchar(20))",
+                "CREATE PUBLICATION all_of_it FOR TABLE changes",
+                "SELECT pg_create_logical_replication_slot('slot', 'pgoutput')",
+                "CREATE DATABASE replica",
+            ):
+                connection.execute(text(statement))
+        replica = create_engine(engine.url.set(database="replica"), isolation_level="AUTOCOMMIT")
+        with replica.connect() as connection:
+            connection.execute(text("CREATE TABLE changes (id bigint PRIMARY KEY, note varchar(20))"))
+            assert ids(url_text(replica)) == []
+            source_of = f"dbname=postgres user=postgres host={server.folder}"
+            options = "WITH (create_slot = false, slot_name = 'slot', enabled = false, copy_data = false)"
+            connection.execute(text(f"CREATE SUBSCRIPTION s CONNECTION '{source_of}' PUBLICATION all_of_it {options}"))
+        assert "reads changes, which a subscription fills" in refusal(url_text(replica))
+        assert ids(url_text(replica), settled_after_seconds=0) == []
+        replica.dispose()
+    finally:
+        engine.dispose()
+        server.stop()
+
+
 # -- All databases.
 
 
@@ -315,6 +359,13 @@ def command(sidecar: Sidecar, url: str, *arguments: str, status: int = 0) -> str
     )  # fmt: skip
     assert done.returncode == status, done.stderr
     return done.stderr if status else done.stdout
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e300", "-1", "x"])
+def test_seconds_that_are_none_are_wrong_usage(seconds: str) -> None:
+    options = "publish", "--topic", "t", "--query", "SELECT 1", "--sequence-id-column", "id"
+    done = subprocess.run([COMMAND, *options, "--settled-after", seconds], capture_output=True, text=True)
+    assert (done.returncode, "[INTERNAL]" in done.stderr, "--settled-after" in done.stderr) == (2, False, True)
 
 
 def test_published_and_gone_on_with(start_sidecar: Any, sqlite: Engine) -> None:

@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.engine import URL
 
+from seqdedupe.databases.tables import UrlError, url_of
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.services.outbox.row_page import ASIDE_TABLE, TABLE, RowPage
@@ -133,16 +133,17 @@ def open_store(database: str) -> OutboxStore:
 def database_url(database: str) -> URL:
     """Return the URL as SQLAlchemy reads it. Raises ConfigurationError (INVALID_CONFIGURATION), which does not quote
     it."""
+    hint = "Write it as SQLAlchemy does: postgresql://user@host/database, sqlite:///path."
     try:
-        url = make_url(database)
-        kind = url.get_backend_name()
-    except ArgumentError:
-        kind = ""
+        url = url_of(database)
+    except UrlError as e:
+        raise error("INVALID_CONFIGURATION", f"the URL of the outbox's database {e}", hint=hint) from None
+    kind = url.get_backend_name()
     if kind not in _DRIVERS:
         raise error(
             "INVALID_CONFIGURATION",
-            "the database's URL is not one of a database that an outbox may be in" + (f": {kind}" if kind else ""),
-            hint="Write it as SQLAlchemy does: postgresql://user@host/database, sqlite:///path.",
+            f"the database's URL is not one of a database that an outbox may be in: {kind}",
+            hint=hint,
         )
     return url
 

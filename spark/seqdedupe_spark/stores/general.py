@@ -15,7 +15,7 @@ from sqlalchemy.types import TypeEngine
 
 from seqdedupe.databases import tables
 from seqdedupe.databases.failures import Fault, ended, fault_of, lost_connection, told
-from seqdedupe.databases.tables import MARIADB, bytes_type, name_type, text_type
+from seqdedupe.databases.tables import MARIADB, UrlError, bytes_type, name_type, text_type, url_of
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe_spark.stores.contract import Advance, Binding, Take, Watermarks
 from seqdedupe_spark.stores.kinds import Column, Kind, converted, kind_of
@@ -168,8 +168,10 @@ class GeneralStore(SqlStore[sa.Connection]):
 
     def __init__(self, url: str) -> None:
         try:
-            parsed = sa.make_url(url)
+            parsed = url_of(url)
             self._engine = sa.create_engine(parsed, poolclass=sa.NullPool, isolation_level="READ COMMITTED")
+        except UrlError as e:
+            raise error("INVALID_OPTION", f"the store's URL {e}") from None
         except (ArgumentError, NoSuchModuleError, ImportError, ValueError):
             what = "the store's URL is invalid for SQLAlchemy, or its driver is not installed"
             raise error(

@@ -224,7 +224,14 @@ class PostgresStore(SqlStore[Connection]):
         """Raise ConfigurationError (INVALID_OPTION) for an invalid URL, without quoting the password."""
         super().__init__("the PostgreSQL database")
         try:
-            self._dsn = make_conninfo("", **(CONNECTION | _APPLICATION | conninfo_to_dict(dsn)))
+            given = conninfo_to_dict(dsn)
+            if "password" in given and "@" in f"{given.get('host')}{given.get('dbname')}":
+                # libpq ends the password at the first @. Errors about the host would show the rest.
+                what = "the store's PostgreSQL URL has an @ after its password: write @ in a password as %40"
+                raise error("INVALID_OPTION", what)
+            if not re.fullmatch(r"[\d,]*", str(given.get("port", ""))):
+                raise psycopg.ProgrammingError
+            self._dsn = make_conninfo("", **(CONNECTION | _APPLICATION | given))
         except psycopg.ProgrammingError:
             # libpq's message may quote it.
             raise error("INVALID_OPTION", "the store's PostgreSQL URL cannot be read") from None
