@@ -445,8 +445,8 @@ def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> Probl
 
 # -- Where the configuration comes from: a TOML file, `SEQDEDUPE_*` in the environment, and flags; the later one wins.
 
-NO_KEYS = VARIABLES | {f"{ENVIRONMENT_PREFIX}ADDRESS", f"{ENVIRONMENT_PREFIX}PROFILE"}
-"""Variables of clients: where the sidecar is, and the credentials they show it."""
+NO_KEYS = VARIABLES | {f"{ENVIRONMENT_PREFIX}{name}" for name in ("ADDRESS", "PROFILE", "DATABASE")}
+"""Variables of clients and services: where the sidecar is, their credentials, and the services' database."""
 
 _BY_ENVIRONMENT = {environment_of(name): name for name in KEYS}
 _NEEDED = {bool: "true or false", int: "a whole number", str: "text in quotes"}

@@ -52,7 +52,11 @@ def opened(url: str, whose: str) -> Iterator["Engine"]:
         from seqdedupe.databases.tables import UrlError, url_of
     hint = "Give the URL that the service passes to create_engine, and install its driver."
     try:
-        engine = create_engine(url_of(url))
+        parsed = url_of(url)
+        if parsed.get_backend_name() == "sqlite" and not os.path.exists(parsed.database or ""):
+            what = f"there is no file {os.path.abspath(parsed.database or '')}"
+            raise error("INVALID_OPTION", what, hint=f"Name the {whose}'s database.")
+        engine = create_engine(parsed)
     except UrlError as e:
         raise error("INVALID_OPTION", f"the database's URL {e}", hint=hint) from None
     except ArgumentError:  # SQLAlchemy knows no such database
@@ -137,7 +141,7 @@ def parked(name: str, limit: int, database: str, as_json: bool) -> None:
         print_json([_json(kind, row) for kind, row in found])
         return
     rows: list[tuple[object, ...]] = [
-        (kind, row.message_index, _text(row.message_key), row.attempts, str(_when(kind, row)), row.error[:_SHOWN])
+        (kind, str(row.message_index), _text(row.message_key), row.attempts, str(_when(kind, row)), row.error[:_SHOWN])
         for kind, row in found
     ]
     heads: tuple[str, ...] = ("STATE", "INDEX", "KEY", "ATTEMPTS", "NEXT MS", "ERROR")
@@ -228,15 +232,17 @@ def inbox() -> None:
 def waiting(name: str, longer_than: float, database: str, as_json: bool) -> None:
     """List the parked messages of the inbox NAME, the oldest first: what each waits for, and its error if any."""
     with opened(database, "inbox") as engine:
-        from seqdedupe.services.inbox import waiting_in
+        from seqdedupe.services.inbox import check_used, waiting_in
 
         found = waiting_in(engine, name, longer_than)
+        if not found:
+            check_used(engine, name)
     if as_json:
         print_json([_parked_json(one) for one in found])
         return
     rows: list[tuple[object, ...]] = [
         (
-            one.message.index,
+            str(one.message.index),
             _versions(one.versions),
             f"{_versions(one.missing)}{' (a cycle)' if one.in_cycle else ''}",
             int(one.seconds),

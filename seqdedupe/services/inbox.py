@@ -164,6 +164,16 @@ def waiting_in(engine: Engine, name: str, longer_than_seconds: float = 0.0) -> l
     return [one for one in found if one.seconds >= longer_than_seconds]
 
 
+def check_used(engine: Engine, name: str) -> None:
+    """Raise INVALID_OPTION if no message has passed an inbox with this name in this database."""
+    with engine.begin() as connection:
+        for table in (KEYS, PARKED):
+            if connection.execute(select(table.c.inbox).where(table.c.inbox == name).limit(1)).first():
+                return
+    what = f"no message has passed an inbox {name!r} in this database"
+    raise error("INVALID_OPTION", what, hint="Is the name mistyped?")
+
+
 # -- The decision about a message, from its versions and those applied. It does no I/O.
 
 Order = Literal["contiguous", "latest"]

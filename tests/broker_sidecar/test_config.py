@@ -5,13 +5,15 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from broker_sidecar.config import KEYS, Config, load
+from seqdedupe.cli.commands import cli
 from seqdedupe.client.credentials import VARIABLES
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.sidecar_options import ADDRESS_VARIABLE, PROFILE_VARIABLE
@@ -35,8 +37,26 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
 
 
 def test_what_clients_are_told_is_no_key_of_the_sidecar() -> None:
-    environment = dict.fromkeys((ADDRESS_VARIABLE, PROFILE_VARIABLE, *VARIABLES), "something")
+    environment = dict.fromkeys((ADDRESS_VARIABLE, PROFILE_VARIABLE, "SEQDEDUPE_DATABASE", *VARIABLES), "something")
     assert load(None, environment, {"data_directory": "a"}) == load(None, {}, {"data_directory": "a"})
+
+
+def variables_of(command: click.Command) -> Iterator[str]:
+    for option in command.params:
+        yield from [option.envvar] if isinstance(option.envvar, str) else option.envvar or []
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            yield from variables_of(inner)
+
+
+def test_no_variable_of_a_command_keeps_a_sidecar_from_starting() -> None:
+    variables = {name for name in variables_of(cli) if name.startswith("SEQDEDUPE_")}
+    assert {ADDRESS_VARIABLE, "SEQDEDUPE_DATABASE", "SEQDEDUPE_METRICS_LISTEN"} <= variables
+    environment = {name: "127.0.0.1:1" if name.endswith("LISTEN") else "something" for name in variables}
+    load(None, environment, {"data_directory": "a"})
 
 
 TLS = {"tls_certificate_file": "certificate.pem", "tls_key_file": "key.pem"}

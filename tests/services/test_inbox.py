@@ -221,6 +221,9 @@ def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str
         return done.stdout + done.stderr
 
     where = ("--database", sqlite_url)
+    assert "there is no file" in command("waiting", "i", *where, status=1)
+    assert not Path(sqlite.url.database or "").exists()
+    sqlite.connect().close()
     assert "no such table" in command("waiting", "i", *where, status=1)
     publish(client, topic, "X1", "X4", "Y2 Z1", "Y1 Z2", "X2", "X3")
 
@@ -245,6 +248,7 @@ def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str
         ({"Z": 1}, True),
     ]
     assert json.loads(command("waiting", "i", *where, "--json", "--longer-than", "3600")) == []
+    assert "no message has passed an inbox 'j'" in command("waiting", "j", *where, status=1)
     (tmp_path / "booking.py").write_text(CODE.format(url=sqlite_url))
     assert json.loads(command("sweep", "booking:inbox", "--json")) == {"handled": 1, "parked": 2}
     assert command("sweep", "booking:inbox") == "0 messages are no longer parked in i, 2 still\n"

@@ -225,6 +225,19 @@ def test_a_dead_letter_is_tried_again_before_what_is_parked_with_its_key(
     assert places_as_written(sqlite) == [0, 3, 1, 2]
 
 
+def test_an_index_is_taken_as_it_is_shown(
+    sqlite: Engine, sqlite_url: str, client: Client, topic: str, publish: Publish
+) -> None:
+    make_table(sqlite)
+    publish(*numbers(1001))
+    handle, _ = refusing(1000)
+    Consumer(client, topic, "c", sqlite, handle, config=SLOW).run(follow=False)
+    command = [COMMAND, "consumer", "parked", "c", "--database", sqlite_url]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[1].split()
+    command[2:4] = ["drop", "c", shown[1]]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "1 message of c is removed\n"
+
+
 def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str, publish: Publish) -> None:
     def command(*words: str, status: int = 0) -> str:
         command = [COMMAND, "consumer", *words, "--database", sqlite_url]
@@ -233,7 +246,8 @@ def test_the_command(sqlite: Engine, sqlite_url: str, client: Client, topic: str
         assert "Traceback" not in done.stderr
         return done.stdout + done.stderr
 
-    assert "no such table" in command("parked", "c", status=1)
+    assert "there is no file" in command("parked", "c", status=1)
+    assert not Path(sqlite.url.database or "").exists()
     make_table(sqlite)
     publish(*numbers(3), keys=["a\x1b", "b", "b"])
     handle, left = refusing(0, 1)
