@@ -13,7 +13,7 @@ import click
 
 from seqdedupe.cli.common import as_json_option, common, connect
 from seqdedupe.cli.doctor_commands import prepare, print_findings
-from seqdedupe.command import FAILED, echo, print_json, print_table, printable
+from seqdedupe.command import FAILED, echo, print_json, print_table, printable, say
 from seqdedupe.errors import error
 from seqdedupe.v1 import admin_pb2
 
@@ -68,12 +68,16 @@ def make(name: str | None, keep: int | None, to: str | None, address: str, as_js
     care = _Care(name, keep, to)
     with connect(address) as client:
         made = client.admin.backup(name, _say_progress)
-        is_whole = not any(one.damaged or one.left_out for one in made)
-        if is_whole and care.begin(made):
+        if (is_whole := _is_whole(made)) and care.begin(made):
             with care.locked():
-                care.copy()
-                client.admin.confirm_backup(made)
-                care.remove()
+                if care.drop_damaged_links():
+                    with care.set_aside():
+                        made = client.admin.backup(name, _say_progress)
+                    is_whole = _is_whole(made)
+                if is_whole:
+                    care.copy()
+                    client.admin.confirm_backup(made)
+                    care.remove()
     if as_json:
         parts = [_part_json(one) for one in made]
         values = {"name": name, "verified": care.is_verified, "copied_to": care.copied_to, "removed": care.removed}
@@ -91,6 +95,10 @@ def make(name: str | None, keep: int | None, to: str | None, address: str, as_js
     for path in care.removed:
         _say(f"removed {path}")
     return 0 if is_whole else FAILED
+
+
+def _is_whole(made: list[admin_pb2.BackupResponse]) -> bool:
+    return not any(one.damaged or one.left_out for one in made)
 
 
 @dataclass
@@ -137,6 +145,21 @@ class _Care:
         stack = ExitStack()
         for place, _ in self._places if self.keep or self.to else ():
             stack.enter_context(place.locked())
+        return stack
+
+    def drop_damaged_links(self) -> bool:
+        """Remove damaged files that the backup shares with older ones. Return whether it must be made again."""
+        found = [place.url for place, _ in self._places if place.drop_damaged_links(self.name)]
+        for folder in found:
+            what = f"an older backup in {folder} has damaged files, which the new one does not share"
+            say("seqdedupe", f"{what}. `seqdedupe backup list {folder} --verify` names it. Check that disk.")
+        return bool(found)
+
+    def set_aside(self) -> ExitStack:
+        """Free the backup's name until the result is closed."""
+        stack = ExitStack()
+        for place, _ in self._places:
+            stack.enter_context(place.set_aside(self.name))
         return stack
 
     def copy(self) -> None:

@@ -253,6 +253,45 @@ class FolderPlace(BackupPlace):
         sync_folder(self._folder)
         shutil.rmtree(gone)
 
+    def drop_damaged_links(self, name: str) -> bool:
+        """Remove the damaged files that a backup shares with another one. Return whether there were any.
+
+        The next backup copies these files, since it finds none to share. Raises BACKUP_DAMAGED, NEWER_FORMAT, and the
+        errors of `parts_of`; OSError.
+        """
+        whole = self._folder / name
+        found = [
+            part / file.path
+            for part in parts_of(whole)
+            for file in read_manifest(part).files
+            if self._is_damaged_link(name, part / file.path, file)
+        ]
+        for path in found:
+            path.unlink()
+        return bool(found)
+
+    def _is_damaged_link(self, name: str, path: Path, file: BackupFile) -> bool:
+        if not path.is_file() or path.is_symlink() or path.stat().st_nlink == 1:
+            return False
+        try:
+            return self._crc32c(name, path.relative_to(self._folder / name).as_posix(), file.size) != file.crc32c
+        except OSError:
+            # The disk cannot read it.
+            return True
+
+    @contextmanager
+    def set_aside(self, name: str) -> Iterator[None]:
+        """Free the name of a backup for the block, which makes another one. That one can share files with it. Remove
+        it afterwards. Raises OSError."""
+        aside = self._folder / f"{name}{REMOVING}"
+        (self._folder / name).rename(aside)
+        # A new file may have the inode of a removed one.
+        self._known.clear()
+        try:
+            yield
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
     def _opened(self, name: str) -> AbstractContextManager[Path]:
         return nullcontext(self._folder / name)
 

@@ -203,3 +203,36 @@ def test_of_several_workers_the_whole_is_kept_and_listed(tmp_path: Path) -> None
         assert "no file BACKUP" in found["problem"]
     with Sidecar(tmp_path / "r", workers=2) as restored, Client(restored.address) as client:
         assert len(list(client.admin.topics())) == 4
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_damage_in_a_shared_file_is_not_shared_again(tmp_path: Path, workers: int) -> None:
+    """One byte of an older backup has changed; size and time of the file have not."""
+    backups = tmp_path / "backups"
+    backups.mkdir()
+    with Sidecar(tmp_path / "s", workers=workers, backup_directory=backups) as sidecar:
+        with Client(sidecar.address) as client:
+            for topic in ("a", "b", "c", "d"):
+                with client.producer(topic, "shop") as producer:
+                    producer.send(bytes(100))
+        run(sidecar, "backup", "one")
+        [rotten, *_] = sorted((backups / "one").rglob("*.log"))
+        times = rotten.stat().st_atime_ns, rotten.stat().st_mtime_ns
+        raw = bytearray(rotten.read_bytes())
+        raw[-5] ^= 1
+        rotten.write_bytes(raw)
+        os.utime(rotten, ns=times)
+        done = attempt(sidecar, "backup", "two", "--json")
+        assert (done.returncode, "older backup" in done.stderr) == (0, True)
+        said = json.loads(done.stdout)
+        assert said["verified"]
+        assert sum(part["linked_bytes"] for part in said["parts"]) > 0
+        run(sidecar, "backup", "three")
+        found = FolderPlace(backups)
+        assert {name: not found.look(name, reads_all=True).problem for name in found.names()} == {
+            "one": False,
+            "two": True,
+            "three": True,
+        }
+        assert {path.name for path in backups.iterdir()} == {"one", "two", "three"}
+        assert rotten.read_bytes() == raw
