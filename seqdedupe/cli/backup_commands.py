@@ -19,7 +19,7 @@ from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from seqdedupe.transfer.backup import Manifest
-    from seqdedupe.transfer.backup_places import BucketPlace, FolderPlace, KeptBackup
+    from seqdedupe.transfer.backup_places import BackupPlace, BucketPlace, FolderPlace, KeptBackup
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _MAKE = "make"
@@ -181,6 +181,7 @@ class _Care:
             for one in places:
                 if one is not None:
                     self.removed += [f"{one.url}/{name}" for name in one.keep(self.name, self.keep)]
+                    _warn_of_future(one, "does not count and is not removed")
 
 
 @backup.command("list", short_help="List backups, and show which are good.")
@@ -209,7 +210,9 @@ def list_backups(place: str, reads_all: bool, as_json: bool) -> int:
 
 
 def _state(one: "KeptBackup") -> str:
-    return f"NOT GOOD: {one.problem}" if one.problem else "good"
+    if one.problem:
+        return f"NOT GOOD: {one.problem}"
+    return "IN THE FUTURE: good, but never the newest" if one.is_in_future else "good"
 
 
 def _kept_json(one: "KeptBackup") -> dict[str, Any]:
@@ -221,6 +224,7 @@ def _kept_json(one: "KeptBackup") -> dict[str, Any]:
         "topics": one.topics,
         "good": not one.problem,
         "problem": one.problem or None,
+        "in_future": one.is_in_future,
     }
 
 
@@ -278,6 +282,7 @@ def restore(places: tuple[str, ...], place: str | None, name: str | None, as_jso
     if place:
         at = place_at(place)
         name = name or at.newest_good()
+        _warn_of_future(at, "is not taken for the newest")
         source, manifests = f"{at.url}/{name}", at.restore(name, to)
     else:
         source, manifests = places[0], backup.restore(Path(places[0]), to)
@@ -290,6 +295,12 @@ def restore(places: tuple[str, ...], place: str | None, name: str | None, as_jso
         for manifest in manifests:
             _say_manifest(to, manifest)
     return 0 if is_whole else FAILED
+
+
+def _warn_of_future(place: "BackupPlace", effect: str) -> None:
+    for name in place.in_future:
+        what = f"the moment of {place.url}/{name} is in the future: it {effect}"
+        say("seqdedupe", f"{what}. If this host's clock is right, remove it.")
 
 
 def _say(line: str) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -290,6 +291,15 @@ def _ignore(_: int) -> None:
 
 _MOMENT_BYTES = 8
 
+CLOCK_TOLERANCE_SECONDS = 300
+"""The clocks of two hosts may differ by this much. A moment further ahead of the clock is in the future."""
+
+
+def is_in_future(at_us: int) -> bool:
+    """Return whether a backup shows a moment, in microseconds since 1970, that is in the future: the clock was ahead
+    when it was made."""
+    return at_us > time.time_ns() // 1000 + CLOCK_TOLERANCE_SECONDS * 1_000_000
+
 
 class LastBackup:
     """The newest backup of a data directory that was verified."""
@@ -300,8 +310,9 @@ class LastBackup:
         """The moment that the backup shows, in microseconds since 1970; 0 if there is none."""
 
     async def confirm(self, made_at_us: int) -> None:
-        """Record that a backup of this moment was verified. Durable on return. Raises STORE_UNAVAILABLE."""
-        if made_at_us > self.made_at_us:
+        """Record that a backup of this moment was verified, unless a later one was that is not in the future. Durable
+        on return. Raises STORE_UNAVAILABLE."""
+        if made_at_us > self.made_at_us or is_in_future(self.made_at_us):
             batch = WriteBatch(raw_mode=True)
             batch.put(LAST_BACKUP, seal(LAST_BACKUP, made_at_us.to_bytes(_MOMENT_BYTES, "little")))
             await self._store.flush(self._store.write(batch))
@@ -326,12 +337,14 @@ class Earlier:
 
     @staticmethod
     def newest(folders: list[Path]) -> "Earlier | None":
-        """Return the newest of those folders that are backups, according to their manifests."""
-        found: list[tuple[int, Path]] = []
+        """Return the newest of those folders that are backups, according to their manifests. A backup from the future
+        comes last."""
+        found: list[tuple[bool, int, Path]] = []
         for folder in folders:
             with suppress(OSError):
-                found.append(((folder / MANIFEST_FILE).lstat().st_mtime_ns, folder))
-        for _, folder in sorted(found, reverse=True):
+                written_ns = (folder / MANIFEST_FILE).lstat().st_mtime_ns
+                found.append((not is_in_future(written_ns // 1000), written_ns, folder))
+        for *_, folder in sorted(found, reverse=True):
             with suppress(SeqdedupeError, OSError):
                 return Earlier(folder, {file.path: file for file in read_manifest(folder).files})
         return None

@@ -35,6 +35,7 @@ from seqdedupe.transfer.backup import (
     copy_file,
     damaged,
     forget_pages,
+    is_in_future,
     parts_of,
     read_manifest,
     restore,
@@ -63,12 +64,19 @@ class KeptBackup:
     topics: int = 0
     """The number of topics whose logs are in it."""
 
+    @property
+    def is_in_future(self) -> bool:
+        """Whether its moment is in the future. Nobody knows then how old it is, so it is neither newest nor counted."""
+        return is_in_future(self.made_at_us)
+
 
 class BackupPlace(ABC):
     """A place where backups are kept. Blocks; for one thread."""
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.in_future: list[str] = []
+        """The backups that the last `keep` or `newest_good` ignored, because their moments are in the future."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -146,9 +154,11 @@ class BackupPlace(ABC):
         """Keep the newest `count` good backups that have a TIME_NAME, and `new`, which the caller has checked.
 
         Remove all backups older than these, good or not, and return their names. Remove nothing while there are fewer
-        good ones. Raises OBJECT_STORE_UNAVAILABLE; OSError.
+        good ones. Ignore backups whose moments are in the future. Raises OBJECT_STORE_UNAVAILABLE; OSError.
         """
-        names = [name for name in self.names() if TIME_NAME.fullmatch(name)]
+        found = [self.look(name, reads_all=False) for name in self.names() if TIME_NAME.fullmatch(name)]
+        self.in_future = [one.name for one in found if one.is_in_future]
+        names = [one.name for one in found if not one.is_in_future]
         good: list[str] = []
         for name in reversed(names):
             if len(good) < count and not self.look(name, reads_all=self.reads_before_removing).problem:
@@ -163,13 +173,19 @@ class BackupPlace(ABC):
         return removed
 
     def newest_good(self) -> str:
-        """Return the name of the backup with the latest moment, among those that are good by the sizes of their files.
+        """Return the name of the backup with the latest moment that is not in the future, among those that are good by
+        the sizes of their files.
 
         Raises BACKUP_DAMAGED if there is none, OBJECT_STORE_UNAVAILABLE; OSError.
         """
         found = [self.look(name, reads_all=False) for name in self.names()]
-        if good := [one for one in found if not one.problem]:
-            return max(good, key=lambda one: (one.made_at_us, one.name)).name
+        self.in_future = [one.name for one in found if one.is_in_future]
+        good = [one for one in found if not one.problem]
+        if past := [one for one in good if not one.is_in_future]:
+            return max(past, key=lambda one: (one.made_at_us, one.name)).name
+        if good:
+            what = f"{self.url} has only backups whose moments are in the future: {', '.join(one.name for one in good)}"
+            raise error("BACKUP_DAMAGED", what, hint="Is this host's clock right? Name one with `--backup`.")
         hint = "Is that the place? `seqdedupe backup list` says what is there; `--backup` restores one that is damaged."
         raise error("BACKUP_DAMAGED", f"{self.url} has no good backup; {len(found)} are not good", hint=hint)
 

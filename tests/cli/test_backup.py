@@ -16,6 +16,7 @@ from seqdedupe.errors import InvalidRequestError
 from seqdedupe.testing import Sidecar
 from seqdedupe.transfer.backup_places import FolderPlace
 from seqdedupe.v1 import admin_pb2
+from tests.backup.test_places import put_in_future
 from tests.broker_sidecar.metrics.scraping import scrape
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS
 from tests.doctor.directories import segments
@@ -126,6 +127,22 @@ def test_the_newest_are_kept_listed_and_restored(sidecar: Sidecar, tmp_path: Pat
         assert len(list(client.reader("orders"))) == 100
     for words in (("restore", tmp_path), ("restore", "--backup", "x", "a", "b"), ("backup", "x", "--keep", 1)):
         assert "See seqdedupe" in run(sidecar, *words, status=2)
+
+
+def test_one_from_the_future_is_named(sidecar: Sidecar, tmp_path: Path) -> None:
+    backups = tmp_path / "backups"
+    for name in ("20261101T020000Z", "20261102T020000Z"):
+        run(sidecar, "backup", name)
+    put_in_future(backups / name)
+    assert "IN THE FUTURE" in run(sidecar, "backup", "list", backups).splitlines()[2]
+    listed = json.loads(run(sidecar, "backup", "list", backups, "--json"))["backups"]
+    assert [one["in_future"] for one in listed] == [False, True]
+    done = attempt(sidecar, "restore", "--from", backups, tmp_path / "r")
+    assert done.stdout.startswith(f"restored {backups / '20261101T020000Z'}\n")
+    assert f"the moment of {backups / name} is in the future" in done.stderr
+    done = attempt(sidecar, "backup", "--keep", 2)
+    assert f"the moment of {backups / name} is in the future" in done.stderr
+    assert (done.returncode, len(os.listdir(backups))) == (0, 4)
 
 
 def test_what_is_damaged_is_listed_as_that_and_keeps_the_older_ones(sidecar: Sidecar, tmp_path: Path) -> None:
