@@ -325,6 +325,8 @@ class LastBackup:
 LOGS, STORE = "logs", "store"
 LOCK_FILE = "LOCK"
 """A file in a backup while it is written."""
+REMOVING = ".removing"
+"""The suffix of a former backup that is being removed."""
 MAX_FAULTS_A_FILE = 100
 
 

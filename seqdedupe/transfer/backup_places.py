@@ -26,6 +26,7 @@ from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
 from seqdedupe.transfer.backup import (
     LOCK_FILE,
     LOGS,
+    REMOVING,
     TOKEN_FILE,
     BackupFile,
     Copy,
@@ -211,9 +212,6 @@ def place_at(url: str) -> BackupPlace:
 
 
 # -- A folder.
-
-REMOVING = ".removing"
-"""The suffix of a former backup that is being removed."""
 
 COMMAND_LOCK_FILE = ".lock"
 """In the folder of the backups: the lock of the command that copies or removes some."""

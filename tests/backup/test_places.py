@@ -11,8 +11,8 @@ from seqdedupe.errors import ConfigurationError, DamagedError, UnavailableError
 from seqdedupe.files import UNFINISHED
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import MANIFEST_FILE
-from seqdedupe.transfer.backup import LOCK_FILE, BackupFault, BackupMaker, Earlier, LastBackup, read_manifest
-from seqdedupe.transfer.backup_places import REMOVING, TIME_NAME, FolderPlace, KeptBackup, place_at
+from seqdedupe.transfer.backup import LOCK_FILE, REMOVING, BackupFault, BackupMaker, Earlier, LastBackup, read_manifest
+from seqdedupe.transfer.backup_places import TIME_NAME, FolderPlace, KeptBackup, place_at
 from tests.backup.test_restoring import made
 from tests.doctor.directories import fingerprint, opened
 
