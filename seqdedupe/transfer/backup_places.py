@@ -205,10 +205,19 @@ def place_at(url: str) -> BackupPlace:
     if url.startswith(S3_SCHEME):
         return BucketPlace(url)
     if "://" in url:
+        _check_has_no_user(url)
         raise error(
             "INVALID_CONFIGURATION", f"{url} is no place for backups", hint="Give s3://bucket/prefix or a folder."
         )
     return FolderPlace(Path(url))
+
+
+def _check_has_no_user(url: str) -> None:
+    """Raise INVALID_CONFIGURATION, without the URL, if user information may be in it: URLs are printed."""
+    authority = url.partition("://")[2].partition("/")[0]
+    if "@" in authority or ":" in authority:
+        hint = "Give s3://bucket/prefix, and the credentials in the environment (AWS_…)."
+        raise error("INVALID_CONFIGURATION", "the URL of a place for backups has user information or a port", hint=hint)
 
 
 # -- A folder.
@@ -357,6 +366,10 @@ CLAIM_FILE = "CLAIM"
 READ_BYTES = 8 * 1024 * 1024
 """The size of one read request."""
 
+_ENDPOINT = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]]+)(:(?P<port>[0-9]{1,5}))?(/[^\s?#]*)?", re.IGNORECASE)
+_MAX_PORT = 65535
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+
 _SMALL_FILES = {MANIFEST_FILE, WORKERS_FILE, SHARDS_FILE, TOKEN_FILE}
 _WORKER = re.compile(r"worker-\d+")
 
@@ -364,15 +377,18 @@ _WORKER = re.compile(r"worker-\d+")
 class BucketPlace(BackupPlace):
     """A prefix of a bucket. Endpoint, region and credentials come from the environment (`AWS_…`).
 
-    Raises INVALID_CONFIGURATION if the extra `s3` is not installed, or the URL names no bucket.
+    Raises INVALID_CONFIGURATION if the extra `s3` is not installed, the URL names no bucket or has user information, or
+    the endpoint is invalid or has user information.
     """
 
     reads_before_removing = False
 
     def __init__(self, url: str) -> None:
         super().__init__(url.rstrip("/"))
+        _check_has_no_user(url)
         if not url.startswith(S3_SCHEME):
             raise error("INVALID_CONFIGURATION", f"{url} is no {S3_SCHEME}bucket/prefix")
+        _check_endpoint()
         try:
             import obstore
             from obstore import exceptions
@@ -392,6 +408,9 @@ class BucketPlace(BackupPlace):
             yield
         except self._failures.BaseError as e:
             raise error("OBJECT_STORE_UNAVAILABLE", f"{self.url} cannot be used: {_said(e)}") from e
+        except ValueError as e:
+            what = f"{self.url} cannot have a backup of that name: {_said(e)}"
+            raise error("INVALID_CONFIGURATION", what, hint="`seqdedupe backup list` shows the names.") from e
 
     def names(self) -> list[str]:
         # Some servers go on listing a prefix whose objects are gone.
@@ -489,6 +508,19 @@ class BucketPlace(BackupPlace):
             return copied, crc
 
         return copy
+
+
+def _check_endpoint() -> None:
+    """Raise INVALID_CONFIGURATION, without the URL, for an endpoint in the environment with which the library would
+    panic, or that has user information: errors show URLs."""
+    for name in _ENDPOINT_VARIABLES:
+        if (url := os.environ.get(name)) is None:
+            continue
+        found = _ENDPOINT.fullmatch(url)
+        if not found or int(found["port"] or 0) > _MAX_PORT:
+            what = f"{name} in the environment is no http(s)://host:port, or has user information"
+            hint = "Give the credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+            raise error("INVALID_CONFIGURATION", what, hint=hint)
 
 
 def _said(failure: Exception) -> str:
