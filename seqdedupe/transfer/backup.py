@@ -233,8 +233,7 @@ def check(backup: Path) -> Manifest:
     found = read_manifest(backup)
     for file in found.files:
         path = backup / file.path
-        if not path.is_file() or path.is_symlink():
-            raise damaged(backup, f"the file {file.path} is missing")
+        _check_is_there(backup, file)
         _check_same(backup, file, path.stat().st_size, checksum(path, _ignore))
     return found
 
@@ -266,6 +265,8 @@ def _restore_part(backup: Path, to: Path, copy: "Copy") -> Manifest:
         for folder in reversed(target.relative_to(to).parents):
             (to / folder).mkdir(mode=0o700, exist_ok=True)
             folders.add(to / folder)
+        if copy is copy_file:
+            _check_is_there(backup, file)
         copied, crc = copy(backup / file.path, target, file.size + 1, _ignore)
         _check_same(backup, file, copied, crc)
         if file.mtime_ns:
@@ -274,6 +275,12 @@ def _restore_part(backup: Path, to: Path, copy: "Copy") -> Manifest:
     for folder in folders:
         sync_folder(folder)
     return found
+
+
+def _check_is_there(backup: Path, file: BackupFile) -> None:
+    path = backup / file.path
+    if not path.is_file() or path.is_symlink():
+        raise damaged(backup, f"the file {file.path} is missing")
 
 
 def _check_same(backup: Path, file: BackupFile, size: int, crc: int) -> None:
