@@ -415,7 +415,10 @@ class BucketPlace(BackupPlace):
     def names(self) -> list[str]:
         # Some servers go on listing a prefix whose objects are gone.
         paths = [PurePosixPath(path) for path in self._objects_below(None)]
-        return sorted({path.parts[0] for path in paths if len(path.parts) > 1})
+        if names := {path.parts[0] for path in paths if len(path.parts) > 1}:
+            return sorted(names)
+        hint = "Is that the bucket, and the prefix of the backups? Without a backup there is no prefix."
+        raise error("BACKUP_DAMAGED", f"{self.url} is not there", hint=hint)
 
     def upload(self, backup: Path, name: str) -> None:
         """Copy a backup from a folder to this place, and read it back. It is a backup once its last object is written.

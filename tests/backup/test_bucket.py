@@ -56,7 +56,10 @@ async def test_uploaded_listed_kept_and_restored(tmp_path: Path, lake: str) -> N
     async with opened(tmp_path / "restored") as there:
         assert [message.sequence_id for message in await there.messages("t")] == list(range(30))
     # Another prefix has nothing of this.
-    assert BucketPlace(f"s3://{lake}/other").names() == []
+    other = BucketPlace(f"s3://{lake}/other")
+    for look in (other.names, other.newest_good):
+        with pytest.raises(DamagedError, match=r"other is not there.*BACKUP_DAMAGED"):
+            look()
 
 
 async def test_what_is_not_whole_is_none(tmp_path: Path, lake: str) -> None:
