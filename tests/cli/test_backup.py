@@ -1,5 +1,6 @@
 """`seqdedupe backup`, `verify` and `restore` as processes: what they print, and their exit statuses."""
 
+import asyncio
 import json
 import os
 import re
@@ -13,10 +14,12 @@ import pytest
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import InvalidRequestError
+from seqdedupe.store.db import Store
 from seqdedupe.testing import Sidecar
+from seqdedupe.transfer.backup import LastBackup
 from seqdedupe.transfer.backup_places import FolderPlace
 from seqdedupe.v1 import admin_pb2
-from tests.backup.test_places import put_in_future
+from tests.backup.test_places import DAY_US, put_in_future
 from tests.broker_sidecar.metrics.scraping import scrape
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS
 from tests.doctor.directories import segments
@@ -180,6 +183,20 @@ def test_the_moment_of_the_last_one_survives_a_restart_and_what_cannot_be_is_ref
     sidecar.kill()
     sidecar.start()
     assert moment(sidecar) == part["made_at_us"] / 1e6
+
+
+def test_a_moment_in_the_future_keeps_no_alert_silent(sidecar: Sidecar) -> None:
+    """The clock was a day ahead when the last backup was confirmed."""
+    sidecar.kill()
+    store = Store.open(sidecar.data / "store")
+    try:
+        asyncio.run(LastBackup(store).confirm(time.time_ns() // 1000 + DAY_US))
+    finally:
+        store.close()
+    sidecar.start()
+    assert moment(sidecar) == 0
+    [part] = json.loads(run(sidecar, "backup", "one", "--json"))["parts"]
+    wait_for_moment(sidecar, part["made_at_us"])
 
 
 def test_one_command_at_a_time_and_only_where_the_folder_is(sidecar: Sidecar, tmp_path: Path) -> None:
