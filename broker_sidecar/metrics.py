@@ -31,6 +31,7 @@ from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Admitted
 from seqdedupe.topic.topic import Topic
+from seqdedupe.transfer.backup import is_in_future
 
 # -- All topics looked at together, for a scrape: sums of their counts, and their current states.
 #
@@ -487,7 +488,8 @@ class Metrics:
             yield gauge_of(
                 "seqdedupe_backup_timestamp_seconds",
                 "The moment of the newest verified backup, in seconds since 1970, or 0.",
-                self._from.data.last_backup.made_at_us / 1e6,
+                # A moment in the future would keep the alert about old backups silent.
+                0 if is_in_future(at_us := self._from.data.last_backup.made_at_us) else at_us / 1e6,
             )
         yield histogram_of(
             "seqdedupe_event_loop_delay_seconds",

@@ -40,7 +40,7 @@ from seqdedupe.topic.directory import Topics, find, look_for
 from seqdedupe.topic.listing import renew
 from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.topic import Topic
-from seqdedupe.transfer.backup import OF_THE_WHOLE, BackupFault, BackupMaker
+from seqdedupe.transfer.backup import OF_THE_WHOLE, REMOVING, BackupFault, BackupMaker
 from seqdedupe.transfer.imports import WatermarksImport, WindowImport, begin_import
 from seqdedupe.transfer.state_messages import SnapshotReader, snapshot_answers, watermark_answers
 from seqdedupe.v1 import admin_pb2
@@ -415,8 +415,9 @@ class BackupCalls:
             why = f"{folder} does not exist" if self._backup_directory else "backup_directory is not set"
             hint = "Set backup_directory in the sidecar's configuration to a folder that exists."
             raise error("INVALID_REQUEST", f"this sidecar makes no backups: {why}", hint=hint)
-        if not _NAME.fullmatch(name) or name.endswith(UNFINISHED):
+        if not _NAME.fullmatch(name) or name.endswith((UNFINISHED, REMOVING)):
             what = "it should be 1 to 100 ASCII letters, digits and any of ._-, and begin with a letter or digit"
+            what += f"; it should not end with {UNFINISHED} or {REMOVING}"
             raise error("INVALID_REQUEST", f"{name!r} cannot be the name of a backup: {what}")
         below = [self._data_directory.name] if directories.whole_of(self._data_directory) else []
         # The folder `name` itself may exist if other workers have their parts in it.

@@ -13,13 +13,13 @@ import click
 
 from seqdedupe.cli.common import as_json_option, common, connect
 from seqdedupe.cli.doctor_commands import prepare, print_findings
-from seqdedupe.command import FAILED, echo, print_json, print_table, printable
+from seqdedupe.command import FAILED, echo, print_json, print_table, printable, say
 from seqdedupe.errors import error
 from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from seqdedupe.transfer.backup import Manifest
-    from seqdedupe.transfer.backup_places import BucketPlace, FolderPlace, KeptBackup
+    from seqdedupe.transfer.backup_places import BackupPlace, BucketPlace, FolderPlace, KeptBackup
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _MAKE = "make"
@@ -68,12 +68,16 @@ def make(name: str | None, keep: int | None, to: str | None, address: str, as_js
     care = _Care(name, keep, to)
     with connect(address) as client:
         made = client.admin.backup(name, _say_progress)
-        is_whole = not any(one.damaged or one.left_out for one in made)
-        if is_whole and care.begin(made):
+        if (is_whole := _is_whole(made)) and care.begin(made):
             with care.locked():
-                care.copy()
-                client.admin.confirm_backup(made)
-                care.remove()
+                if care.drop_damaged_links():
+                    with care.set_aside():
+                        made = client.admin.backup(name, _say_progress)
+                    is_whole = _is_whole(made)
+                if is_whole:
+                    care.copy()
+                    client.admin.confirm_backup(made)
+                    care.remove()
     if as_json:
         parts = [_part_json(one) for one in made]
         values = {"name": name, "verified": care.is_verified, "copied_to": care.copied_to, "removed": care.removed}
@@ -91,6 +95,10 @@ def make(name: str | None, keep: int | None, to: str | None, address: str, as_js
     for path in care.removed:
         _say(f"removed {path}")
     return 0 if is_whole else FAILED
+
+
+def _is_whole(made: list[admin_pb2.BackupResponse]) -> bool:
+    return not any(one.damaged or one.left_out for one in made)
 
 
 @dataclass
@@ -139,6 +147,21 @@ class _Care:
             stack.enter_context(place.locked())
         return stack
 
+    def drop_damaged_links(self) -> bool:
+        """Remove damaged files that the backup shares with older ones. Return whether it must be made again."""
+        found = [place.url for place, _ in self._places if place.drop_damaged_links(self.name)]
+        for folder in found:
+            what = f"an older backup in {folder} has damaged files, which the new one does not share"
+            say("seqdedupe", f"{what}. `seqdedupe backup list {folder} --verify` names it. Check that disk.")
+        return bool(found)
+
+    def set_aside(self) -> ExitStack:
+        """Free the backup's name until the result is closed."""
+        stack = ExitStack()
+        for place, _ in self._places:
+            stack.enter_context(place.set_aside(self.name))
+        return stack
+
     def copy(self) -> None:
         """Verify every byte, here and at the copy's place."""
         for place, bucket in self._places:
@@ -158,6 +181,7 @@ class _Care:
             for one in places:
                 if one is not None:
                     self.removed += [f"{one.url}/{name}" for name in one.keep(self.name, self.keep)]
+                    _warn_of_future(one, "does not count and is not removed")
 
 
 @backup.command("list", short_help="List backups, and show which are good.")
@@ -186,7 +210,9 @@ def list_backups(place: str, reads_all: bool, as_json: bool) -> int:
 
 
 def _state(one: "KeptBackup") -> str:
-    return f"NOT GOOD: {one.problem}" if one.problem else "good"
+    if one.problem:
+        return f"NOT GOOD: {one.problem}"
+    return "IN THE FUTURE: good, but never the newest" if one.is_in_future else "good"
 
 
 def _kept_json(one: "KeptBackup") -> dict[str, Any]:
@@ -198,6 +224,7 @@ def _kept_json(one: "KeptBackup") -> dict[str, Any]:
         "topics": one.topics,
         "good": not one.problem,
         "problem": one.problem or None,
+        "in_future": one.is_in_future,
     }
 
 
@@ -255,6 +282,7 @@ def restore(places: tuple[str, ...], place: str | None, name: str | None, as_jso
     if place:
         at = place_at(place)
         name = name or at.newest_good()
+        _warn_of_future(at, "is not taken for the newest")
         source, manifests = f"{at.url}/{name}", at.restore(name, to)
     else:
         source, manifests = places[0], backup.restore(Path(places[0]), to)
@@ -267,6 +295,12 @@ def restore(places: tuple[str, ...], place: str | None, name: str | None, as_jso
         for manifest in manifests:
             _say_manifest(to, manifest)
     return 0 if is_whole else FAILED
+
+
+def _warn_of_future(place: "BackupPlace", effect: str) -> None:
+    for name in place.in_future:
+        what = f"the moment of {place.url}/{name} is in the future: it {effect}"
+        say("seqdedupe", f"{what}. If this host's clock is right, remove it.")
 
 
 def _say(line: str) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -232,8 +233,7 @@ def check(backup: Path) -> Manifest:
     found = read_manifest(backup)
     for file in found.files:
         path = backup / file.path
-        if not path.is_file() or path.is_symlink():
-            raise damaged(backup, f"the file {file.path} is missing")
+        _check_is_there(backup, file)
         _check_same(backup, file, path.stat().st_size, checksum(path, _ignore))
     return found
 
@@ -265,6 +265,8 @@ def _restore_part(backup: Path, to: Path, copy: "Copy") -> Manifest:
         for folder in reversed(target.relative_to(to).parents):
             (to / folder).mkdir(mode=0o700, exist_ok=True)
             folders.add(to / folder)
+        if copy is copy_file:
+            _check_is_there(backup, file)
         copied, crc = copy(backup / file.path, target, file.size + 1, _ignore)
         _check_same(backup, file, copied, crc)
         if file.mtime_ns:
@@ -273,6 +275,12 @@ def _restore_part(backup: Path, to: Path, copy: "Copy") -> Manifest:
     for folder in folders:
         sync_folder(folder)
     return found
+
+
+def _check_is_there(backup: Path, file: BackupFile) -> None:
+    path = backup / file.path
+    if not path.is_file() or path.is_symlink():
+        raise damaged(backup, f"the file {file.path} is missing")
 
 
 def _check_same(backup: Path, file: BackupFile, size: int, crc: int) -> None:
@@ -290,6 +298,15 @@ def _ignore(_: int) -> None:
 
 _MOMENT_BYTES = 8
 
+CLOCK_TOLERANCE_SECONDS = 300
+"""The clocks of two hosts may differ by this much. A moment further ahead of the clock is in the future."""
+
+
+def is_in_future(at_us: int) -> bool:
+    """Return whether a backup shows a moment, in microseconds since 1970, that is in the future: the clock was ahead
+    when it was made."""
+    return at_us > time.time_ns() // 1000 + CLOCK_TOLERANCE_SECONDS * 1_000_000
+
 
 class LastBackup:
     """The newest backup of a data directory that was verified."""
@@ -300,8 +317,9 @@ class LastBackup:
         """The moment that the backup shows, in microseconds since 1970; 0 if there is none."""
 
     async def confirm(self, made_at_us: int) -> None:
-        """Record that a backup of this moment was verified. Durable on return. Raises STORE_UNAVAILABLE."""
-        if made_at_us > self.made_at_us:
+        """Record that a backup of this moment was verified, unless a later one was that is not in the future. Durable
+        on return. Raises STORE_UNAVAILABLE."""
+        if made_at_us > self.made_at_us or is_in_future(self.made_at_us):
             batch = WriteBatch(raw_mode=True)
             batch.put(LAST_BACKUP, seal(LAST_BACKUP, made_at_us.to_bytes(_MOMENT_BYTES, "little")))
             await self._store.flush(self._store.write(batch))
@@ -314,6 +332,8 @@ class LastBackup:
 LOGS, STORE = "logs", "store"
 LOCK_FILE = "LOCK"
 """A file in a backup while it is written."""
+REMOVING = ".removing"
+"""The suffix of a former backup that is being removed."""
 MAX_FAULTS_A_FILE = 100
 
 
@@ -326,12 +346,14 @@ class Earlier:
 
     @staticmethod
     def newest(folders: list[Path]) -> "Earlier | None":
-        """Return the newest of those folders that are backups, according to their manifests."""
-        found: list[tuple[int, Path]] = []
+        """Return the newest of those folders that are backups, according to their manifests. A backup from the future
+        comes last."""
+        found: list[tuple[bool, int, Path]] = []
         for folder in folders:
             with suppress(OSError):
-                found.append(((folder / MANIFEST_FILE).lstat().st_mtime_ns, folder))
-        for _, folder in sorted(found, reverse=True):
+                written_ns = (folder / MANIFEST_FILE).lstat().st_mtime_ns
+                found.append((not is_in_future(written_ns // 1000), written_ns, folder))
+        for *_, folder in sorted(found, reverse=True):
             with suppress(SeqdedupeError, OSError):
                 return Earlier(folder, {file.path: file for file in read_manifest(folder).files})
         return None

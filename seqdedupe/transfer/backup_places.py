@@ -26,6 +26,7 @@ from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
 from seqdedupe.transfer.backup import (
     LOCK_FILE,
     LOGS,
+    REMOVING,
     TOKEN_FILE,
     BackupFile,
     Copy,
@@ -35,6 +36,7 @@ from seqdedupe.transfer.backup import (
     copy_file,
     damaged,
     forget_pages,
+    is_in_future,
     parts_of,
     read_manifest,
     restore,
@@ -63,12 +65,19 @@ class KeptBackup:
     topics: int = 0
     """The number of topics whose logs are in it."""
 
+    @property
+    def is_in_future(self) -> bool:
+        """Whether its moment is in the future. Nobody knows then how old it is, so it is neither newest nor counted."""
+        return is_in_future(self.made_at_us)
+
 
 class BackupPlace(ABC):
     """A place where backups are kept. Blocks; for one thread."""
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.in_future: list[str] = []
+        """The backups that the last `keep` or `newest_good` ignored, because their moments are in the future."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -146,9 +155,11 @@ class BackupPlace(ABC):
         """Keep the newest `count` good backups that have a TIME_NAME, and `new`, which the caller has checked.
 
         Remove all backups older than these, good or not, and return their names. Remove nothing while there are fewer
-        good ones. Raises OBJECT_STORE_UNAVAILABLE; OSError.
+        good ones. Ignore backups whose moments are in the future. Raises OBJECT_STORE_UNAVAILABLE; OSError.
         """
-        names = [name for name in self.names() if TIME_NAME.fullmatch(name)]
+        found = [self.look(name, reads_all=False) for name in self.names() if TIME_NAME.fullmatch(name)]
+        self.in_future = [one.name for one in found if one.is_in_future]
+        names = [one.name for one in found if not one.is_in_future]
         good: list[str] = []
         for name in reversed(names):
             if len(good) < count and not self.look(name, reads_all=self.reads_before_removing).problem:
@@ -163,13 +174,19 @@ class BackupPlace(ABC):
         return removed
 
     def newest_good(self) -> str:
-        """Return the name of the backup with the latest moment, among those that are good by the sizes of their files.
+        """Return the name of the backup with the latest moment that is not in the future, among those that are good by
+        the sizes of their files.
 
         Raises BACKUP_DAMAGED if there is none, OBJECT_STORE_UNAVAILABLE; OSError.
         """
         found = [self.look(name, reads_all=False) for name in self.names()]
-        if good := [one for one in found if not one.problem]:
-            return max(good, key=lambda one: (one.made_at_us, one.name)).name
+        self.in_future = [one.name for one in found if one.is_in_future]
+        good = [one for one in found if not one.problem]
+        if past := [one for one in good if not one.is_in_future]:
+            return max(past, key=lambda one: (one.made_at_us, one.name)).name
+        if good:
+            what = f"{self.url} has only backups whose moments are in the future: {', '.join(one.name for one in good)}"
+            raise error("BACKUP_DAMAGED", what, hint="Is this host's clock right? Name one with `--backup`.")
         hint = "Is that the place? `seqdedupe backup list` says what is there; `--backup` restores one that is damaged."
         raise error("BACKUP_DAMAGED", f"{self.url} has no good backup; {len(found)} are not good", hint=hint)
 
@@ -188,16 +205,22 @@ def place_at(url: str) -> BackupPlace:
     if url.startswith(S3_SCHEME):
         return BucketPlace(url)
     if "://" in url:
+        _check_has_no_user(url)
         raise error(
             "INVALID_CONFIGURATION", f"{url} is no place for backups", hint="Give s3://bucket/prefix or a folder."
         )
     return FolderPlace(Path(url))
 
 
-# -- A folder.
+def _check_has_no_user(url: str) -> None:
+    """Raise INVALID_CONFIGURATION, without the URL, if user information may be in it: URLs are printed."""
+    authority = url.partition("://")[2].partition("/")[0]
+    if "@" in authority or ":" in authority:
+        hint = "Give s3://bucket/prefix, and the credentials in the environment (AWS_…)."
+        raise error("INVALID_CONFIGURATION", "the URL of a place for backups has user information or a port", hint=hint)
 
-REMOVING = ".removing"
-"""The suffix of a former backup that is being removed."""
+
+# -- A folder.
 
 COMMAND_LOCK_FILE = ".lock"
 """In the folder of the backups: the lock of the command that copies or removes some."""
@@ -253,6 +276,45 @@ class FolderPlace(BackupPlace):
         sync_folder(self._folder)
         shutil.rmtree(gone)
 
+    def drop_damaged_links(self, name: str) -> bool:
+        """Remove the damaged files that a backup shares with another one. Return whether there were any.
+
+        The next backup copies these files, since it finds none to share. Raises BACKUP_DAMAGED, NEWER_FORMAT, and the
+        errors of `parts_of`; OSError.
+        """
+        whole = self._folder / name
+        found = [
+            part / file.path
+            for part in parts_of(whole)
+            for file in read_manifest(part).files
+            if self._is_damaged_link(name, part / file.path, file)
+        ]
+        for path in found:
+            path.unlink()
+        return bool(found)
+
+    def _is_damaged_link(self, name: str, path: Path, file: BackupFile) -> bool:
+        if not path.is_file() or path.is_symlink() or path.stat().st_nlink == 1:
+            return False
+        try:
+            return self._crc32c(name, path.relative_to(self._folder / name).as_posix(), file.size) != file.crc32c
+        except OSError:
+            # The disk cannot read it.
+            return True
+
+    @contextmanager
+    def set_aside(self, name: str) -> Iterator[None]:
+        """Free the name of a backup for the block, which makes another one. That one can share files with it. Remove
+        it afterwards. Raises OSError."""
+        aside = self._folder / f"{name}{REMOVING}"
+        (self._folder / name).rename(aside)
+        # A new file may have the inode of a removed one.
+        self._known.clear()
+        try:
+            yield
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
     def _opened(self, name: str) -> AbstractContextManager[Path]:
         return nullcontext(self._folder / name)
 
@@ -304,6 +366,10 @@ CLAIM_FILE = "CLAIM"
 READ_BYTES = 8 * 1024 * 1024
 """The size of one read request."""
 
+_ENDPOINT = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]]+)(:(?P<port>[0-9]{1,5}))?(/[^\s?#]*)?", re.IGNORECASE)
+_MAX_PORT = 65535
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+
 _SMALL_FILES = {MANIFEST_FILE, WORKERS_FILE, SHARDS_FILE, TOKEN_FILE}
 _WORKER = re.compile(r"worker-\d+")
 
@@ -311,15 +377,18 @@ _WORKER = re.compile(r"worker-\d+")
 class BucketPlace(BackupPlace):
     """A prefix of a bucket. Endpoint, region and credentials come from the environment (`AWS_…`).
 
-    Raises INVALID_CONFIGURATION if the extra `s3` is not installed, or the URL names no bucket.
+    Raises INVALID_CONFIGURATION if the extra `s3` is not installed, the URL names no bucket or has user information, or
+    the endpoint is invalid or has user information.
     """
 
     reads_before_removing = False
 
     def __init__(self, url: str) -> None:
         super().__init__(url.rstrip("/"))
+        _check_has_no_user(url)
         if not url.startswith(S3_SCHEME):
             raise error("INVALID_CONFIGURATION", f"{url} is no {S3_SCHEME}bucket/prefix")
+        _check_endpoint()
         try:
             import obstore
             from obstore import exceptions
@@ -339,11 +408,17 @@ class BucketPlace(BackupPlace):
             yield
         except self._failures.BaseError as e:
             raise error("OBJECT_STORE_UNAVAILABLE", f"{self.url} cannot be used: {_said(e)}") from e
+        except ValueError as e:
+            what = f"{self.url} cannot have a backup of that name: {_said(e)}"
+            raise error("INVALID_CONFIGURATION", what, hint="`seqdedupe backup list` shows the names.") from e
 
     def names(self) -> list[str]:
         # Some servers go on listing a prefix whose objects are gone.
         paths = [PurePosixPath(path) for path in self._objects_below(None)]
-        return sorted({path.parts[0] for path in paths if len(path.parts) > 1})
+        if names := {path.parts[0] for path in paths if len(path.parts) > 1}:
+            return sorted(names)
+        hint = "Is that the bucket, and the prefix of the backups? Without a backup there is no prefix."
+        raise error("BACKUP_DAMAGED", f"{self.url} is not there", hint=hint)
 
     def upload(self, backup: Path, name: str) -> None:
         """Copy a backup from a folder to this place, and read it back. It is a backup once its last object is written.
@@ -436,6 +511,19 @@ class BucketPlace(BackupPlace):
             return copied, crc
 
         return copy
+
+
+def _check_endpoint() -> None:
+    """Raise INVALID_CONFIGURATION, without the URL, for an endpoint in the environment with which the library would
+    panic, or that has user information: errors show URLs."""
+    for name in _ENDPOINT_VARIABLES:
+        if (url := os.environ.get(name)) is None:
+            continue
+        found = _ENDPOINT.fullmatch(url)
+        if not found or int(found["port"] or 0) > _MAX_PORT:
+            what = f"{name} in the environment is no http(s)://host:port, or has user information"
+            hint = "Give the credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+            raise error("INVALID_CONFIGURATION", what, hint=hint)
 
 
 def _said(failure: Exception) -> str:

@@ -1,6 +1,7 @@
 """Backups in an object store, a real one: what is uploaded, listed, kept and restored, and what a kill leaves there."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.errors import DamagedError, UnavailableError
+from seqdedupe.errors import ConfigurationError, DamagedError, UnavailableError
 from seqdedupe.log.embedded.log_folder import SECRET_FILE
 from seqdedupe.store.directories import MANIFEST_FILE
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.transfer.backup_places import CLAIM_FILE, BucketPlace, FolderPlace
+from seqdedupe.transfer.backup_places import CLAIM_FILE, BucketPlace, FolderPlace, place_at
 from tests.backup.keeping import KILLED
 from tests.backup.test_places import NAMES, place_with
 from tests.backup.test_restoring import made
@@ -55,7 +56,10 @@ async def test_uploaded_listed_kept_and_restored(tmp_path: Path, lake: str) -> N
     async with opened(tmp_path / "restored") as there:
         assert [message.sequence_id for message in await there.messages("t")] == list(range(30))
     # Another prefix has nothing of this.
-    assert BucketPlace(f"s3://{lake}/other").names() == []
+    other = BucketPlace(f"s3://{lake}/other")
+    for look in (other.names, other.newest_good):
+        with pytest.raises(DamagedError, match=r"other is not there.*BACKUP_DAMAGED"):
+            look()
 
 
 async def test_what_is_not_whole_is_none(tmp_path: Path, lake: str) -> None:
@@ -115,6 +119,51 @@ def test_a_store_that_refuses_says_why(lake: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(UnavailableError, match=r"SignatureDoesNotMatch.*OBJECT_STORE_UNAVAILABLE"):
         BucketPlace(f"s3://{lake}").names()
+
+
+@pytest.mark.parametrize("url", ["s3://KEY:SECRET@b/p", "s3://KEY:SE/CRET@b/p", "gs://SECRET@b/p", "S3://KEY:SECRET@b"])
+def test_a_url_with_a_user_is_refused_and_not_quoted(url: str) -> None:
+    for place in (place_at, BucketPlace):
+        with pytest.raises(ConfigurationError, match="INVALID_CONFIGURATION") as refused:
+            place(url)
+        assert not re.search("KEY|SECRET|CRET@", str(refused.value))
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://u:word@127.0.0.1:9",
+        "http://word@h",
+        "http://h:word",
+        "http://h:65536",
+        "http://[::1",
+        "word",
+        "",
+        " http://h",
+    ],
+)
+def test_an_endpoint_that_cannot_be_is_refused_and_not_quoted(
+    monkeypatch: pytest.MonkeyPatch, name: str, url: str
+) -> None:
+    monkeypatch.setenv(name, url)
+    with pytest.raises(ConfigurationError, match=f"{name} .*INVALID_CONFIGURATION") as refused:
+        BucketPlace("s3://bucket/prefix")
+    assert "word" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:9000", "https://s3.example.org", "HTTP://[::1]:9/a/", "http://h_1:9/"]
+)
+def test_an_endpoint_that_can_be_is_taken(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    BucketPlace("s3://bucket/prefix@1:2")
+
+
+@pytest.mark.parametrize("name", ["../a/x", "a//b", "."])
+def test_a_name_that_leads_elsewhere_is_refused(lake: str, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="INVALID_CONFIGURATION"):
+        BucketPlace(f"s3://{lake}/p").restore(name, tmp_path / "restored")
 
 
 # -- Killed at its requests.

@@ -2,19 +2,22 @@
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from seqdedupe.errors import ConfigurationError, DamagedError, UnavailableError
 from seqdedupe.files import UNFINISHED
+from seqdedupe.store.db import Store
 from seqdedupe.store.directories import MANIFEST_FILE
-from seqdedupe.transfer.backup import LOCK_FILE, BackupFault, BackupMaker
-from seqdedupe.transfer.backup_places import REMOVING, TIME_NAME, FolderPlace, place_at
+from seqdedupe.transfer.backup import LOCK_FILE, REMOVING, BackupFault, BackupMaker, Earlier, LastBackup, read_manifest
+from seqdedupe.transfer.backup_places import TIME_NAME, FolderPlace, KeptBackup, place_at
 from tests.backup.test_restoring import made
 from tests.doctor.directories import fingerprint, opened
 
 NAMES = [f"202611{day:02}T020000Z" for day in range(1, 7)]
+DAY_US = 24 * 3600 * 1_000_000
 
 
 def fails(making: BackupMaker) -> None:
@@ -90,7 +93,7 @@ async def test_the_newest_good_ones_are_kept(tmp_path: Path) -> None:
 async def test_control_who_counts_all_of_them_keeps_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = await place_with(tmp_path, NAMES[0], NAMES[1])
     (tmp_path / "place" / NAMES[1] / MANIFEST_FILE).unlink()
-    monkeypatch.setattr(FolderPlace, "look", lambda _, name, **__: type("Good", (), {"problem": ""}))
+    monkeypatch.setattr(FolderPlace, "look", lambda _, name, **__: KeptBackup(name, ""))
     place.keep(NAMES[1], 1)
     monkeypatch.undo()
     assert good(place) == []
@@ -100,6 +103,52 @@ async def test_a_clock_that_went_back_does_not_remove_the_new_one(tmp_path: Path
     place = await place_with(tmp_path, *NAMES[:3])
     assert place.keep(NAMES[1], 1) == NAMES[:1]
     assert good(place) == NAMES[1:3]
+
+
+def put_in_future(backup: Path) -> int:
+    """The moment of a backup that was made while the clock was a day ahead."""
+    manifest = read_manifest(backup)
+    manifest.made_at_us = time.time_ns() // 1000 + DAY_US
+    manifest.write(backup)
+    later_ns = manifest.made_at_us * 1000
+    os.utime(backup / MANIFEST_FILE, ns=(later_ns, later_ns))
+    return manifest.made_at_us
+
+
+@pytest.mark.parametrize("ahead", [0, 3, 5])
+async def test_a_backup_from_the_future_is_neither_newest_nor_counted_nor_removed(tmp_path: Path, ahead: int) -> None:
+    """No matter where its name is among the others."""
+    place = await place_with(tmp_path, *NAMES)
+    put_in_future(tmp_path / "place" / NAMES[ahead])
+    others = [name for name in NAMES if name != NAMES[ahead]]
+    assert place.newest_good() == max(others)
+    assert place.in_future == [NAMES[ahead]]
+    assert place.keep(others[-1], 2) == others[:-2]
+    assert place.in_future == [NAMES[ahead]]
+    assert place.names() == sorted([*others[-2:], NAMES[ahead]])
+    earlier = Earlier.newest([tmp_path / "place" / name for name in place.names()])
+    assert earlier is not None
+    assert earlier.folder.name == others[-1]
+
+
+async def test_where_all_are_from_the_future_one_must_be_named(tmp_path: Path) -> None:
+    place = await place_with(tmp_path, NAMES[0])
+    put_in_future(tmp_path / "place" / NAMES[0])
+    with pytest.raises(DamagedError, match=f"only backups whose moments are in the future: {NAMES[0]}"):
+        place.newest_good()
+    place.restore(NAMES[0], tmp_path / "restored")
+
+
+async def test_a_last_backup_of_the_future_gives_way_to_an_earlier_one(tmp_path: Path) -> None:
+    now_us = time.time_ns() // 1000
+    store = Store.open(tmp_path / "store")
+    try:
+        last = LastBackup(store)
+        for at_us in (now_us + DAY_US, now_us, now_us - 1):
+            await last.confirm(at_us)
+            assert LastBackup(store).made_at_us == last.made_at_us == max(at_us, now_us)
+    finally:
+        store.close()
 
 
 async def test_what_dead_processes_left_goes_and_what_is_written_stays(tmp_path: Path) -> None:

@@ -119,7 +119,10 @@ async def test_a_link_in_it_is_not_followed(tmp_path: Path) -> None:
     (backup / file.path).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DamagedError, match="missing"):
         check(backup)
-    with pytest.raises(UnavailableError, match="LOG_UNREADABLE"):
+    with pytest.raises(DamagedError, match=r"missing.*BACKUP_DAMAGED"):
+        restore(backup, tmp_path / "restored")
+    (backup / file.path).unlink()
+    with pytest.raises(DamagedError, match=r"missing.*BACKUP_DAMAGED"):
         restore(backup, tmp_path / "restored")
 
 

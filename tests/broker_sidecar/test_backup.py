@@ -293,6 +293,7 @@ def test_names_lead_nowhere_else(usual: At, tmp_path: Path) -> None:
         "ü",
         "b" * 101,
         "b.unfinished",
+        "b.removing",
     ):
         assert refused(lambda: list(usual.begin(name))).reason == "INVALID_REQUEST", name  # noqa: B023
     for name in ("link", "dangling", "file"):

@@ -1,5 +1,6 @@
 """`seqdedupe backup`, `verify` and `restore` as processes: what they print, and their exit statuses."""
 
+import asyncio
 import json
 import os
 import re
@@ -13,9 +14,12 @@ import pytest
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import InvalidRequestError
+from seqdedupe.store.db import Store
 from seqdedupe.testing import Sidecar
+from seqdedupe.transfer.backup import LastBackup
 from seqdedupe.transfer.backup_places import FolderPlace
 from seqdedupe.v1 import admin_pb2
+from tests.backup.test_places import DAY_US, put_in_future
 from tests.broker_sidecar.metrics.scraping import scrape
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS
 from tests.doctor.directories import segments
@@ -128,6 +132,22 @@ def test_the_newest_are_kept_listed_and_restored(sidecar: Sidecar, tmp_path: Pat
         assert "See seqdedupe" in run(sidecar, *words, status=2)
 
 
+def test_one_from_the_future_is_named(sidecar: Sidecar, tmp_path: Path) -> None:
+    backups = tmp_path / "backups"
+    for name in ("20261101T020000Z", "20261102T020000Z"):
+        run(sidecar, "backup", name)
+    put_in_future(backups / name)
+    assert "IN THE FUTURE" in run(sidecar, "backup", "list", backups).splitlines()[2]
+    listed = json.loads(run(sidecar, "backup", "list", backups, "--json"))["backups"]
+    assert [one["in_future"] for one in listed] == [False, True]
+    done = attempt(sidecar, "restore", "--from", backups, tmp_path / "r")
+    assert done.stdout.startswith(f"restored {backups / '20261101T020000Z'}\n")
+    assert f"the moment of {backups / name} is in the future" in done.stderr
+    done = attempt(sidecar, "backup", "--keep", 2)
+    assert f"the moment of {backups / name} is in the future" in done.stderr
+    assert (done.returncode, len(os.listdir(backups))) == (0, 4)
+
+
 def test_what_is_damaged_is_listed_as_that_and_keeps_the_older_ones(sidecar: Sidecar, tmp_path: Path) -> None:
     backups = tmp_path / "backups"
     first = json.loads(run(sidecar, "backup", "--keep", 1, "--json"))
@@ -163,6 +183,20 @@ def test_the_moment_of_the_last_one_survives_a_restart_and_what_cannot_be_is_ref
     sidecar.kill()
     sidecar.start()
     assert moment(sidecar) == part["made_at_us"] / 1e6
+
+
+def test_a_moment_in_the_future_keeps_no_alert_silent(sidecar: Sidecar) -> None:
+    """The clock was a day ahead when the last backup was confirmed."""
+    sidecar.kill()
+    store = Store.open(sidecar.data / "store")
+    try:
+        asyncio.run(LastBackup(store).confirm(time.time_ns() // 1000 + DAY_US))
+    finally:
+        store.close()
+    sidecar.start()
+    assert moment(sidecar) == 0
+    [part] = json.loads(run(sidecar, "backup", "one", "--json"))["parts"]
+    wait_for_moment(sidecar, part["made_at_us"])
 
 
 def test_one_command_at_a_time_and_only_where_the_folder_is(sidecar: Sidecar, tmp_path: Path) -> None:
@@ -203,3 +237,36 @@ def test_of_several_workers_the_whole_is_kept_and_listed(tmp_path: Path) -> None
         assert "no file BACKUP" in found["problem"]
     with Sidecar(tmp_path / "r", workers=2) as restored, Client(restored.address) as client:
         assert len(list(client.admin.topics())) == 4
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_damage_in_a_shared_file_is_not_shared_again(tmp_path: Path, workers: int) -> None:
+    """One byte of an older backup has changed; size and time of the file have not."""
+    backups = tmp_path / "backups"
+    backups.mkdir()
+    with Sidecar(tmp_path / "s", workers=workers, backup_directory=backups) as sidecar:
+        with Client(sidecar.address) as client:
+            for topic in ("a", "b", "c", "d"):
+                with client.producer(topic, "shop") as producer:
+                    producer.send(bytes(100))
+        run(sidecar, "backup", "one")
+        [rotten, *_] = sorted((backups / "one").rglob("*.log"))
+        times = rotten.stat().st_atime_ns, rotten.stat().st_mtime_ns
+        raw = bytearray(rotten.read_bytes())
+        raw[-5] ^= 1
+        rotten.write_bytes(raw)
+        os.utime(rotten, ns=times)
+        done = attempt(sidecar, "backup", "two", "--json")
+        assert (done.returncode, "older backup" in done.stderr) == (0, True)
+        said = json.loads(done.stdout)
+        assert said["verified"]
+        assert sum(part["linked_bytes"] for part in said["parts"]) > 0
+        run(sidecar, "backup", "three")
+        found = FolderPlace(backups)
+        assert {name: not found.look(name, reads_all=True).problem for name in found.names()} == {
+            "one": False,
+            "two": True,
+            "three": True,
+        }
+        assert {path.name for path in backups.iterdir()} == {"one", "two", "three"}
+        assert rotten.read_bytes() == raw
