@@ -395,7 +395,8 @@ class Relay:
                 else:
                     return
         finally:
-            await self._blocking(self._store.close)
+            # At once: after Ctrl-C no other thread can be started.
+            self._store.close()
 
     async def _check_sidecar(self, *, follow: bool) -> None:
         """Wait until the sidecar answers. While the outbox is empty nothing else asks it, and a wrong address or token
