@@ -14,7 +14,7 @@ from typing import Any
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import REASONS, SeqdedupeError, error
 from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.log.contract import DamageFound, Skipped
 from seqdedupe.message_id import MessageId, Position
@@ -217,9 +217,12 @@ class TopicBase(ABC):
         if self.knows_its_end:
             return
         self.check_may_go_on()
+        # Nothing is being read, for example, if a start has found a full disk.
+        hint = REASONS["LOG_REFUSED"].hint if self.state is State.READ_ONLY else None
         raise error(
             "RECOVERING",
             f"where topic {self.name} ends is not known yet: {self.why}",
+            hint=hint,
             certain_index=self.readable_index,
         )
 

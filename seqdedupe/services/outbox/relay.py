@@ -372,8 +372,7 @@ class Relay:
     async def _run(self, *, follow: bool) -> None:
         try:
             await self._open_at_last(lambda e: not follow or refuses_entry(e.__cause__))
-            if follow:
-                await self._check_address()
+            await self._check_sidecar(follow=follow)
             while True:
                 try:
                     await self._relay(follow=follow)
@@ -396,21 +395,31 @@ class Relay:
                 else:
                     return
         finally:
-            await self._blocking(self._store.close)
+            # At once: after Ctrl-C no other thread can be started.
+            self._store.close()
 
-    async def _check_address(self) -> None:
-        """Ask the sidecar. Without rows nothing else would ask it, and a wrong address would show only with the first
-        rows. Raises NOT_A_SIDECAR; UNKNOWN_CALL for a sidecar without topics. All other problems show with the rows."""
-        try:
-            await self._client.ends(self._route("any") if self._route else self._topic)
-        except UnavailableError as e:
-            if e.reason == NOT_A_SIDECAR:
-                raise
+    async def _check_sidecar(self, *, follow: bool) -> None:
+        """Wait until the sidecar answers. While the outbox is empty nothing else asks it, and a wrong address or token
+        would show only with the first row.
+
+        Raises NOT_A_SIDECAR, UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics; without `follow` any
+        UnavailableError. All other problems show with the rows: the relay need not have the right to read."""
+        while True:
+            try:
+                await self._client.ends(self._route("any") if self._route else self._topic)
+            except UnavailableError as e:
+                if not follow or e.reason == NOT_A_SIDECAR:
+                    raise
+                self._report(f"trying again: {e}")
+                self.activity.waits(e)
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            except SeqdedupeError as e:
+                if e.reason in ("UNKNOWN_CALL", "UNAUTHENTICATED"):
+                    raise
+            self._has_begun = True
+            self.activity.runs()
             return
-        except SeqdedupeError as e:
-            if e.reason == "UNKNOWN_CALL":
-                raise
-        self._has_begun = True
 
     async def lag(self) -> Lag:
         """Return how far behind the relay is, while it runs."""

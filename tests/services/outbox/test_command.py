@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import sqlite3
 import subprocess
 from pathlib import Path
@@ -21,6 +22,7 @@ from seqdedupe.services.outbox import steps as outbox_steps
 from seqdedupe.services.outbox.postgres_outbox import Horizon
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.cli.conftest import COMMAND
+from tests.processes import running
 from tests.services.outbox.conftest import NAME, Database, payloads, relay_all
 
 
@@ -84,6 +86,24 @@ def test_what_is_amiss_is_one_line(shared_sidecar: Sidecar, topic: str, tmp_path
     said = run("lag", "--database", f"sqlite:///{tmp_path / 'none.db'}", status=1).stderr
     assert f"there is no file {tmp_path / 'none.db'}" in said
     assert "seqdedupe outbox ddl sqlite" in said
+
+
+def test_an_empty_outbox_hides_no_sidecar_that_refuses(postgres: Database, tmp_path: Path) -> None:
+    relay = ("relay", "--database", postgres.url, "--topic", "t", "--producer", NAME, "--address")
+    assert "[UNREACHABLE]" in run(*relay, "127.0.0.1:1", "--once", status=1).stderr
+    (tmp_path / "token").write_text("wrong")
+    wrong = ("--token-file", str(tmp_path / "token"))
+    with Sidecar(tmp_path / "data", authentication="token") as sidecar:
+        for once in ((), ("--once",)):
+            assert "[UNAUTHENTICATED]" in run(*relay, sidecar.address, *wrong, *once, status=1).stderr
+        right = ("--token-file", str(sidecar.token_file))
+        assert "0 published" in run(*relay, sidecar.address, *right, "--once").stdout
+    with running([COMMAND, "outbox", *relay, "127.0.0.1:1"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "[UNREACHABLE]" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LAST_RESORT_SECONDS) == 130
+        assert "Traceback" not in process.stderr.read()
 
 
 def test_what_cannot_be_added(tmp_path: Path) -> None:
