@@ -117,8 +117,8 @@ def _configuration(hint: str) -> Reason:
 REASONS: dict[str, Reason] = {
     # The request.
     "MALFORMED_MESSAGE": _invalid("Send the message that the published schema describes."),
-    "INVALID_TOPIC_NAME": _invalid("Name the topic persistent://tenant/namespace/name, or with a short name."),
-    "INVALID_NAMESPACE": _invalid("Name the namespace tenant/namespace, as public/default."),
+    "INVALID_TOPIC_NAME": _invalid("Write the topic as persistent://TENANT/NAMESPACE/NAME, or use a short name."),
+    "INVALID_NAMESPACE": _invalid("Write the namespace as TENANT/NAMESPACE, for example public/default."),
     "INVALID_NAME": _invalid(
         "Give every producer a name of 1 to 255 bytes of UTF-8 without control characters, each once in a request."
     ),
@@ -232,8 +232,8 @@ REASONS: dict[str, Reason] = {
     "REPLAY_GAP": Reason(
         DataLossError,
         "FAILED_PRECONDITION",
-        "Replay every entry after the position in Attached, in the log's order. If some of them are gone, "
-        "delete the topic here and replay the log from its beginning.",
+        "Replay every entry after `Attached.replay_after`, in the log's order. If some of these entries are gone, "
+        "delete the topic in the sidecar and replay the log from its beginning.",
     ),
     # Temporary failures.
     "NOT_ATTACHED": Reason(
@@ -367,8 +367,8 @@ REASONS: dict[str, Reason] = {
     "POSITION_DIVERGED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "An old copy of the log was restored and has grown differently: the topic does not hold what was read before. "
-        "Find out which history counts before you read on.",
+        "An old copy of the log was restored, and other messages were appended to it. So the topic no longer contains "
+        "the messages that were read before. Decide which version is correct before you read on.",
     ),
     "CURSOR_MOVED": Reason(
         FencedError,

@@ -399,10 +399,10 @@ class Permissions:
                 use.check("producer_names", its + new)
 
     async def judge_known_names(self, topic: str, producers: Producers) -> Allowing | None:
-        """Judge all names that the topic knows, in steps, so that `check_new_names` can count them. Names already
-        judged are skipped.
+        """Judge all producer names that the topic knows, so that `check_new_names` can count them. Skip names already
+        judged. Other calls run between groups of names.
 
-        The result is forgotten when nothing holds the returned object.
+        The caller must keep the returned object: the results are lost when it is freed.
         """
         allowing = self.allowing(topic, producers)
         if allowing is not None and self.shares.of(caller().name).limits.producer_names is not None:

@@ -299,7 +299,7 @@ async def call(
     """Make a unary call over this channel. After RECOVERING, repeat it after the delay in the answer. After
     TOKEN_EXPIRED, repeat it once with the current token.
 
-    Raises the reason of a refusal; RECOVERING if that lasts for CALL_TIMEOUT_SECONDS.
+    Raises the reason of a refusal, and RECOVERING if the recovery takes longer than CALL_TIMEOUT_SECONDS.
     """
     check_not_forked()
     loop = asyncio.get_running_loop()
@@ -559,9 +559,10 @@ class ClientCalls:
         request: Message,
         timeout_seconds: float = CALL_TIMEOUT_SECONDS,
     ) -> M:
-        """Make a unary call about the request's topic, or about no topic. Waits while the topic recovers.
+        """Make a unary call to the owner of the request's topic, or, without a topic, to one sidecar that answers. Wait
+        while the topic recovers.
 
-        Raises the errors of `at`; RECOVERING if that lasts for CALL_TIMEOUT_SECONDS.
+        Raises the errors of `at`, and RECOVERING if the recovery takes longer than CALL_TIMEOUT_SECONDS.
         """
 
         def act(connection: SidecarConnection) -> Awaitable[M]:

@@ -395,10 +395,11 @@ def _put_validity(
 
 @kernel()
 def take(raw: Bytes, places: Int64s, marks: Uint8s, mark: int, out: Uint8s) -> int:
-    """Write the canonical encoding of the rows with this mark, at least one. Return its number of bytes.
+    """Write the canonical encoding of the rows whose mark is `mark`. Return its number of bytes.
 
-    The batch has one producer, or none. The producer's link becomes its row before the first one kept. `out` has room
-    for all of it. Works as `Batch.take` and `Batch.encode`.
+    At least one row must have the mark, and the batch at most one producer. The producer's link becomes the last row
+    before the first row kept. `out` must have room for the whole encoding. The result is the same as that of
+    `Batch.take`, then `Batch.encode`.
     """
     rows = int(places[ROWS])
     runs = np.empty(rows + 2, np.int64)

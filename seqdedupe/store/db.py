@@ -248,11 +248,12 @@ class Store:
             return opening.db[keys]  # type: ignore[index, return-value]
 
     def write(self, batch: WriteBatch, only_in: int | None = None) -> int:
-        """Write a batch whole, unsynced. `await flush()` with the returned number makes it durable.
+        """Write a batch atomically, without a sync. Return the number of the current opening of RocksDB: `await
+        flush()` with it makes the batch durable.
 
         Batches become durable in the order in which they were written. A write holds the GIL: keep batches small. With
-        `only_in` it raises STORE_UNAVAILABLE if RocksDB was opened again since that opening: data that the batch builds
-        on may be lost.
+        `only_in`, raise STORE_UNAVAILABLE if that opening is no longer the current one: data on which the batch depends
+        may be lost.
         """
         opening = self._current()
         if only_in is not None and opening.number != only_in:

@@ -185,8 +185,9 @@ class Sessions:
         return answer
 
     def begin_anew(self, names: list[bytes], epochs: Int64s) -> None:
-        """Note that these sessions were resumed after their names had been forgotten. Their clients may not have
-        received the answer. So each resume reports it, as long as this process knows them."""
+        """Note that these sessions were resumed after their names had been forgotten. A client may not have received
+        the answer that reported this. So every later resume of such a session reports it again, until the session or
+        this process ends."""
         self._begun_anew.update(zip(names, epochs.tolist(), strict=True))
 
     def has_begun_anew(self, name: bytes, epoch: int) -> bool:

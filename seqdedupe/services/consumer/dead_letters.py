@@ -341,8 +341,8 @@ _POLL_SECONDS = 0.02
 
 
 def deduplication_id(consumer: str, topic: str, incarnation: int, index: int) -> str:
-    """Return the ID under which a dead letter is published each time. It names the message and the consumer that gave
-    it up. If the text is too long, its SHA-256 takes its place."""
+    """Return the deduplication ID of a dead letter, the same at each attempt to publish it. The ID names the message
+    and the consumer that gave it up. An ID that would be too long is replaced by its SHA-256."""
     text = f"{consumer}/{topic}/{incarnation}/{index}"
     return text if len(text.encode()) <= MAX_DEDUPLICATION_ID_BYTES else hashlib.sha256(text.encode()).hexdigest()
 
