@@ -44,6 +44,16 @@ def test_the_page_is_true(page: Path, tmp_path: Path) -> None:
             reader.follow(page)
 
 
+def test_pages_that_follow_one_another_are_true_in_one_folder(tmp_path: Path) -> None:
+    """A reader who goes from page to page keeps the folder, with its databases, and the sidecar with its topics."""
+    with Sidecar(tmp_path / "sidecar") as sidecar:
+        folder = tmp_path / "reader"
+        folder.mkdir()
+        with closing(Reader(folder, environment(sidecar.address), sidecar.address)) as reader:
+            for page in ("start/services", "guides/outbox", "guides/consumer", "guides/inbox", "guides/pipe"):
+                reader.follow(ROOT / "docs" / f"{page}.md")
+
+
 def test_the_quickstart_is_true(tmp_path: Path) -> None:
     with reserved_port() as port:
         address = f"127.0.0.1:{port.getsockname()[1]}"
