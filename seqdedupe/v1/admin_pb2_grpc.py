@@ -525,7 +525,8 @@ class AdminServiceServicer(object):
 
     def ConfirmBackup(self, request, context):
         """Records that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it
-        is kept. Durable when it is answered. Metrics show the newest confirmed moment; an older one changes nothing.
+        is kept. Durable when it is answered. Metrics show the newest confirmed moment. An older one changes
+        nothing, unless the newest is in the future, because the clock was ahead.
         Errors: `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -190,7 +190,8 @@ class AdminServiceStub:
     """
     ConfirmBackup: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ConfirmBackupRequest, _admin_pb2.ConfirmBackupResponse]
     """Records that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it
-    is kept. Durable when it is answered. Metrics show the newest confirmed moment; an older one changes nothing.
+    is kept. Durable when it is answered. Metrics show the newest confirmed moment. An older one changes
+    nothing, unless the newest is in the future, because the clock was ahead.
     Errors: `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
     """
     GetVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]
@@ -358,7 +359,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ConfirmBackup: _aio.UnaryUnaryMultiCallable[_admin_pb2.ConfirmBackupRequest, _admin_pb2.ConfirmBackupResponse]  # type: ignore[assignment]
     """Records that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it
-    is kept. Durable when it is answered. Metrics show the newest confirmed moment; an older one changes nothing.
+    is kept. Durable when it is answered. Metrics show the newest confirmed moment. An older one changes
+    nothing, unless the newest is in the future, because the clock was ahead.
     Errors: `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
     """
     GetVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]  # type: ignore[assignment]
@@ -733,7 +735,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ConfirmBackupResponse, _abc.Awaitable[_admin_pb2.ConfirmBackupResponse]]:
         """Records that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it
-        is kept. Durable when it is answered. Metrics show the newest confirmed moment; an older one changes nothing.
+        is kept. Durable when it is answered. Metrics show the newest confirmed moment. An older one changes
+        nothing, unless the newest is in the future, because the clock was ahead.
         Errors: `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
         """
 
