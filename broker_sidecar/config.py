@@ -122,7 +122,7 @@ class PulsarConfig:
 
     def _check_credentials(self) -> Problems:
         if self.token_file and self.has_oauth2:
-            yield invalid("pulsar.oauth2_issuer_url", "is given, and pulsar.token_file too: one of them is enough")
+            yield invalid("pulsar.oauth2_issuer_url", "is given together with pulsar.token_file: give only one of them")
         yield from _check_file("pulsar.token_file", self.token_file)
         if self.has_oauth2:
             yield from _check_http("pulsar.oauth2_issuer_url", self.oauth2_issuer_url, ("https", "http"))
@@ -143,7 +143,7 @@ def _check_http(name: str, url: str, schemes: tuple[str, ...]) -> Problems:
 
 def _check_file(name: str, path: str) -> Problems:
     if path and not (os.path.isfile(path) and os.access(path, os.R_OK)):
-        yield invalid(name, f"is {path!r}: there is no such file that can be read")
+        yield invalid(name, f"is {path!r}: the file does not exist, or cannot be read")
 
 
 # -- All keys.
@@ -321,25 +321,32 @@ def _check_authentication(config: Config) -> Problems:
         if getattr(config, name) and not getattr(config, other):
             yield invalid(other, f"is needed with {name}")
     if config.peer_token_file and not config.peers:
-        yield invalid("peer_token_file", "has no use without peers: to no others the token goes")
+        yield invalid("peer_token_file", "has no effect without peers: only they receive the token")
     for name in ("token_keys_file", "tls_client_ca_file", "rules_file"):
         if getattr(config, name) and config.authentication == "none":
-            yield invalid("authentication", f"is 'none': nobody is asked who they are, and {name} has no use")
+            yield invalid("authentication", f"is 'none': callers are not authenticated, so {name} has no effect")
         if getattr(config, name) and not config.rules_file:
-            yield invalid("rules_file", f"is needed with {name}: whoever shows one may do nothing else")
+            yield invalid(
+                "rules_file", f"is needed with {name}: without rules, the callers that it admits may do nothing"
+            )
 
 
 def _check_listen(config: Config) -> Problems:
     addresses = {name: _address(config, name) for name in ("listen", "also_listen") if getattr(config, name)}
     if config.tls_certificate_file and all(address.path for address in addresses.values()):
-        yield invalid("tls_certificate_file", f"has no use with listen = {config.listen!r}: sockets are not encrypted")
+        yield invalid(
+            "tls_certificate_file", f"has no effect with listen = {config.listen!r}: Unix sockets are not encrypted"
+        )
     if len(addresses) > 1 and len({address.path for address in addresses.values()}) == 1:
-        yield invalid("also_listen", f"is {config.also_listen!r}: one of both addresses has to be another Unix socket")
+        yield invalid(
+            "also_listen",
+            f"is {config.also_listen!r}: it must differ from listen, and one of the two must be a Unix socket",
+        )
     for name, address in addresses.items():
         if not config.tls_certificate_file:
             yield from _check_reach(config, name, address, "nothing is encrypted")
         elif config.authentication == "none":
-            yield from _check_reach(config, name, address, "nobody is asked who they are")
+            yield from _check_reach(config, name, address, "callers are not authenticated")
 
 
 def _check_metrics_listen(config: Config) -> Problems:
@@ -347,7 +354,7 @@ def _check_metrics_listen(config: Config) -> Problems:
         address = _address(config, "metrics_listen", "host:port")
         if address.path:
             yield _no_address(config, "metrics_listen", "host:port")
-        is_open = "nothing is encrypted there, and nobody is asked who they are"
+        is_open = "neither encrypts nor authenticates"
         yield from _check_reach(config, "metrics_listen", address, is_open)
 
 
@@ -362,11 +369,13 @@ def _check_advertised(config: Config) -> Problems:
     if not config.advertised_address:
         host = _address(config, "listen").host
         if (config.log == "pulsar" or config.workers > 1) and host in _EVERYWHERE:
-            yield invalid("advertised_address", f"is needed: with listen = {config.listen!r} nobody knows where")
+            yield invalid(
+                "advertised_address", f"is needed: listen = {config.listen!r} is no address that clients can connect to"
+            )
         return
     address = _address(config, "advertised_address")
     if address.host in _EVERYWHERE or not (address.port or address.path):
-        yield invalid("advertised_address", f"is {config.advertised_address!r}: nobody can connect to that")
+        yield invalid("advertised_address", f"is {config.advertised_address!r}: clients cannot connect to this address")
 
 
 def _check_peers(config: Config) -> Problems:
@@ -379,7 +388,7 @@ def _check_peers(config: Config) -> Problems:
         return
     own = _address(config, "advertised_address" if config.advertised_address else "listen")
     if config.log == "pulsar" and config.standby and own not in addresses:
-        yield invalid("peers", f"is {config.peers!r}: {own}, at which this one is reached, is not among them")
+        yield invalid("peers", f"is {config.peers!r}: the list does not contain this sidecar's own address, {own}")
 
 
 def _check_shards(config: Config) -> Problems:
@@ -391,7 +400,7 @@ def _check_shards(config: Config) -> Problems:
         if not is_possible and value not in (0, 1, ""):
             yield invalid(name, f"is {value!r}: only topics on the sidecar's own log are spread over processes")
         if name != "workers" and value and config.workers > 1:
-            yield invalid(name, f"is {value!r}: each of several workers is given its own")
+            yield invalid(name, f"is {value!r}: with several workers, each of them gets its own")
     try:
         _ = from_text(config.shards) if config.shards else None
     except SeqdedupeError as e:
@@ -549,8 +558,8 @@ def for_dev(file: Path | None, flags: Mapping[str, Any], folder: str, listen: st
         if name in _NOT_IN_DEV or name.startswith("pulsar."):
             raise error(
                 "INVALID_CONFIGURATION",
-                f"{name} (given by {source}) contradicts --dev: that has a temporary data directory, listens on "
-                "loopback and asks for no token",
+                f"{name} (given by {source}) contradicts --dev: this flag means a temporary data directory, loopback "
+                "and no token",
                 hint=f"Omit --dev, or {name}.",
                 key=name,
             )

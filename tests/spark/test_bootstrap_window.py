@@ -181,4 +181,4 @@ def test_columns_of_other_names(
     assert run(spark, monkeypatch, str(output), "--parquet", folder, *named) == 0
     assert known_in(output) == {b"\0": 1_704_067_200_000}
     assert run(spark, monkeypatch, str(output), "--parquet", folder, *named, "--producer-column", "p") == 2
-    assert "one of them" in capsys.readouterr().err
+    assert "but not both" in capsys.readouterr().err

@@ -122,7 +122,7 @@ def test_a_version_whose_rows_a_power_cut_has_taken_is_missed(
     store.write(JOB, harness.table, iter([numbers(1)]), [over(0, 1)])
     (rows,) = (path for path in parts(harness) - before if path.suffix == ".parquet")
     damage(rows)
-    with refused("INVALID_OUTPUT", "not whole") as caught:
+    with refused("INVALID_OUTPUT", "incomplete") as caught:
         if then == "started":
             store.bind(JOB, BINDING)
         else:
