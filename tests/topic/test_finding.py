@@ -368,6 +368,6 @@ async def test_without_leaving_it_the_old_one_stays(
     async def leave_nothing(*_: object) -> None:
         return
 
-    monkeypatch.setattr("seqdedupe.topic.listing._leave_made_anew", leave_nothing)
+    monkeypatch.setattr("seqdedupe.topic.listing._close_recreated", leave_nothing)
     await other.topics.looking.once()
     assert incarnations(other) == old != incarnations(one)

@@ -399,27 +399,23 @@ class Relay:
             self._store.close()
 
     async def _check_sidecar(self, *, follow: bool) -> None:
-        """Wait until the sidecar answers. While the outbox is empty nothing else asks it, and a wrong address or token
-        would show only with the first row.
+        """Ask the sidecar. While the outbox is empty nothing else asks it, and a wrong address or token would show only
+        with the first row.
 
         Raises NOT_A_SIDECAR, UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics; without `follow` any
-        UnavailableError. All other problems show with the rows: the relay need not have the right to read."""
-        while True:
-            try:
-                await self._client.ends(self._route("any") if self._route else self._topic)
-            except UnavailableError as e:
-                if not follow or e.reason == NOT_A_SIDECAR:
-                    raise
-                self._report(f"trying again: {e}")
-                self.activity.waits(e)
-                await asyncio.sleep(_RETRY_SECONDS)
-                continue
-            except SeqdedupeError as e:
-                if e.reason in ("UNKNOWN_CALL", "UNAUTHENTICATED"):
-                    raise
-            self._has_begun = True
-            self.activity.runs()
+        UnavailableError. With `follow` a sidecar that does not answer is reported. All other problems show with the
+        rows: the relay need not have the right to read."""
+        try:
+            await self._client.ends(self._route("any") if self._route else self._topic)
+        except UnavailableError as e:
+            if not follow or e.reason == NOT_A_SIDECAR:
+                raise
+            self._report(f"the sidecar does not answer yet: {e}")
             return
+        except SeqdedupeError as e:
+            if e.reason in ("UNKNOWN_CALL", "UNAUTHENTICATED"):
+                raise
+        self._has_begun = True
 
     async def lag(self) -> Lag:
         """Return how far behind the relay is, while it runs."""
