@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -157,18 +157,19 @@ class BackupPlace(ABC):
         Remove all backups older than these, good or not, and return their names. Remove nothing while there are fewer
         good ones. Ignore backups whose moments are in the future. Raises OBJECT_STORE_UNAVAILABLE; OSError.
         """
-        found = [self.look(name, reads_all=False) for name in self.names() if TIME_NAME.fullmatch(name)]
-        self.in_future = [one.name for one in found if one.is_in_future]
-        names = [one.name for one in found if not one.is_in_future]
+        found = self._looked_at(name for name in self.names() if TIME_NAME.fullmatch(name))
+        past = [one for one in found if not one.is_in_future]
         good: list[str] = []
-        for name in reversed(names):
-            if len(good) < count and not self.look(name, reads_all=self.reads_before_removing).problem:
-                good.append(name)
+        for one in reversed(past):
+            if len(good) < count:
+                looked = self.look(one.name, reads_all=True) if self.reads_before_removing else one
+                if not looked.problem:
+                    good.append(one.name)
         if len(good) < count:
             return []
         # If the clock went back, the name of the new backup sorts before older ones.
         oldest = min(good[-1], new)
-        removed = [name for name in names if name < oldest]
+        removed = [one.name for one in past if one.name < oldest]
         for name in removed:
             self.remove(name)
         return removed
@@ -179,8 +180,7 @@ class BackupPlace(ABC):
 
         Raises BACKUP_DAMAGED if there is none, OBJECT_STORE_UNAVAILABLE; OSError.
         """
-        found = [self.look(name, reads_all=False) for name in self.names()]
-        self.in_future = [one.name for one in found if one.is_in_future]
+        found = self._looked_at(self.names())
         good = [one for one in found if not one.problem]
         if past := [one for one in good if not one.is_in_future]:
             return max(past, key=lambda one: (one.made_at_us, one.name)).name
@@ -189,6 +189,12 @@ class BackupPlace(ABC):
             raise error("BACKUP_DAMAGED", what, hint="Is this host's clock right? Name one with `--backup`.")
         hint = "Is that the place? `seqdedupe backup list` says what is there; `--backup` restores one that is damaged."
         raise error("BACKUP_DAMAGED", f"{self.url} has no good backup; {len(found)} are not good", hint=hint)
+
+    def _looked_at(self, names: Iterable[str]) -> list[KeptBackup]:
+        """Look at these backups, and note which are from the future."""
+        found = [self.look(name, reads_all=False) for name in names]
+        self.in_future = [one.name for one in found if one.is_in_future]
+        return found
 
     def restore(self, name: str, to: Path) -> list[Manifest]:
         """Call `backup.restore` for a backup of this place. Also raises OBJECT_STORE_UNAVAILABLE."""
