@@ -26,13 +26,18 @@ def url_of(text: str) -> URL:
     """Return the URL as SQLAlchemy reads it. Raises UrlError."""
     try:
         url = make_url(text)
-        url.get_backend_name()
     except (ArgumentError, ValueError):  # ValueError: of a port that is no number, with the text in its place
         raise UrlError("cannot be read") from None
-    if url.password is not None and "@" in f"{url.host}{url.database}":
-        # SQLAlchemy ends the password at the first @. Errors about the host would show the rest.
-        raise UrlError("has an @ after its password: write @ in a user's name or password as %40, and / as %2F")
+    check_password_ends(url.password, url.host, url.database)
     return url
+
+
+def check_password_ends(password: object, host: object, database: object) -> None:
+    """Raise UrlError if a part of the password was read as the host or database, whose errors would show it.
+
+    SQLAlchemy and libpq end the password at the first @."""
+    if password is not None and "@" in f"{host}{database}":
+        raise UrlError("has an @ after its password: write @ in a user's name or password as %40, and / as %2F")
 
 
 # -- Connections to PostgreSQL that notice when the server does not answer.

@@ -19,7 +19,9 @@ from seqdedupe.databases.tables import (
     CONNECTION,
     POSTGRESQL_UNSAFE_TABLES,
     POSTGRESQL_UNSAFE_WRITES,
+    UrlError,
     check_outlives_a_crash,
+    check_password_ends,
 )
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe_spark.stores.contract import Advance, Beside, Stored, Take, Watermarks
@@ -225,13 +227,12 @@ class PostgresStore(SqlStore[Connection]):
         super().__init__("the PostgreSQL database")
         try:
             given = conninfo_to_dict(dsn)
-            if "password" in given and "@" in f"{given.get('host')}{given.get('dbname')}":
-                # libpq ends the password at the first @. Errors about the host would show the rest.
-                what = "the store's PostgreSQL URL has an @ after its password: write @ in a password as %40"
-                raise error("INVALID_OPTION", what)
+            check_password_ends(given.get("password"), given.get("host"), given.get("dbname"))
             if not re.fullmatch(r"[\d,]*", str(given.get("port", ""))):
-                raise psycopg.ProgrammingError
+                raise UrlError("cannot be read")
             self._dsn = make_conninfo("", **(CONNECTION | _APPLICATION | given))
+        except UrlError as e:
+            raise error("INVALID_OPTION", f"the store's PostgreSQL URL {e}") from None
         except psycopg.ProgrammingError:
             # libpq's message may quote it.
             raise error("INVALID_OPTION", "the store's PostgreSQL URL cannot be read") from None
