@@ -2,7 +2,8 @@
 
 import os
 from collections import Counter
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,27 +32,31 @@ def environment(address: str, **more: str) -> dict[str, str]:
     return os.environ | {"SEQDEDUPE_ADDRESS": address} | more
 
 
+@contextmanager
+def reading(folder: Path) -> Iterator[Reader]:
+    """A reader with an empty folder and a new sidecar."""
+    (folder / "reader").mkdir()
+    with Sidecar(folder / "sidecar") as sidecar:
+        reader = Reader(folder / "reader", environment(sidecar.address), sidecar.address)
+        with closing(reader):
+            yield reader
+
+
 @pytest.mark.parametrize(
     "page",
     [page for page in READ_HERE if page not in (QUICKSTART, *SPARK_PAGES)],
     ids=lambda page: f"{page.parent.name}/{page.name}",
 )
 def test_the_page_is_true(page: Path, tmp_path: Path) -> None:
-    with Sidecar(tmp_path / "sidecar") as sidecar:
-        folder = tmp_path / "reader"
-        folder.mkdir()
-        with closing(Reader(folder, environment(sidecar.address), sidecar.address)) as reader:
-            reader.follow(page)
+    with reading(tmp_path) as reader:
+        reader.follow(page)
 
 
 def test_pages_that_follow_one_another_are_true_in_one_folder(tmp_path: Path) -> None:
     """A reader who goes from page to page keeps the folder, with its databases, and the sidecar with its topics."""
-    with Sidecar(tmp_path / "sidecar") as sidecar:
-        folder = tmp_path / "reader"
-        folder.mkdir()
-        with closing(Reader(folder, environment(sidecar.address), sidecar.address)) as reader:
-            for page in ("start/services", "guides/outbox", "guides/consumer", "guides/inbox", "guides/pipe"):
-                reader.follow(ROOT / "docs" / f"{page}.md")
+    with reading(tmp_path) as reader:
+        for page in ("start/services", "guides/outbox", "guides/consumer", "guides/inbox", "guides/pipe"):
+            reader.follow(ROOT / "docs" / f"{page}.md")
 
 
 def test_the_quickstart_is_true(tmp_path: Path) -> None:
