@@ -86,7 +86,9 @@ class ServiceMetrics:
             self._over.wait(max(LOOK_SECONDS, took_seconds / MOST_OF_THE_TIME))
 
     def _collect(self) -> Iterator[Metric]:
-        yield InfoMetricFamily("seqdedupe_build", "Which version this is.", {"version": version("seqdedupe")})
+        yield InfoMetricFamily(
+            "seqdedupe_build", "The version. The value is always 1.", {"version": version("seqdedupe")}
+        )
         yield from of_services([service.activity for service in self._services])
 
     def _health(self, _request: Request) -> Response:
@@ -109,9 +111,9 @@ def _address(listen: str) -> SidecarAddress:
 _SERVICE = ("kind", "name")
 
 _COUNTED = {
-    "messages": ("seqdedupe_service_messages", "Messages that a service has processed."),
-    "duplicates": ("seqdedupe_service_duplicates", "Messages skipped because they had been processed before."),
-    "set_aside": ("seqdedupe_service_set_aside_messages", "Messages put aside: parked, dead letters, rows set aside."),
+    "messages": ("seqdedupe_service_messages", "Messages that the service has processed."),
+    "duplicates": ("seqdedupe_service_duplicates", "Messages skipped because the service had processed them before."),
+    "set_aside": ("seqdedupe_service_set_aside_messages", "Parked messages, dead letters and rows set aside."),
 }
 
 
@@ -122,15 +124,15 @@ def of_services(activities: Sequence[Activity]) -> Iterator[Metric]:
         for one in activities:
             counter.add_metric((one.kind, one.name), getattr(one, name))
         yield counter
-    about = "Failures of a service, by reason; each retry counts."
+    about = "Failures of the service for this reason. Each failed retry is counted."
     failures = CounterMetricFamily("seqdedupe_service_failures", about, labels=(*_SERVICE, "reason"))
-    about = "What a service does: 1 for its state, 0 for the others."
+    about = "1 for the service's current state, 0 for the other states."
     states = GaugeMetricFamily("seqdedupe_service_state", about, labels=(*_SERVICE, "state", "reason"))
-    about = "When a service last processed a message, or 0."
+    about = "When the service last processed a message, in seconds since 1970, or 0."
     success = GaugeMetricFamily("seqdedupe_service_last_success_timestamp_seconds", about, labels=_SERVICE)
-    about = "Messages that a service has not processed yet."
+    about = "Messages that the service has not processed yet."
     messages = GaugeMetricFamily("seqdedupe_service_lag_messages", about, labels=_SERVICE)
-    about = "Age of the oldest unprocessed message of a service, or 0."
+    about = "Age of the oldest message that the service has not processed yet, or 0."
     seconds = GaugeMetricFamily("seqdedupe_service_lag_seconds", about, labels=_SERVICE)
     for one in activities:
         service = one.kind, one.name
