@@ -19,7 +19,14 @@ from seqdedupe.cli.topic_comparison import verify
 from seqdedupe.client import Message, Persisted, PositionError, Verdict
 from seqdedupe.client.blocking import Client, Producer, Publisher, Receipt
 from seqdedupe.command import Seconds, print_json, say, tell_waiting
-from seqdedupe.errors import DataLossError, InvalidRequestError, NotFoundError, SeqdedupeError, error
+from seqdedupe.errors import (
+    AccessDeniedError,
+    DataLossError,
+    InvalidRequestError,
+    NotFoundError,
+    SeqdedupeError,
+    error,
+)
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
@@ -47,6 +54,11 @@ NewRecord = tuple[SourceRecord, str | None]
 
 
 Source = RecordSource | QuerySource
+
+_HINT_NOT_ALLOWED = (
+    "The command reads the last message back to compare it. Ask the sidecar's operator for the right read, or use "
+    "--trust-source."
+)
 
 _HINT_QUERY_CHANGED = (
     "For another query or table use another producer name. If the database was restored, this name would skip rows "
@@ -160,9 +172,10 @@ class Resume:
         if one.position is None:
             self._why_not = "the sidecar no longer knows the position of that message"
             return None
-        index, first_index = one.position.index, self._client.ends(one.topic).first_index
+        index = one.position.index
         last: Message | None = None
         try:
+            first_index = self._client.ends(one.topic).first_index
             for distance in _LOOK_BACK_MESSAGES if index >= first_index else ():
                 texts = list[tuple[int, str]]()
                 start = max(first_index, index - distance)
@@ -179,6 +192,11 @@ class Resume:
                 if texts:
                     self._note_hash(*texts[-1])
                     break
+        except AccessDeniedError:
+            if not self._trust_source:
+                raise
+            self._why_not = "the caller may not read the topic"
+            return None
         except PositionError as e:
             if e.reason != "POSITION_TRIMMED":
                 raise
@@ -471,7 +489,7 @@ def _publish_in_order(
 ) -> None:
     waiting = partial(tell_waiting, topic, as_json)
     with connect_to(address, topic, makes=True, on_waiting=waiting if follow else None) as client:
-        makes_topic = _is_missing(client, topic)
+        makes_topic = _is_missing(client, topic, trust_source=trust_source)
         with _right_kind(client, topic, by_id=False), client.producer(topic, name, on_waiting=waiting) as producer:
             if makes_topic and follow and not as_json:  # which ends without a summary
                 say("seqdedupe", f"made the topic {producer.topic}")
@@ -484,11 +502,16 @@ def _publish_in_order(
     tell(as_json, run.summary(), run.text())
 
 
-def _is_missing(client: Client, topic: str) -> bool:
-    """Whether the topic will be made. False also if the sidecar does not answer that."""
+def _is_missing(client: Client, topic: str, *, trust_source: bool) -> bool:
+    """Whether the topic will be made. False also if the sidecar does not answer that.
+
+    Raises NOT_ALLOWED if the caller may not read the topic, unless the source is trusted: otherwise the first run would
+    publish, and the second run could not continue."""
     try:
         client.ends(topic)
     except SeqdedupeError as e:
+        if e.reason == "NOT_ALLOWED" and not trust_source:
+            raise error(e.reason, e.message, hint=_HINT_NOT_ALLOWED, **e.numbers) from e
         return e.reason == "TOPIC_NOT_FOUND"
     return False
 

@@ -362,7 +362,8 @@ class Relay:
 
         Raises ConfigurationError (INVALID_OUTBOX, OUTBOX_CHANGED) for an outbox that it cannot work with; DataLossError
         if the topic has lost messages that it acknowledged; NotFoundError if there is no topic; UnavailableError if, at
-        the start, something other than a sidecar answers, there is no such database, or it does not let the user in.
+        the start, something other than a sidecar answers, there is no such database, or it does not let the user in;
+        AccessDeniedError if the sidecar does not know the caller, or the caller lacks a right.
         Without `follow` also FencedError if another relay took over, and any UnavailableError. With `follow` it stands
         by or tries again (for a database, also at the start).
         """
@@ -402,9 +403,10 @@ class Relay:
         """Ask the sidecar. While the outbox is empty nothing else asks it, and a wrong address or token would show only
         with the first row.
 
-        Raises NOT_A_SIDECAR, UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics; without `follow` any
-        UnavailableError. With `follow` a sidecar that does not answer is reported. All other problems show with the
-        rows: the relay need not have the right to read."""
+        Raises NOT_A_SIDECAR, UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics; NOT_ALLOWED if the caller may
+        not read the topic, as a relay must after a crash; without `follow` any UnavailableError. With `follow` a
+        sidecar that does not answer is reported. All other problems show with the rows. If the topic depends on the
+        row, so does the right to read."""
         try:
             await self._client.ends(self._route("any") if self._route else self._topic)
         except UnavailableError as e:
@@ -413,7 +415,7 @@ class Relay:
             self._report(f"the sidecar does not answer yet: {e}")
             return
         except SeqdedupeError as e:
-            if e.reason in ("UNKNOWN_CALL", "UNAUTHENTICATED"):
+            if e.reason in ("UNKNOWN_CALL", "UNAUTHENTICATED") or (e.reason == "NOT_ALLOWED" and self._route is None):
                 raise
         self._has_begun = True
 
