@@ -316,7 +316,7 @@ def read(
     form = json_line if as_json else _escaped_line if sys.stdout.isatty() else _payload_line
     waiting = partial(tell_waiting, topic, as_json)
     with connect_to(address, topic, on_waiting=waiting if follow else None) as client:
-        partitions = client.admin.topic(topic).partitions
+        partitions = client.partitions(topic)
         names = [partition_name(topic_name(topic), k) for k in range(partitions)] or [topic]
         if not follow and limit is None:
             for name in names:

@@ -154,7 +154,7 @@ def verify(client: Client, topic: str, name: str, records: Iterable[SourceRecord
     no name."""
     comparison = Comparison(topic, name)
     producer_name(name)
-    count = client.admin.topic(topic).partitions
+    count = client.partitions(topic)
     parts = [partition_name(topic_name(topic), k) for k in range(count)] or [topic]
     comparison.first_index = sum(client.ends(part).first_index for part in parts)
     # Each partition rises, so the merged messages do, too.

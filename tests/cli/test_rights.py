@@ -84,3 +84,15 @@ def test_a_relay_that_may_not_read_ends_at_its_start_and_not_after_its_first_cra
     relay = ("outbox", "relay", "--database", "sqlite:///shop.db", "--topic", "outbox", "--producer", "shop", "--once")
     said = run(*relay, status=1, SEQDEDUPE_TOKEN=issuer.token(sub="relay")).stderr
     assert b"'relay' may not read persistent://public/default/outbox [NOT_ALLOWED]" in said
+
+
+def test_a_reader_without_rights_learns_of_the_right_to_read(run: Run, issuer: Issuer, tmp_path: Path) -> None:
+    nobody = {"SEQDEDUPE_TOKEN": issuer.token(sub="nobody")}
+    (tmp_path / "a").write_bytes(lines(1))
+    for command in (("read", "t"), ("publish", "a", "--topic", "t", "--producer", "p", "--verify")):
+        said = run(*command, status=1, **nobody).stderr
+        assert b"'nobody' may not read persistent://public/default/t [NOT_ALLOWED]" in said
+    any_of = (
+        b"'nobody' may not observe, publish, read, administer or attach persistent://public/default/t [NOT_ALLOWED]"
+    )
+    assert any_of in run("topics", "show", "t", status=1, **nobody).stderr

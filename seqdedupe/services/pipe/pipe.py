@@ -110,7 +110,7 @@ async def piped_up_to(client: Client, source: str, target: str, name: str) -> di
         what = f"{topic_name(target)} has {partitions} partitions: which outputs it holds of a pipe is not known"
         raise error("INVALID_REQUEST", what, hint="The metrics of the running pipe show its lag: --metrics-listen.")
     source = topic_name(source)
-    partitions = (await client.admin.topic(source)).partitions
+    partitions = await client.partitions(source)
     sources = [partition_name(source, k) for k in range(partitions)] or [source]
     positions = {}
     for one in sources:
