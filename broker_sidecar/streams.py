@@ -15,6 +15,7 @@ from broker_sidecar.connections import taken_from
 from broker_sidecar.rpc import Context, abort, encoded, method_of_call, parse_small
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
 from broker_sidecar.security.subject import ANONYMOUS, Subject, caller
+from broker_sidecar.security.tokens import LEEWAY_SECONDS, expired
 from broker_sidecar.shares import (
     MAX_HELD_BYTES,
     OF_NOBODY,
@@ -520,7 +521,7 @@ def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:
     """End the stream when its caller's token expires, if it expires."""
     if (expires_at_seconds := stream.subject.expires_at_seconds) is None:
         return None
-    why = error("TOKEN_EXPIRED", f"the token of {stream.subject.name} has expired: this stream ends with it")
+    why = expired(stream.subject.name, expires_at_seconds - LEEWAY_SECONDS)
     return asyncio.get_running_loop().call_later(expires_at_seconds - time.time(), stream.end, why)
 
 
