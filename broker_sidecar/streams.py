@@ -29,6 +29,7 @@ from broker_sidecar.shares import (
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.tasks import retrieve
 from seqdedupe.topic.message_search import LOOK_BYTES
+from seqdedupe.wording import counted
 
 M = TypeVar("M", bound=Message)
 
@@ -405,7 +406,7 @@ class Streams:
         # A Unix socket does not identify connections.
         new.use.check("connections", len({stream.connection for stream in (*own, new)}))
         if (limit := new.use.limits.streams) is not None and len(own) >= limit and not self._gives_way(own, limit):
-            raise new.use.exceeded("streams", f"{len(own)} streams are open")
+            raise new.use.exceeded("streams", f"{counted(len(own), 'stream is', 'streams are')} open")
 
     def _make_room(self, new: Stream) -> None:
         """End another stream if necessary. Raises TOO_MANY_STREAMS."""
@@ -452,7 +453,8 @@ class Streams:
             longest = min(most, key=lambda stream: (stream.frames_in_flight > 0, stream.moved_at))
             self._end(
                 longest,
-                f"this stream gave way to another caller's: its caller has {len(most)} of {self._limit} streams",
+                "this stream gave way to another caller's: its caller has "
+                f"{len(most)} of {counted(self._limit, 'stream')}",
             )
         return True
 
@@ -514,7 +516,9 @@ class Streams:
 
 
 def _too_many(limit: int) -> SeqdedupeError:
-    return error("TOO_MANY_STREAMS", f"{limit} streams are open: that is the limit", limit=limit)
+    return error(
+        "TOO_MANY_STREAMS", f"{counted(limit, 'stream is', 'streams are')} open: that is the limit", limit=limit
+    )
 
 
 def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:

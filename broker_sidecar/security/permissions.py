@@ -25,6 +25,7 @@ from seqdedupe.names import check_cursor_name, namespace_name, producer_name, to
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Allowing, NamesJudge
 from seqdedupe.topic.topic import Topic
+from seqdedupe.wording import counted
 
 # -- The needs of each call, by its full name. A call that is not listed is refused to callers for whom rules count.
 
@@ -465,7 +466,7 @@ class Permissions:
         where = "every topic" if topic == "*" else topic
         under = f" by cursor {cursor!r}" if cursor else ""
         if names:
-            more = f" and {len(names) - MAX_NAMES_TOLD} others" if len(names) > MAX_NAMES_TOLD else ""
+            more = f" and {counted(len(names) - MAX_NAMES_TOLD, 'other')}" if len(names) > MAX_NAMES_TOLD else ""
             # A single name is shown in full. Several names are cut to the size of a gRPC status.
             told = [name[:_CHARACTERS_TOLD] for name in names[:MAX_NAMES_TOLD]] if len(names) > 1 else names
             under = f" as producer {', '.join(map(repr, told))}{more}"

@@ -16,6 +16,7 @@ from seqdedupe.cli.doctor_commands import prepare, print_findings
 from seqdedupe.command import FAILED, echo, print_json, print_table, printable, say
 from seqdedupe.errors import error
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from seqdedupe.transfer.backup import Manifest
@@ -85,8 +86,8 @@ def make(name: str | None, keep: int | None, to: str | None, address: str, as_js
         return 0 if is_whole else FAILED
     for one in made:
         _say(
-            f"{one.directory}: {one.topics:,} topics, {one.bytes:,} bytes, {one.linked_bytes:,} of them shared "
-            f"with an earlier backup; as of {_moment(one.made_at_us)}"
+            f"{one.directory}: {counted(one.topics, 'topic')}, {one.bytes:,} bytes, "
+            f"{one.linked_bytes:,} of them shared with an earlier backup; as of {_moment(one.made_at_us)}"
         )
         _say_faults(one.damaged, one.left_out)
     _say("verified" if care.is_verified else "not verified: " + care.why_not)
@@ -318,9 +319,8 @@ def _moment(at_us: int) -> str:
 
 
 def _say_manifest(place: Path, manifest: "Manifest") -> None:
-    text = (
-        f"{place}: {len(manifest.files):,} files, {manifest.size_bytes:,} bytes, as of {_moment(manifest.made_at_us)}"
-    )
+    size = f"{counted(len(manifest.files), 'file')}, {manifest.size_bytes:,} bytes"
+    text = f"{place}: {size}, as of {_moment(manifest.made_at_us)}"
     _say(text)
     _say_faults(manifest.damaged, manifest.left_out)
 

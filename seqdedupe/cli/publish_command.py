@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import click
 
@@ -30,6 +30,7 @@ from seqdedupe.errors import (
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 # -- Continuing after an earlier run, only if the source is still the one that was published.
 
@@ -146,7 +147,7 @@ class Resume:
         if isinstance(self._source, RecordSource) and self._source.unfinished_line:
             raise self._source.incomplete()
         if self._source.numbers_are_ids:
-            raise self._changed(sequence_id, f"is not there: it has {self.records_read:,} records")
+            raise self._changed(sequence_id, f"is not there: it has {counted(self.records_read, 'record')}")
         if self.records_read:
             self._why_not = "all of its records come before that one"
 
@@ -511,7 +512,7 @@ def _is_missing(client: Client, topic: str, *, trust_source: bool) -> bool:
         client.ends(topic)
     except SeqdedupeError as e:
         if e.reason == "NOT_ALLOWED" and not trust_source:
-            raise error(e.reason, e.message, hint=_HINT_NOT_ALLOWED, **e.numbers) from e
+            raise type(e)(e.reason, e.message, _HINT_NOT_ALLOWED, e.retry_delay_ms, e.numbers) from e
         return e.reason == "TOPIC_NOT_FOUND"
     return False
 
@@ -524,8 +525,9 @@ def _publish_by_id(source: RecordSource, topic: str, address: str, *, as_json: b
         client.publisher(topic, on_waiting=waiting) as publisher,
     ):
         summary = publish_by_id(publisher, source)
+    read = cast(int, summary["read"])
     imported = f", {summary['imported']:,} of them imported" if summary["imported"] else ""
-    text = f"{summary['read']:,} records read: {summary['not_dup']:,} NotDup, {summary['dup']:,} Dup{imported}"
+    text = f"{counted(read, 'record')} read: {summary['not_dup']:,} NotDup, {summary['dup']:,} Dup{imported}"
     tell(as_json, summary, text)
     if source.unfinished_line:
         raise source.incomplete()
@@ -604,7 +606,7 @@ class _Publication:
             self._count(only_durable=True)
         durable = sum(self._verdicts.values())
         up_to = f", up to sequence ID {self._producer.durable_sequence_id}" if durable else ""
-        return f"{durable:,} of the {durable + len(self._receipts):,} records sent {are_durable}{up_to}"
+        return f"{durable:,} of the {counted(durable + len(self._receipts), 'record')} sent {are_durable}{up_to}"
 
     def _with_durable(self, failure: SeqdedupeError) -> SeqdedupeError:
         """Return the failure with what is durable, unless nothing was sent. The command can be started again."""
@@ -637,9 +639,8 @@ class _Publication:
 
     def text(self) -> str:
         resumed = f", resumed after sequence ID {self._resume.after}" if self._resume.after >= 0 else ""
-        records = "record" if self._resume.records_read == 1 else "records"
         made = f"; made the topic {self._producer.topic}" if self._makes_topic else ""
         return (
-            f"{self._resume.records_read:,} {records} read{resumed}: {self._verdicts[Verdict.NOT_DUP]:,} NotDup, "
-            f"{self._verdicts[Verdict.DUP]:,} Dup{made}"
+            f"{counted(self._resume.records_read, 'record')} read{resumed}: "
+            f"{self._verdicts[Verdict.NOT_DUP]:,} NotDup, {self._verdicts[Verdict.DUP]:,} Dup{made}"
         )

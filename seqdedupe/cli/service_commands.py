@@ -19,6 +19,7 @@ from seqdedupe.errors import error
 from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
 from seqdedupe.services.pipe.pipe import BlockingPipe, piped_up_to
 from seqdedupe.sidecar_options import Command, sidecar_options, told_credentials
+from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -208,7 +209,7 @@ def drop(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> N
 
 
 def _text_of(name: str, count: int, said: str) -> str:
-    return f"{count:,} message{'' if count == 1 else 's'} of {name} {'is' if count == 1 else 'are'} {said}"
+    return f"{counted(count, 'message')} of {name} {'is' if count == 1 else 'are'} {said}"
 
 
 # -- `seqdedupe inbox`: the messages that inboxes have parked.
@@ -281,8 +282,7 @@ def sweep(inbox: Any, as_json: bool) -> None:
         raise click.BadParameter("it is not an Inbox.", param_hint="'MODULE:NAME'")
     with told_errors("inbox"):
         count, left = inbox.sweep(), len(inbox.waiting())
-    said = "message is" if count == 1 else "messages are"
-    text = f"{count:,} {said} no longer parked in {inbox.name}, {left:,} still"
+    text = f"{counted(count, 'message is', 'messages are')} no longer parked in {inbox.name}, {left:,} still"
     tell(as_json, {"handled": count, "parked": left}, text)
 
 
@@ -366,7 +366,7 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
         return
     echo(f"{found['published']:,} published, {found['found']:,} found there, {found['set_aside']:,} set aside")
     if lag is not None:
-        echo(f"left: {lag.rows:,} rows in outbox{_why_left(lag)}, {lag.set_aside_rows:,} in outbox_aside")
+        echo(f"left: {counted(lag.rows, 'row')} in outbox{_why_left(lag)}, {lag.set_aside_rows:,} in outbox_aside")
 
 
 @outbox.command("lag")
@@ -378,7 +378,7 @@ def outbox_lag(database: str, as_json: bool) -> None:
     if as_json:
         print_json(asdict(lag))
         return
-    echo(f"{lag.rows:,} rows in the outbox, {lag.set_aside_rows:,} set aside")
+    echo(f"{counted(lag.rows, 'row')} in the outbox, {lag.set_aside_rows:,} set aside")
     if lag.held_by:
         who = f"{lag.unreadable_rows:,} of them wait" if lag.unreadable_rows else "a relay that starts now waits"
         echo(f"{who} {_for_whom(lag)}")
@@ -460,5 +460,9 @@ def pipe(
             one.run(follow=follow)
     counts = one.counts
     again = f", {counts['outputs_again']:,} of them held already" if counts["outputs_again"] else ""
-    tell(as_json, counts, f"{counts['inputs']:,} messages read, {counts['outputs']:,} outputs sent{again}")
+    tell(
+        as_json,
+        counts,
+        f"{counted(counts['inputs'], 'message')} read, {counted(counts['outputs'], 'output')} sent{again}",
+    )
     return 0

@@ -24,6 +24,7 @@ from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import MessageId, Position, checked_index
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.v1 import batch_pb2, read_pb2
+from seqdedupe.wording import counted
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
@@ -151,7 +152,8 @@ class Client:
             if not count:
                 raise error("INVALID_REQUEST", f"{whole} has no partitions", hint="Read it with a plain reader.")
             if stop_indexes is not None and len(stop_indexes) != count:
-                what = f"stop_indexes has {len(stop_indexes)} indexes, and {whole} has {count} partitions"
+                given = counted(len(stop_indexes), "index", "indexes")
+                what = f"stop_indexes has {given}, and {whole} has {counted(count, 'partition')}"
                 raise error("INVALID_REQUEST", what, hint="Give one index for each partition.")
             found = [await self.ends(partition_name(whole, k)) for k in range(count)]
             return [PartitionEnds(Position.before(one.last.incarnation, one.first_index), one.last) for one in found]

@@ -49,7 +49,7 @@ def test_a_function_of_the_current_folder(shared_sidecar: Sidecar, topic: str, t
     done = run(shared_sidecar, tmp_path, *pipe, "shouting:shout", "--json")
     assert json.loads(done.stdout) == {"inputs": 1, "outputs": 1, "outputs_again": 1}
     done = run(shared_sidecar, tmp_path, *pipe, "shouting:shout")
-    assert done.stdout == "1 messages read, 1 outputs sent, 1 of them held already\n"
+    assert done.stdout == "1 message read, 1 output sent, 1 of them held already\n"
     assert run(shared_sidecar, tmp_path, "read", f"{topic}-out").stdout == "ONE\nTWO\n"
     asyncio.run(publish(shared_sidecar, topic, [b"three", b"bad"]))
     failed = run(shared_sidecar, tmp_path, *pipe, "shouting:shout")

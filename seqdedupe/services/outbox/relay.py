@@ -29,6 +29,7 @@ from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.row_page import Route, RowPage
 from seqdedupe.services.outbox.steps import FoundRows
 from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
+from seqdedupe.wording import counted
 
 # -- The work of a relay: it does the steps. Meanwhile it waits for receipts and deletes the rows that they prove.
 
@@ -157,12 +158,12 @@ class RelayWork:
                 self._activity.done(0, duplicates=len(page))
             case steps.SetRowsAside(page, reason):
                 self._counters.set_aside += len(page)
-                self._report(f"{len(page)} rows are set aside: {reason}")
+                self._report(f"{counted(len(page), 'row is', 'rows are')} set aside: {reason}")
                 await asyncio.to_thread(store.set_aside, page, reason)
                 self._activity.done(0, set_aside=len(page))
             case steps.Renumber(page):
                 self._counters.renumbered += len(page)
-                self._report(f"{len(page)} rows that were restored are published again")
+                self._report(f"publishing {counted(len(page), 'restored row')} again")
                 await asyncio.to_thread(store.renumber, page)
             case steps.Tell(line):
                 self._report(line)

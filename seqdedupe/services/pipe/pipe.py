@@ -25,6 +25,7 @@ from seqdedupe.names import new_producer_name, partition_name, source_name, topi
 from seqdedupe.services import Stillness
 from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
 from seqdedupe.services.pipe.outputs import Calling, Function, OutputBatch, index_of
+from seqdedupe.wording import counted
 
 T = TypeVar("T")
 
@@ -107,7 +108,8 @@ async def piped_up_to(client: Client, source: str, target: str, name: str) -> di
     is partitioned: only the pipe itself can find out then.
     """
     if partitions := (await client.admin.topic(target)).partitions:
-        what = f"{topic_name(target)} has {partitions} partitions: which outputs it holds of a pipe is not known"
+        there = counted(partitions, "partition")
+        what = f"{topic_name(target)} has {there}: which outputs it holds of a pipe is not known"
         raise error("INVALID_REQUEST", what, hint="The metrics of the running pipe show its lag: --metrics-listen.")
     source = topic_name(source)
     partitions = await client.partitions(source)
