@@ -22,7 +22,7 @@ from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import FencedError, NotFoundError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
-from seqdedupe.services import Stillness
+from seqdedupe.services import Retries, Stillness
 from seqdedupe.services.activity import Activity, Service, State
 from seqdedupe.services.activity import Lag as ServiceLag
 from seqdedupe.services.outbox import steps
@@ -82,6 +82,7 @@ class RelayWork:
         counters: Counters,
         report: Callable[[str], None],
         activity: Activity,
+        retries: Retries,
     ) -> None:
         self._client = client
         self._store = store
@@ -89,6 +90,7 @@ class RelayWork:
         self._counters = counters
         self._report = report
         self._activity = activity
+        self._retries = retries
         self._producers: dict[str, Producer] = {}
         self.has_begun = False
         """Whether a sidecar has answered, or the relay has waited because there were no rows."""
@@ -136,6 +138,7 @@ class RelayWork:
             case steps.Wait():
                 self.has_begun = True
                 self._activity.runs()
+                self._retries.works()
                 return await self._wait()
             case steps.AwaitLeft():
                 is_over = time.monotonic() - self._read_at >= ONCE_SECONDS
@@ -260,6 +263,7 @@ class RelayWork:
             if proven:
                 await asyncio.to_thread(self._store.delete, proven)
                 self._activity.done(sum(map(len, proven)))
+                self._retries.works()
             self._counters.published += sum(map(len, proven))
             async with self._changed:
                 for _ in range(done):
@@ -357,6 +361,7 @@ class Relay:
         """Whether a sidecar has answered, or there were no rows. After that, a server that is no sidecar is
         waited out."""
         self._report = report or _log.warning
+        self._retries = Retries(self._report)
 
     async def run(self, *, follow: bool = True) -> None:
         """Relay for ever; without `follow` until all readable rows are published and deleted.
@@ -390,7 +395,7 @@ class Relay:
                 except UnavailableError as e:
                     if not follow or (e.reason == NOT_A_SIDECAR and not self._has_begun):
                         raise
-                    self._report(f"trying again: {e}")
+                    self._retries.failed(e)
                     self.activity.waits(e)
                     await asyncio.sleep(_RETRY_SECONDS)
                     await self._open_at_last()
@@ -448,7 +453,7 @@ class Relay:
                 if is_final(e):
                     raise
                 self.activity.waits(e)
-                self._report(f"trying again: {e}")
+                self._retries.failed(e)
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 return
@@ -460,16 +465,19 @@ class Relay:
             try:
                 oldest = await self._blocking(self._store.oldest)
             except UnavailableError as e:
-                self._report(f"trying again: {e}")
+                self._retries.failed(e)
                 await asyncio.sleep(_RETRY_SECONDS)
                 await self._open_at_last()
                 continue
+            self._retries.works()
             if stillness.has_lasted(oldest) and oldest is not None:
                 return
             await asyncio.sleep(min(_LOOK_SECONDS, self._standby_seconds))
 
     async def _relay(self, *, follow: bool) -> None:
-        work = RelayWork(self._client, self._store, self._name, self.counters, self._report, self.activity)
+        work = RelayWork(
+            self._client, self._store, self._name, self.counters, self._report, self.activity, self._retries
+        )
         try:
             await work.drive(steps.relay(self._topic, self._route, follow=follow), None if self._route else self._topic)
         finally:
