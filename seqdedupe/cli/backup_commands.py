@@ -22,7 +22,21 @@ if TYPE_CHECKING:
     from seqdedupe.transfer.backup import Manifest
     from seqdedupe.transfer.backup_places import BackupPlace, BucketPlace, FolderPlace, KeptBackup
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+def _folder(argument: str) -> str:
+    """Return the argument. Raises UsageError if it is a URL, which would be taken as a path."""
+    if "://" in argument:
+        how = "`seqdedupe backup list s3://BUCKET/PREFIX --verify` verifies, `seqdedupe restore --from` restores"
+        raise click.UsageError(f"Give a folder, not a URL. In an object store, {how}.")
+    return argument
+
+
+class _Folder(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(_folder(value), param, ctx)
+
+
+_FOLDER = _Folder(file_okay=False, path_type=Path)
 _MAKE = "make"
 
 
@@ -275,18 +289,18 @@ def restore(places: tuple[str, ...], place: str | None, name: str | None, as_jso
     if len(places) != (wanted := 1 if place else 2):
         words = "BACKUP and DATA_DIRECTORY" if wanted == 2 else "DATA_DIRECTORY alone"
         raise click.UsageError(f"Give {words}, or --from DEST and DATA_DIRECTORY.")
+    *folders, to = (Path(_folder(one)) for one in places)
     prepare()
     from seqdedupe.transfer import backup
     from seqdedupe.transfer.backup_places import place_at
 
-    to = Path(places[-1])
     if place:
         at = place_at(place)
         name = name or at.newest_good()
         _warn_of_future(at, "is not taken for the newest")
         source, manifests = f"{at.url}/{name}", at.restore(name, to)
     else:
-        source, manifests = places[0], backup.restore(Path(places[0]), to)
+        source, manifests = places[0], backup.restore(folders[0], to)
     is_whole = not any(one.damaged or one.left_out for one in manifests)
     if as_json:
         values = [_manifest_json(to, manifest) for manifest in manifests]
