@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from seqdedupe.cli.common import as_json_option, common, connect, connect_to, naming_near, tell
-from seqdedupe.client.blocking import Client
+from seqdedupe.client.blocking import Client, Cursor
 from seqdedupe.client.blocking.loop import run as run_on_loop
 from seqdedupe.command import Seconds, echo, json_text, needing, print_json, print_table, say
 from seqdedupe.errors import error
@@ -412,6 +413,10 @@ def _needing_services() -> AbstractContextManager[None]:
 # -- `seqdedupe pipe`: a Python function from topic to topic.
 
 
+def _cursor_of(client: Client, name: str, topic: str) -> Cursor:
+    return client.cursor(topic, name)
+
+
 @click.command()
 @click.argument("source")
 @click.argument("target")
@@ -423,7 +428,13 @@ def _needing_services() -> AbstractContextManager[None]:
 @click.option(
     "--lag",
     is_flag=True,
-    help="Only show how many messages follow the last one whose outputs the target has.",
+    help="Only show how many messages follow the last one whose outputs the target has, or the cursor.",
+)
+@click.option(
+    "--cursor",
+    metavar="CURSOR",
+    help="The name of a cursor of SOURCE in the sidecar. It remembers messages without outputs: a start does not read "
+    "them again, and --lag does not count them.",
 )
 @lag_options
 @metrics_options
@@ -435,6 +446,7 @@ def pipe(
     name: str,
     follow: bool,
     lag: bool,
+    cursor: str | None,
     max_messages: int | None,
     max_seconds: float | None,
     address: str,
@@ -445,7 +457,7 @@ def pipe(
         if function is not None or follow:
             raise click.UsageError("--lag calls nothing: it goes without --function and --follow.")
         with connect_to(address, source) as client:
-            positions = run_on_loop(lambda: piped_up_to(client.on_loop, source, target, name))
+            positions = run_on_loop(lambda: piped_up_to(client.on_loop, source, target, name, cursor))
             return show_lag(client, positions, max_messages, max_seconds, as_json=as_json)
     if max_messages is not None or max_seconds is not None:
         raise click.UsageError("--max-messages and --max-seconds are for --lag.")
@@ -454,7 +466,8 @@ def pipe(
     if not callable(function):
         raise click.BadParameter("it is not a function.", param_hint="'--function'")
     with Client(address, told_credentials()) if follow else connect(address) as client:
-        one = BlockingPipe(client, source, target, function, name=name)
+        of = None if cursor is None else partial(_cursor_of, client, cursor)
+        one = BlockingPipe(client, source, target, function, name=name, cursor=of)
         signal.signal(signal.SIGTERM, lambda *_: one.stop())
         with naming_near(client, source), metrics_told(as_json=as_json)(one):
             one.run(follow=follow)
