@@ -350,7 +350,7 @@ class Trail:
                 "denied",
                 network_of(denial.subject.address),
                 **_who(denial.subject),
-                action=denial.action.value,
+                action=denial.action,
                 topic=denial.topic,
                 **_names(denial.producer_names),
                 **({"cursor": cut(denial.cursor, MAX_NAME_BYTES_TOLD)} if denial.cursor else {}),

@@ -25,6 +25,7 @@ from seqdedupe.names import check_cursor_name, namespace_name, producer_name, to
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Allowing, NamesJudge
 from seqdedupe.topic.topic import Topic
+from seqdedupe.wording import counted
 
 # -- The needs of each call, by its full name. A call that is not listed is refused to callers for whom rules count.
 
@@ -210,7 +211,8 @@ class Denial:
     """A denied action, and the rule that denies it. None: no rule allows it."""
 
     subject: Subject
-    action: Action
+    action: str
+    """All actions if each of them would be enough: `observe or attach`."""
     topic: str
     """A full name, or a namespace, or `*`: all topics."""
     producer_names: Sequence[str]
@@ -260,7 +262,7 @@ class Permissions:
         if isinstance(need, Other) or caller().is_unrestricted:
             return
         if need is None:
-            raise self._denied(caller(), Action.ADMINISTER, "*", None)
+            raise self._denied(caller(), (Action.ADMINISTER,), "*", None)
         if need.is_judged_by_handler:
             return
         if need.on in (On.TOPIC, On.CURSOR, On.NAMESPACE):
@@ -291,7 +293,8 @@ class Permissions:
         for decision in decisions:
             if decision.is_allowed and decision.rule is not None:
                 return decision.rule.name
-        raise self._denied(subject, need.actions[0], name, decisions[0].rule)
+        rule = next((decision.rule for decision in decisions if decision.rule is not None), None)
+        raise self._denied(subject, need.actions, name, rule)
 
     def _decide(self, subject: str, action: Action, on: On, name: str) -> RuleDecision:
         if not subject:
@@ -426,7 +429,7 @@ class Permissions:
         check_cursor_name(name)
         decision = self._rules.decide(subject.name, Action.READ, topic, name)
         if not decision.is_allowed:
-            raise self._denied(subject, Action.READ, topic, decision.rule, cursor=name)
+            raise self._denied(subject, (Action.READ,), topic, decision.rule, cursor=name)
 
     def check_new_cursor(self, topic: str, there: Sequence[str]) -> None:
         """Raise SHARE_EXCEEDED if one more cursor would be too many of the caller's. `there`: the topic's cursors."""
@@ -446,31 +449,33 @@ class Permissions:
     def deny_names(self, subject: Subject, topic: str, names: list[str]) -> SeqdedupeError:
         """Return the error for these names. It names the first ones."""
         rule = self._rules.decide(subject.name, Action.PUBLISH, topic, names[0]).rule
-        return self._denied(subject, Action.PUBLISH, topic, rule, names)
+        return self._denied(subject, (Action.PUBLISH,), topic, rule, names)
 
     def _denied(
         self,
         subject: Subject,
-        action: Action,
+        actions: Sequence[Action],
         topic: str,
         rule: Rule | None,
         names: Sequence[str] = (),
         cursor: str = "",
     ) -> SeqdedupeError:
-        self._on_denied(Denial(subject, action, topic, names, rule, cursor))
+        *others, last = (action.value for action in actions)
+        wanted = f"{', '.join(others)} or {last}" if others else last
+        self._on_denied(Denial(subject, wanted, topic, names, rule, cursor))
         where = "every topic" if topic == "*" else topic
         under = f" by cursor {cursor!r}" if cursor else ""
         if names:
-            more = f" and {len(names) - MAX_NAMES_TOLD} others" if len(names) > MAX_NAMES_TOLD else ""
+            more = f" and {counted(len(names) - MAX_NAMES_TOLD, 'other')}" if len(names) > MAX_NAMES_TOLD else ""
             # A single name is shown in full. Several names are cut to the size of a gRPC status.
             told = [name[:_CHARACTERS_TOLD] for name in names[:MAX_NAMES_TOLD]] if len(names) > 1 else names
             under = f" as producer {', '.join(map(repr, told))}{more}"
-        numbers: dict[str, Any] = {"subject": subject.name, "action": action.value, "topic": topic}
+        numbers: dict[str, Any] = {"subject": subject.name, "action": wanted, "topic": topic}
         if cursor:
             numbers["cursor"] = cursor
         if names:
             numbers["producer_name"] = names[0]
-        return error("NOT_ALLOWED", f"{subject.name!r} may not {action.value} {where}{under}", **numbers)
+        return error("NOT_ALLOWED", f"{subject.name!r} may not {wanted} {where}{under}", **numbers)
 
 
 class _Allowing(Allowing):

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +113,9 @@ MAX_REMEMBERED = 1024
 EARLY_SECONDS = 1.0
 """The interval after which a token that is not valid yet is checked again."""
 
+_EARLIEST_SECONDS = -62_135_596_800
+"""The beginning of the year 1."""
+
 _LATEST_SECONDS = 253_402_300_799
 """The end of the year 9999."""
 
@@ -178,6 +182,14 @@ def _unusable(path: Path, why: str) -> SeqdedupeError:
     return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint, key="token_keys_file")
 
 
+def expired(subject: str, at_seconds: float) -> SeqdedupeError:
+    """Return TOKEN_EXPIRED for a token whose signature was verified. `at_seconds` is its `exp`."""
+    # The time comes first: the memory of refused tokens keeps only the beginning of the text.
+    at = datetime.fromtimestamp(at_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    what = f"the token expired at {at}; its subject is {subject!r}"
+    return error("TOKEN_EXPIRED", what, subject=subject, kind="jwt", expired_at=at)
+
+
 def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float = math.inf) -> Claims:
     """Return the contents of a token with a valid signature for this audience.
 
@@ -206,10 +218,10 @@ def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float 
     for name, value in times.items():
         if type(value) not in (int, float) or not -math.inf < value < math.inf:
             raise error("UNAUTHENTICATED", f"the token's `{name}` is not a finite number", **proven)
-        times[name] = max(-_LATEST_SECONDS, min(value, _LATEST_SECONDS))
+        times[name] = max(_EARLIEST_SECONDS, min(value, _LATEST_SECONDS))
     ends_at_seconds = times["exp"] + LEEWAY_SECONDS
     if ends_at_seconds <= time.time():
-        raise error("TOKEN_EXPIRED", "the token has expired", **proven)
+        raise expired(subject, times["exp"])
     if max_lifetime_seconds < math.inf:
         if "iat" not in times:
             raise error("UNAUTHENTICATED", "the token has no `iat`, so its lifetime is unknown", **proven)

@@ -18,6 +18,7 @@ from broker_sidecar.security.subject import Subject, caller
 from broker_sidecar.streams import Stream, Streams, messages
 from seqdedupe.errors import error
 from seqdedupe.names import topic_name
+from seqdedupe.wording import counted
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
@@ -72,7 +73,7 @@ class Health:
         """Return the state of this process as a line for people."""
         what = "Draining" if self._is_draining else "Serving" if self.is_serving else "Recovering"
         topics = [status for name, status in self._statuses.items() if name not in ("", CONFIGURATION)]
-        return f"{what}: {topics.count(SERVING)} of {len(topics)} topics ready"
+        return f"{what}: {topics.count(SERVING)} of {counted(len(topics), 'topic')} ready"
 
     def drain(self) -> None:
         """Set everything to NOT_SERVING for good."""

@@ -30,6 +30,7 @@ from seqdedupe.exports import (
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 T = TypeVar("T")
 
@@ -618,7 +619,7 @@ def _check_takes(partition: admin_pb2.Topic) -> None:
 def _broken_off(e: SeqdedupeError, partition: str, done: int) -> SeqdedupeError:
     return error(
         e.reason,
-        f"{partition}: {e.message} ({done} partitions before it have their part)",
+        f"{partition}: {e.message} (in force in {counted(done, 'partition')} before it)",
         hint=f"{e.hint} Then import the same file again, all of it: what is in force stays.",
         retry_delay_ms=e.retry_delay_ms,
         **e.numbers,

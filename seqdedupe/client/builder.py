@@ -21,6 +21,7 @@ from seqdedupe.limits import (
     MIN_EVENT_TIME_MS,
     NO_SEQUENCE_ID,
 )
+from seqdedupe.wording import counted
 
 BATCH_OVERHEAD_BYTES = 512
 """The most bytes of an encoded batch in addition to its rows: the producer, and the columns' tags and lengths."""
@@ -255,7 +256,9 @@ class Builder:
         if column.dtype != np.int64:
             raise error("INVALID_SEQUENCE_ID", f"sequence IDs are 64-bit signed integers, not {column.dtype}")
         if column.shape != (rows,):
-            raise error("INVALID_BATCH", f"there are {len(column)} sequence IDs for {rows} payloads")
+            raise error(
+                "INVALID_BATCH", f"the batch has {counted(len(column), 'sequence ID')} for {counted(rows, 'payload')}"
+            )
         if int(column[0]) <= self._last_sent:
             raise self._bad_sequence_id(int(column[0]))
         if not (column[1:] > column[:-1]).all():
@@ -300,7 +303,7 @@ def _payload_column(payloads: Sequence[bytes | None]) -> Binary:
 def _set_properties(batch: Batch, rows: PropertyRows) -> None:
     count = len(rows.offsets) - 1 if isinstance(rows, PropertyColumns) else len(rows)
     if count != len(batch.payloads.offsets) - 1:
-        raise error("INVALID_BATCH", f"there are properties for {count} of {len(batch)} rows")
+        raise error("INVALID_BATCH", f"there are properties for {count} of {counted(len(batch), 'row')}")
     if isinstance(rows, PropertyColumns):
         batch.property_offsets, batch.property_names, batch.property_values = rows
         return
@@ -318,7 +321,10 @@ def _check_columns(batch: Batch, rows: int) -> None:
         if column:
             _check_binary(name, column, rows)
     if len(batch.event_times_ms) not in (0, rows):
-        raise error("INVALID_BATCH", f"there are {len(batch.event_times_ms)} event times for {rows} rows")
+        raise error(
+            "INVALID_BATCH",
+            f"the batch has {counted(len(batch.event_times_ms), 'event time')} for {counted(rows, 'row')}",
+        )
     if len(batch.payloads.data) > MAX_PAYLOAD_BYTES:
         longest = int(np.diff(batch.payloads.offsets).max())
         if longest > MAX_PAYLOAD_BYTES:

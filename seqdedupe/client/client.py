@@ -19,11 +19,12 @@ from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.reader import PartitionedReader, PartitionedStart, PartitionEnds, Reader, Start
 from seqdedupe.client.route import Addresses, OnWaiting, Sidecars
 from seqdedupe.client.stream import SharedConnections
-from seqdedupe.errors import UnavailableError, error
+from seqdedupe.errors import AccessDeniedError, UnavailableError, error
 from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import MessageId, Position, checked_index
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.v1 import batch_pb2, read_pb2
+from seqdedupe.wording import counted
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
@@ -147,11 +148,12 @@ class Client:
         whole = topic_name(topic)
 
         async def ends() -> list[PartitionEnds]:
-            count = (await self.admin.topic(whole)).partitions
+            count = await self.partitions(whole)
             if not count:
                 raise error("INVALID_REQUEST", f"{whole} has no partitions", hint="Read it with a plain reader.")
             if stop_indexes is not None and len(stop_indexes) != count:
-                what = f"stop_indexes has {len(stop_indexes)} indexes, and {whole} has {count} partitions"
+                given = counted(len(stop_indexes), "index", "indexes")
+                what = f"stop_indexes has {given}, and {whole} has {counted(count, 'partition')}"
                 raise error("INVALID_REQUEST", what, hint="Give one index for each partition.")
             found = [await self.ends(partition_name(whole, k)) for k in range(count)]
             return [PartitionEnds(Position.before(one.last.incarnation, one.first_index), one.last) for one in found]
@@ -181,6 +183,17 @@ class Client:
         request = read_pb2.GetLastMessageIdRequest(topic=topic_name(topic))
         answer = await self._calls.call(lambda sidecar: sidecar.read.GetLastMessageId, request)
         return TopicEnds(answer.first_index, Position.from_proto(answer.last))
+
+    async def partitions(self, topic: str) -> int:
+        """Return the number of partitions that a reader reads; 0 if the topic is not partitioned. Raises NotFoundError;
+        AccessDeniedError, which names the right to read if the caller has no right to the topic."""
+        try:
+            return (await self.admin.topic(topic)).partitions
+        except AccessDeniedError as e:
+            if e.reason == "NOT_ALLOWED":
+                # Several rights allow the call. A reader needs the one that this call names.
+                await self.ends(topic)
+            raise
 
     async def locate_time(self, topic: str, publish_time_ms: int) -> Located:
         """Locate the first message published at or after a time; the end if there is none. Raises NotFoundError."""

@@ -56,6 +56,7 @@ from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 # -- Delivery of batches with deduplication IDs to a topic: each batch is resent until all of it has its receipt.
 
@@ -365,7 +366,7 @@ class Delivery:
         is_alone = self._is_taken and len(self._out) == 1 and now - self._answered_at < SOON_SECONDS
         for call in self._out.values():
             if call.breaks.add(why, now, is_alone=is_alone) and not call.done.done():
-                what = call.breaks.why(f"a batch of {len(call.batch):,} messages", call.size_bytes)
+                what = call.breaks.why(f"a batch of {counted(len(call.batch), 'message')}", call.size_bytes)
                 call.done.set_exception(error("OUTCOME_UNKNOWN", f"{what}: {why}", hint=HINT_OF_BREAKS))
 
     async def _until_ready(self) -> None:

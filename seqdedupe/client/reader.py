@@ -29,6 +29,7 @@ from seqdedupe.message_id import MessageId, MessageIds, Position, checked_index
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
+from seqdedupe.wording import counted
 
 Start = Position | MessageId | int | Literal["earliest", "latest"]
 """Start after a position or a message ID, at an index, with the first stored message, or with the next published one.
@@ -569,7 +570,7 @@ class PartitionedReader(Messages):
         if isinstance(self._start, PartitionedPosition):
             self._starts = self._start.partitions
             if len(self._starts) != len(ends):
-                what = f"the position has {len(self._starts)} partitions, and {self.topic} has {len(ends)}"
+                what = f"the position has {counted(len(self._starts), 'partition')}, and {self.topic} has {len(ends)}"
                 raise error("INVALID_POSITION", what, hint="It is of another topic, or of one that was created again.")
         else:
             self._starts = tuple(one.earliest if self._start == "earliest" else one.latest for one in ends)

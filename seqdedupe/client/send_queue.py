@@ -23,6 +23,7 @@ from seqdedupe.client.pending import (
 )
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.wording import counted
 
 
 @dataclass(slots=True)
@@ -373,7 +374,7 @@ class SendQueue:
             up_to += f", {late:,} with a receipt {'is' if late == 1 else 'are'} not known to be"
         given_up = error(
             "OUTCOME_UNKNOWN",
-            f"{what}{because}; {up_to}, {left:,} {'message has' if left == 1 else 'messages have'} no receipt",
+            f"{what}{because}; {up_to}, {counted(left, 'message has', 'messages have')} no receipt",
             hint=None if why is None else why.hint,
             durable_sequence_id=durable,
             messages_without_receipt=left,

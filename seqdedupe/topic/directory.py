@@ -27,6 +27,7 @@ from seqdedupe.topic.listing import Looking, OpeningQueue
 from seqdedupe.topic.lives import Lives, TopicRecords
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
 from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry
+from seqdedupe.wording import counted
 
 # -- The policies of namespaces: stored, and in force in every topic of the namespace.
 
@@ -388,7 +389,7 @@ class Topics(Generic[T]):
         """Raise TOO_MANY_TOPICS unless this number of further topics is allowed."""
         count = len(self.registry)
         if count + more > self._max_topics:
-            why = f"there are {count} topics: max_topics allows no more"
+            why = f"the sidecar has {counted(count, 'topic')}: max_topics allows no more"
             raise error("TOO_MANY_TOPICS", why, max_topics=self._max_topics)
 
     async def _create(self, full: str, policy: Policy, layout: Layout) -> T:

@@ -27,6 +27,7 @@ from seqdedupe.topic.keeper import RestoredState
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
+from seqdedupe.wording import counted
 
 # -- The operations that the directory of topics needs of a kind of log: topics on it, and the list of logs.
 
@@ -310,7 +311,7 @@ async def _check(log: Log, live: Topic | None, loaded: Loaded | None) -> None:
         raise error(
             "LOG_INCOMPLETE",
             f"the log {log.place} begins with index {log.first_index}, and does not say what is in force of "
-            f"{len(unsaid)} producers",
+            f"{counted(len(unsaid), 'producer')}",
             first_index=log.first_index,
         )
 

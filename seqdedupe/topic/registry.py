@@ -15,6 +15,7 @@ from seqdedupe.names import partition_name, whole_of
 from seqdedupe.store.parts import TopicRecord
 from seqdedupe.tasks import retrieve
 from seqdedupe.topic.base import State, TopicBase, damaged_topic
+from seqdedupe.wording import counted
 
 # -- A topic that exists and cannot be opened.
 
@@ -366,7 +367,9 @@ class Partitions:
         partition."""
         if name in self._counts:
             count = self._counts[name]
-            raise error("TOPIC_EXISTS", f"the topic {name} is there already, with {count} partitions", topic=name)
+            raise error(
+                "TOPIC_EXISTS", f"the topic {name} is there already, with {counted(count, 'partition')}", topic=name
+            )
         whole = whole_of(name)
         if whole is not None and whole in self._counts:
             raise error(

@@ -33,6 +33,7 @@ from seqdedupe.store.windows import FIRST_RUN, RunWriter, read_pages
 from seqdedupe.tasks import Broadcast
 from seqdedupe.topic.frame import Frame, check_by_id
 from seqdedupe.topic.policy import Policy
+from seqdedupe.wording import counted
 
 MOVED_PART = 8
 """A run is made of one in this number of the IDs in memory, or of one chunk."""
@@ -131,7 +132,7 @@ class WindowImported:
         if self.is_missing:
             raise error(
                 "WINDOW_MISSING",
-                f"topic {self._topic} has lost the {wanted.ids} deduplication IDs that were imported into it",
+                f"topic {self._topic} has lost what was imported into it: {counted(wanted.ids, 'deduplication ID')}",
                 ids=wanted.ids,
                 checksum=wanted.checksum.hex(),
             )

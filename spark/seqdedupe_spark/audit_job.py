@@ -43,6 +43,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import sidecar_options, told_files
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 from seqdedupe_spark import planning
 from seqdedupe_spark.audit_counts import (
     DOUBLED,
@@ -136,7 +137,7 @@ class TopicReport:
         """Yield the report for a person."""
         count = self.end_index - self.first_index
         held = f", indexes {self.first_index:,} to {self.end_index - 1:,}" if count else ""
-        yield f"{self.topic}: {count:,} messages of {self.producers:,} producers{held}"
+        yield f"{self.topic}: {counted(count, 'message')} of {counted(self.producers, 'producer')}{held}"
         yield f"  {'':<14}{'MESSAGES':>12}{'PRODUCERS':>12}"
         for kind in KINDS:
             finding: Finding = getattr(self, kind)
@@ -148,7 +149,8 @@ class TopicReport:
         elif self.links == "after_first":
             yield "  The start is trimmed: what is missing before a producer's first stored message cannot be found."
         if self.unlinked:
-            yield f"  {self.unlinked:,} batches have no link: what is missing before them cannot be found."
+            unlinked = counted(self.unlinked, "batch has", "batches have")
+            yield f"  {unlinked} no link: what is missing before cannot be found."
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class IdTopicReport:
         """Yield the report for a person."""
         count = self.end_index - self.first_index
         held = f", indexes {self.first_index:,} to {self.end_index - 1:,}" if count else ""
-        yield f"{self.topic}: {count:,} messages with deduplication IDs{held}"
+        yield f"{self.topic}: {counted(count, 'message')} with deduplication IDs{held}"
         yield f"  {'':<14}{'MESSAGES':>12}{'IDS':>12}"
         yield f"  {'doubled':<14}{self.doubled.messages:>12,}{self.doubled.ids:>12,}"
         for example in self.doubled.examples:
@@ -222,11 +224,11 @@ class AuditReport:
         for topic in self.topics:
             yield from topic.lines()
         wrong = sum(not topic.is_clean for topic in self.topics)
-        yield f"not clean: {wrong} of {_topics(len(self.topics))}" if wrong else f"clean: {_topics(len(self.topics))}"
-
-
-def _topics(count: int) -> str:
-    return "1 topic" if count == 1 else f"{count} topics"
+        yield (
+            f"not clean: {wrong} of {counted(len(self.topics), 'topic')}"
+            if wrong
+            else f"clean: {counted(len(self.topics), 'topic')}"
+        )
 
 
 def _without_none(value: Any) -> Any:

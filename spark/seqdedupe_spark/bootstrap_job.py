@@ -36,6 +36,7 @@ from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_NAME_BYTES, MAX_SEQ
 from seqdedupe.names import partition_name
 from seqdedupe.sidecar_options import sidecar_options, told_credentials
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 from seqdedupe_spark import planning
 from seqdedupe_spark.options import file_options
 from seqdedupe_spark.session import run_command, start_session
@@ -128,7 +129,7 @@ def bootstrap_window_from_topic(
 def _check_log_tells_all(topic: admin_pb2.Topic) -> None:
     what = ""
     if topic.window_imported:
-        what = f"{topic.window_imported} imported IDs"
+        what = counted(topic.window_imported, "imported ID")
     elif topic.window_first_index < topic.first_index:
         what = f"those of messages {topic.window_first_index} to {topic.first_index - 1}, which retention has dropped"
     if what:
@@ -374,11 +375,11 @@ def _from_topic(topic: str, output: Path, address: str) -> str:
 
 
 def _of_marks(count: int) -> str:
-    return f"watermarks of {count:,} producers"
+    return f"watermarks of {counted(count, 'producer')}"
 
 
 def _of_window(count: int) -> str:
-    return f"a window of {count:,} deduplication IDs"
+    return f"a window of {counted(count, 'deduplication ID')}"
 
 
 def run_main(arguments: Sequence[str] | None = None, name: str = "seqdedupe_spark.bootstrap_job") -> int:

@@ -23,6 +23,7 @@ from seqdedupe.errors import (
 from seqdedupe.message_id import Position
 from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 from seqdedupe_spark import cluster, stock
 from seqdedupe_spark.options import NO_LIMITS, Place, PlaceInTopic, ReadLimits, Selection, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, TopicRange, cut, partition_of, shares
@@ -89,7 +90,9 @@ def find_loss(topic: str, position: Position, found: Ends | None) -> Loss | None
         return Loss(topic, None, "POSITION_DIVERGED", message)
     if position.index + 1 < first:
         gone = first - position.index - 1
-        message = f"{topic} has lost {gone} messages to retention: indexes {position.index + 1} to {first - 1}"
+        message = (
+            f"{topic} has lost {counted(gone, 'message')} to retention: indexes {position.index + 1} to {first - 1}"
+        )
         return Loss(topic, earliest(found), "POSITION_TRIMMED", message)
     return None
 
@@ -288,7 +291,7 @@ class TopicListing:
             if name in selection.names or (selection.pattern is not None and _matches(selection.pattern, name)):
                 parts = {partition_name(name, k) for k in range(count)}
                 if missing := parts.difference(there):
-                    why = f"the topic {name} has {count} partitions, but {min(missing)} does not exist"
+                    why = f"the topic {name} has {counted(count, 'partition')}, but {min(missing)} does not exist"
                     raise error("TOPIC_NOT_FOUND", why, topic=name)
 
     def ends(self, topic: str) -> Ends | None:

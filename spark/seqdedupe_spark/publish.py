@@ -16,6 +16,7 @@ from seqdedupe.client.pending import Verdict
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 from seqdedupe_spark.options import parse_sink
 from seqdedupe_spark.planning import patiently
 from seqdedupe_spark.service import SidecarService, sidecar_at
@@ -155,11 +156,11 @@ def _by_producer(batch: pa.RecordBatch) -> Iterator[tuple[str, str, pa.RecordBat
         return
     for name in _ORDER:
         if batch.column(name).null_count:
-            raise error("INVALID_REQUEST", f"{name} is null in {batch.column(name).null_count:,} rows")
+            raise error("INVALID_REQUEST", f"{name} is null in {counted(batch.column(name).null_count, 'row')}")
     if _ID in batch.schema.names and (given := len(batch) - batch.column(_ID).null_count):
         raise error(
             "INVALID_REQUEST",
-            f"{_ID} is set in {given:,} of {len(batch):,} rows, but publish identifies rows by sequence ID",
+            f"{_ID} is set in {given:,} of {counted(len(batch), 'row')}, but publish identifies rows by sequence ID",
             hint="Drop that column, or write the rows with format('seqdedupe') into a topic of deduplication IDs.",
         )
     topics, names = (batch.column(name).dictionary_encode() for name in _ORDER[:2])

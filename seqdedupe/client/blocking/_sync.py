@@ -536,6 +536,11 @@ class Client:
         """Return the topic's current ends. Raises NotFoundError; RECOVERING if its end is unknown after 30 seconds."""
         return run(lambda: self.on_loop.ends(topic))
 
+    def partitions(self, topic: str) -> int:
+        """Return the number of partitions that a reader reads; 0 if the topic is not partitioned. Raises NotFoundError;
+        AccessDeniedError, which names the right to read if the caller has no right to the topic."""
+        return run(lambda: self.on_loop.partitions(topic))
+
     def locate_time(self, topic: str, publish_time_ms: int) -> Located:
         """Locate the first message published at or after a time; the end if there is none. Raises NotFoundError."""
         return run(lambda: self.on_loop.locate_time(topic, publish_time_ms))

@@ -25,6 +25,7 @@ from seqdedupe.entry_properties import (
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.entries import NOWHERE, Marker, PulsarMessage, damaged, read_marker
 from seqdedupe.message_id import MessageId
+from seqdedupe.wording import counted
 
 REMEMBERED_ENTRIES = 16_384
 """A repeat is compared with this number of the newest entries. A client resends only entries in flight, and an owner
@@ -199,7 +200,10 @@ class Terms:
         if place.number:
             raise damaged(f"the marker of term {owner.term} is not the first entry of its owner")
         if place.index > self.next_index:
-            raise gap(f"the writer of the marker of term {owner.term} knew of {place.index} messages", self.next_index)
+            raise gap(
+                f"the writer of the marker of term {owner.term} knew of {counted(place.index, 'message')}",
+                self.next_index,
+            )
         self.marker = read_marker(message, owner)
         self.owner, self._texts = owner, _texts(owner)
         self._next_number, self._unseen_below, self._has_hole = 1, 0, False
@@ -215,7 +219,8 @@ class Terms:
                 )
         elif number >= self._unseen_below:
             raise damaged(
-                f"entry {number} of term {self.owner.term} comes again after {back} others: no sidecar sends that late"
+                f"entry {number} of term {self.owner.term} comes again after {counted(back, 'other')}: "
+                "no sidecar sends that late"
             )
         return TermVerdict.REPEAT
 

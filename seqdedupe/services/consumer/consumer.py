@@ -47,6 +47,7 @@ from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, check_
 from seqdedupe.services.consumer.message_arrivals import LOOK_SECONDS, Arrivals, Stop, Stopped, is_there, wait_for_any
 from seqdedupe.services.consumer.partition_shares import PartitionShares, PartitionWork
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
+from seqdedupe.wording import counted
 
 Start = Position | PartitionedPosition | Literal["earliest", "latest"]
 
@@ -319,7 +320,7 @@ class Consumer:
         if isinstance(start, Position | PartitionedPosition):
             given = list(start.partitions) if isinstance(start, PartitionedPosition) else [start]
             if isinstance(start, Position) != (self.topic in found) or len(given) != len(found):
-                what = f"the start is {str(start)[:80]!r}, and {self.topic} has {len(found)} partitions"
+                what = f"the start is {str(start)[:80]!r}, and {self.topic} has {counted(len(found), 'partition')}"
                 raise _option(what if self.topic not in found else f"{self.topic} has no partitions", None)
             return given
         if start == "latest":

@@ -29,6 +29,7 @@ from seqdedupe.services.consumer.consumer_row import row_name
 from seqdedupe.services.consumer.database import CONSUMERS, DEAD_LETTERS, PARKED
 from seqdedupe.services.consumer.message_arrivals import Stop
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 BEHIND = "waits behind an earlier message of its key"
 """The error text of a message that waits behind another one."""
@@ -288,7 +289,7 @@ def _names(connection: Connection, name: str, indexes: Sequence[int] = ()) -> li
     if not names:
         raise error("INVALID_OPTION", f"there is no consumer {name!r} in this database", hint="Is the name mistyped?")
     if indexes:
-        what = f"the consumer {name!r} has {len(names)} partitions, each with separate indexes"
+        what = f"the consumer {name!r} has {counted(len(names), 'partition')}, each with separate indexes"
         raise error("INVALID_OPTION", what, hint=f"Name one of them: {names[0]}.")
     return names
 

@@ -25,6 +25,7 @@ from seqdedupe.services.consumer.consumer_row import Lost, RowLease
 from seqdedupe.services.consumer.database import check_mariadb_writes, not_transactional, reaching, refusing_writes
 from seqdedupe.services.consumer.dead_letters import BEHIND, SetAside, key_hash, message_of, why
 from seqdedupe.services.consumer.message_arrivals import Stop
+from seqdedupe.wording import counted
 
 Poison = Literal["stop", "dead letter", "retry later"]
 
@@ -395,7 +396,7 @@ class Work:
     def _give_up(self, message: Message, failure: Exception, attempts: int) -> None:
         what = (
             f"the consumer {self._name!r} cannot apply the message with index {message.index} of {self._topic} "
-            f"({message.message_id}, tried {attempts} times): {why(failure)}"
+            f"({message.message_id}, tried {counted(attempts, 'time')}): {why(failure)}"
         )
         if self._config.poison == "stop":
             raise error("HANDLER_FAILED", what, index=message.index) from failure

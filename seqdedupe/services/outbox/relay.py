@@ -22,13 +22,14 @@ from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import FencedError, NotFoundError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
-from seqdedupe.services import Stillness
+from seqdedupe.services import Retries, Stillness
 from seqdedupe.services.activity import Activity, Service, State
 from seqdedupe.services.activity import Lag as ServiceLag
 from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.row_page import Route, RowPage
 from seqdedupe.services.outbox.steps import FoundRows
 from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
+from seqdedupe.wording import counted
 
 # -- The work of a relay: it does the steps. Meanwhile it waits for receipts and deletes the rows that they prove.
 
@@ -81,6 +82,7 @@ class RelayWork:
         counters: Counters,
         report: Callable[[str], None],
         activity: Activity,
+        retries: Retries,
     ) -> None:
         self._client = client
         self._store = store
@@ -88,6 +90,7 @@ class RelayWork:
         self._counters = counters
         self._report = report
         self._activity = activity
+        self._retries = retries
         self._producers: dict[str, Producer] = {}
         self.has_begun = False
         """Whether a sidecar has answered, or the relay has waited because there were no rows."""
@@ -135,6 +138,7 @@ class RelayWork:
             case steps.Wait():
                 self.has_begun = True
                 self._activity.runs()
+                self._retries.works()
                 return await self._wait()
             case steps.AwaitLeft():
                 is_over = time.monotonic() - self._read_at >= ONCE_SECONDS
@@ -157,12 +161,12 @@ class RelayWork:
                 self._activity.done(0, duplicates=len(page))
             case steps.SetRowsAside(page, reason):
                 self._counters.set_aside += len(page)
-                self._report(f"{len(page)} rows are set aside: {reason}")
+                self._report(f"{counted(len(page), 'row is', 'rows are')} set aside: {reason}")
                 await asyncio.to_thread(store.set_aside, page, reason)
                 self._activity.done(0, set_aside=len(page))
             case steps.Renumber(page):
                 self._counters.renumbered += len(page)
-                self._report(f"{len(page)} rows that were restored are published again")
+                self._report(f"publishing {counted(len(page), 'restored row')} again")
                 await asyncio.to_thread(store.renumber, page)
             case steps.Tell(line):
                 self._report(line)
@@ -259,6 +263,7 @@ class RelayWork:
             if proven:
                 await asyncio.to_thread(self._store.delete, proven)
                 self._activity.done(sum(map(len, proven)))
+                self._retries.works()
             self._counters.published += sum(map(len, proven))
             async with self._changed:
                 for _ in range(done):
@@ -356,13 +361,15 @@ class Relay:
         """Whether a sidecar has answered, or there were no rows. After that, a server that is no sidecar is
         waited out."""
         self._report = report or _log.warning
+        self._retries = Retries(self._report)
 
     async def run(self, *, follow: bool = True) -> None:
         """Relay for ever; without `follow` until all readable rows are published and deleted.
 
         Raises ConfigurationError (INVALID_OUTBOX, OUTBOX_CHANGED) for an outbox that it cannot work with; DataLossError
         if the topic has lost messages that it acknowledged; NotFoundError if there is no topic; UnavailableError if, at
-        the start, something other than a sidecar answers, there is no such database, or it does not let the user in.
+        the start, something other than a sidecar answers, there is no such database, or it does not let the user in;
+        AccessDeniedError if the sidecar does not know the caller, or the caller lacks a right.
         Without `follow` also FencedError if another relay took over, and any UnavailableError. With `follow` it stands
         by or tries again (for a database, also at the start).
         """
@@ -388,7 +395,7 @@ class Relay:
                 except UnavailableError as e:
                     if not follow or (e.reason == NOT_A_SIDECAR and not self._has_begun):
                         raise
-                    self._report(f"trying again: {e}")
+                    self._retries.failed(e)
                     self.activity.waits(e)
                     await asyncio.sleep(_RETRY_SECONDS)
                     await self._open_at_last()
@@ -402,9 +409,10 @@ class Relay:
         """Ask the sidecar. While the outbox is empty nothing else asks it, and a wrong address or token would show only
         with the first row.
 
-        Raises NOT_A_SIDECAR, UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics; without `follow` any
-        UnavailableError. With `follow` a sidecar that does not answer is reported. All other problems show with the
-        rows: the relay need not have the right to read."""
+        Raises NOT_A_SIDECAR, UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics; NOT_ALLOWED if the caller may
+        not read the topic, as a relay must after a crash; without `follow` any UnavailableError. With `follow` a
+        sidecar that does not answer is reported. All other problems show with the rows. If the topic depends on the
+        row, so does the right to read."""
         try:
             await self._client.ends(self._route("any") if self._route else self._topic)
         except UnavailableError as e:
@@ -413,7 +421,7 @@ class Relay:
             self._report(f"the sidecar does not answer yet: {e}")
             return
         except SeqdedupeError as e:
-            if e.reason in ("UNKNOWN_CALL", "UNAUTHENTICATED"):
+            if e.reason in ("UNKNOWN_CALL", "UNAUTHENTICATED") or (e.reason == "NOT_ALLOWED" and self._route is None):
                 raise
         self._has_begun = True
 
@@ -445,7 +453,7 @@ class Relay:
                 if is_final(e):
                     raise
                 self.activity.waits(e)
-                self._report(f"trying again: {e}")
+                self._retries.failed(e)
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 return
@@ -457,16 +465,19 @@ class Relay:
             try:
                 oldest = await self._blocking(self._store.oldest)
             except UnavailableError as e:
-                self._report(f"trying again: {e}")
+                self._retries.failed(e)
                 await asyncio.sleep(_RETRY_SECONDS)
                 await self._open_at_last()
                 continue
+            self._retries.works()
             if stillness.has_lasted(oldest) and oldest is not None:
                 return
             await asyncio.sleep(min(_LOOK_SECONDS, self._standby_seconds))
 
     async def _relay(self, *, follow: bool) -> None:
-        work = RelayWork(self._client, self._store, self._name, self.counters, self._report, self.activity)
+        work = RelayWork(
+            self._client, self._store, self._name, self.counters, self._report, self.activity, self._retries
+        )
         try:
             await work.drive(steps.relay(self._topic, self._route, follow=follow), None if self._route else self._topic)
         finally:

@@ -17,6 +17,7 @@ from seqdedupe.limits import (
     MAX_SEQUENCE_ID,
     MIN_EVENT_TIME_MS,
 )
+from seqdedupe.wording import counted
 
 NUMBER_BITS = 10
 """The bits of a sequence ID for the output's number among those of its input. The input's index is above them."""
@@ -245,7 +246,10 @@ class _TooLarge(ValueError):
     """The outputs of an input have no room in one frame."""
 
     def __init__(self, outputs: int, size_bytes: int) -> None:
-        super().__init__(f"its {outputs} outputs take {size_bytes} bytes: all of them go in one frame of 8 MiB")
+        super().__init__(
+            f"its {counted(outputs, 'output takes', 'outputs take')} {size_bytes} bytes: "
+            "all of them go in one frame of 8 MiB"
+        )
         self.size_bytes = size_bytes
 
 

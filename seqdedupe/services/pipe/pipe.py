@@ -25,6 +25,7 @@ from seqdedupe.names import new_producer_name, partition_name, source_name, topi
 from seqdedupe.services import Stillness
 from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
 from seqdedupe.services.pipe.outputs import Calling, Function, OutputBatch, index_of
+from seqdedupe.wording import counted
 
 T = TypeVar("T")
 
@@ -99,27 +100,37 @@ def _holds(persisted: Sequence[Persisted], note: str) -> bool:
     return persisted[0].incarnation == int(incarnation) and persisted[0].sequence_id >= int(sequence_id)
 
 
-async def piped_up_to(client: Client, source: str, target: str, name: str) -> dict[str, Position]:
+async def piped_up_to(
+    client: Client, source: str, target: str, name: str, cursor: str | None = None
+) -> dict[str, Position]:
     """Return, for the source or each of its partitions, the position up to which the target holds outputs of the pipe
-    NAME.
+    NAME; or the later position of the pipe's cursor, which is also after messages without outputs.
 
-    The pipe may have read further where messages have no outputs. Raises NotFoundError; INVALID_REQUEST if the target
-    is partitioned: only the pipe itself can find out then.
+    Without a cursor, the pipe may have read further than this. Raises NotFoundError; INVALID_NAME for the cursor;
+    INVALID_REQUEST if the target is partitioned: only the pipe itself can find out then.
     """
-    if partitions := (await client.admin.topic(target)).partitions:
-        what = f"{topic_name(target)} has {partitions} partitions: which outputs it holds of a pipe is not known"
+    there = await client.admin.topic(target)
+    if there.partitions:
+        what = (
+            f"{there.name} has {counted(there.partitions, 'partition')}: which outputs it holds of a pipe is not known"
+        )
         raise error("INVALID_REQUEST", what, hint="The metrics of the running pipe show its lag: --metrics-listen.")
     source = topic_name(source)
-    partitions = (await client.admin.topic(source)).partitions
+    partitions = await client.partitions(source)
     sources = [partition_name(source, k) for k in range(partitions)] or [source]
     positions = {}
     for one in sources:
         ends = await client.ends(one)
-        index = ends.first_index
+        index, persisted = ends.first_index, -1
         with suppress(NotFoundError):  # no output yet
             producer = await client.admin.producer(target, source_name(name, one, ends.last.incarnation))
-            index = index_of(producer.persisted) + 1
+            persisted = producer.persisted
+            index = index_of(persisted) + 1
         positions[one] = Position.before(ends.last.incarnation, index)
+        if cursor is not None:
+            kept = await client.cursor(one, cursor).read()
+            last = Persisted(there.name, persisted, None, there.incarnation)
+            positions[one] = later(positions[one], kept, [last])
     return positions
 
 

@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
+from seqdedupe.wording import counted
 from seqdedupe_spark.message_columns import TIME, column_of
 
 SUFFIX = "_dead_letters"
@@ -62,7 +63,8 @@ class DeadLetterRows:
     def bury(self, messages: pa.RecordBatch, row: int, why: SeqdedupeError) -> None:
         """Keep a message. If there are too many, raise the error why it cannot be written."""
         if len(self._letters) >= self.most:
-            what = f"{why.message}; this transaction already has {self.most} dead letters, the most that are allowed"
+            has = f"this transaction already has {counted(self.most, 'dead letter')}"
+            what = f"{why.message}; {has}, and no more are allowed"
             raise error(why.reason, what, hint=why.hint, topic=why.numbers.get("topic")) from why
         letter = _letter(self.job, messages, row, why)
         key = (str(letter["topic"]), column_of(messages, "messageId")[row].as_py())

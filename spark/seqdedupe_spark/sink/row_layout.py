@@ -28,6 +28,7 @@ from seqdedupe.batch import Binary, Int64s, PropertyColumns
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
+from seqdedupe.wording import counted
 from seqdedupe_spark.message_columns import columns_of
 
 # -- The identity of rows from a source: topic, incarnation, index, and ordinal among the rows of one message.
@@ -368,14 +369,13 @@ def _own_ids(batch: pa.RecordBatch, layout: RowLayout) -> pa.Array:
         if differ:
             raise error(
                 "INVALID_REQUEST",
-                f"the columns {name} and {other} have different IDs in {differ:,} of {len(ids):,} rows",
+                f"the columns {name} and {other} have different IDs in {differ:,} of {counted(len(ids), 'row')}",
                 hint=f"Drop {other}, if {name} is the rows' identity.",
             )
     sizes = pc.fill_null(pc.binary_length(ids), 1).to_numpy()
     if len(bad := np.flatnonzero((sizes < 1) | (sizes > MAX_DEDUPLICATION_ID_BYTES))):
-        what = (
-            f"{name} cannot be an ID in {len(bad):,} of {len(ids):,} rows, the first of which has {sizes[bad[0]]} bytes"
-        )
+        where = f"{len(bad):,} of {counted(len(ids), 'row')}"
+        what = f"{name} cannot be an ID in {where}, the first of which has {sizes[bad[0]]} bytes"
         raise error("INVALID_DEDUPLICATION_ID", f"{what}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
     return ids
 
@@ -385,7 +385,7 @@ def _check_whole_topics(topics: pa.Array, ids: pa.Array) -> None:
     for topic in pc.unique(topics.filter(ids.is_valid())).to_pylist():
         missing = pc.sum(pc.and_(pc.fill_null(pc.equal(topics, topic), False), ids.is_null())).as_py()
         if missing:
-            what = f"{ID} is null in {missing:,} rows of {topic}, and not in others of that topic"
+            what = f"{ID} is null in {counted(missing, 'row')} of {topic}, and not in others of that topic"
             raise error("INVALID_DEDUPLICATION_ID", what)
 
 
@@ -404,8 +404,9 @@ def _source_ids(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) 
 def _check_there(name: str, column: pa.Array) -> None:
     if column.null_count:
         reason = "INVALID_DEDUPLICATION_ID" if name.endswith(ID) else "INVALID_REQUEST"
-        what = f"{name} is null in {column.null_count:,} of {len(column):,} rows, which have no identity without it"
-        raise error(reason, what if name != "__topic" else f"{name} is null in {column.null_count:,} rows")
+        where = f"{column.null_count:,} of {counted(len(column), 'row')}"
+        what = f"{name} is null in {where}: without it a row has no identity"
+        raise error(reason, what if name != "__topic" else f"{name} is null in {counted(column.null_count, 'row')}")
 
 
 def _check_sizes(values: pa.Array, ids: pa.Array) -> None:
