@@ -497,8 +497,8 @@ def _shown(deduplication_id: bytes) -> tuple[str, str | None]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/guides/spark-audit.md describes it.")
 @sidecar_options
 def main(topics: tuple[str, ...], topics_pattern: str | None, as_json: bool, address: str) -> int:
-    """Report messages that are doubled, out of order or missing in TOPICS. The exit status is 0 if there are none, 1 if
-    there are some, 2 if the audit failed."""
+    """Report what is doubled, out of order or missing in TOPICS. The exit status is 0 if there is nothing, 1 if
+    there is something, 2 if the audit failed."""
     if bool(topics) == bool(topics_pattern):
         raise click.UsageError("Name topics, or give --topics-pattern.")
     sidecar = SidecarService(address, **told_files())
