@@ -49,8 +49,8 @@ PropertyRows = PropertyColumns | Sequence[Properties | None]
 class Builder:
     """Gathers a producer's messages, and passes each sealed batch to `emit`.
 
-    Sequence IDs rise strictly; the first may be any. `last_sequence_id` is the highest ID that was sent or that Open
-    answered. A message without an ID gets the next one.
+    Sequence IDs rise strictly; the first ID may have any value. `last_sequence_id` is the highest ID sent. Before the
+    first message it is the ID that Open returned. A message without an ID gets `last_sequence_id + 1`.
     """
 
     def __init__(
@@ -98,9 +98,10 @@ class Builder:
         event_time: datetime | int | None,
         properties: Properties | None,
     ) -> tuple[PendingBatch, int]:
-        """Add a message, and return its batch and its row. Raises before anything is changed."""
+        """Add a message, and return its batch and its row. An invalid message raises an error before anything is
+        changed."""
         if type(payload) is bytes and key is None and event_time is None and not properties:
-            # The common message, while there is room for it: the checks of `_append`, combined.
+            # The fast path for a common message that fits into the batch: it combines the checks of `_append`.
             next_id = self.last_sequence_id + 1 if sequence_id is None else sequence_id
             payloads = self._payloads
             row = len(payloads)
@@ -181,8 +182,8 @@ class Builder:
         self.leaving = None
 
     def next_id(self, sequence_id: int | None) -> int:
-        """Return the ID of the next message: the given one, or the next if none is given. Raises INVALID_SEQUENCE_ID,
-        NOT_ASCENDING."""
+        """Return the ID of the next message: `sequence_id`, or `last_sequence_id + 1` if it is None. Raises
+        INVALID_SEQUENCE_ID, NOT_ASCENDING."""
         try:
             sequence_id = self.last_sequence_id + 1 if sequence_id is None else operator.index(sequence_id)
         except TypeError as e:
@@ -204,7 +205,8 @@ class Builder:
         event_times_ms: Numbers | None,
         properties: PropertyRows | None,
     ) -> PendingBatch:
-        """Pass a ready batch to `emit`, after the gathered messages. Raises before anything is changed."""
+        """Pass a complete batch to `emit`, after the gathered messages. Invalid columns raise an error before anything
+        is changed."""
         return self.add_batch(self.check_columns(payloads, sequence_ids, keys, event_times_ms, properties))
 
     def check_columns(
@@ -286,14 +288,14 @@ def _id_column(sequence_ids: list[int]) -> Int64s:
     rows = len(sequence_ids)
     if rows == 1:
         return np.array(sequence_ids, np.int64)
-    if sequence_ids[-1] - sequence_ids[0] == rows - 1:  # they rise, so there is no gap
+    if sequence_ids[-1] - sequence_ids[0] == rows - 1:  # the IDs rise, so there is no gap
         return sequence_ids[0] + np.arange(rows, dtype=np.int64)
     return np.array(sequence_ids, np.int64)
 
 
 def _payload_column(payloads: Sequence[bytes | None]) -> Binary:
-    """Return the column of these payloads. Unlike a key column it is never omitted: rows without a payload are marked
-    even if no row has one."""
+    """Return the column of these payloads. A key column is omitted if no row has a key; the payload column is never
+    omitted, because rows without a payload must be marked."""
     values = [payload if payload is None else _bytes_of("payload", payload) for payload in payloads]
     present = np.array([value is not None for value in values], np.uint8)
     validity = b"" if present.all() else np.packbits(present, bitorder="little").tobytes()
@@ -335,7 +337,7 @@ def _check_columns(batch: Batch, rows: int) -> None:
 
 
 def _size_bytes(batch: Batch) -> int:
-    """Return the most bytes that the encoded batch can have."""
+    """Return an upper bound for the size of the encoded batch in bytes."""
     return (
         BATCH_OVERHEAD_BYTES
         + ROW_OVERHEAD_BYTES * len(batch)
@@ -383,7 +385,7 @@ def _copy(row: Properties | None) -> dict[str, str]:
 
 
 def milliseconds(event_time: datetime | int | None) -> int:
-    """Return the milliseconds since 1970; 0 for none."""
+    """Return the event time in milliseconds since 1970; 0 if there is none."""
     if isinstance(event_time, datetime):
         if event_time.tzinfo is None:
             raise error("INVALID_REQUEST", f"the event time {event_time} has no time zone")

@@ -1,4 +1,4 @@
-"""Patterns of services over the sidecar, each one object: needs the extra `services`.
+"""Patterns of services that use the sidecar. Each pattern is one class; all of them need the extra `services`.
 
 Each has a folder or file: `outbox`, `consumer`, `inbox`, `pipe`. This file has what they share: the test when a process
 that stands by may take over, and the lines about attempts that fail.
@@ -15,18 +15,19 @@ REPEAT_SECONDS = 30.0
 
 
 class Stillness:
-    """Whether the working process has shown no change for long enough. Then a process that stands by takes over.
+    """Decides whether the working process has shown no change for long enough, so that a standby process may take over.
 
-    The process that stands by looks from time to time, and measures by its own clock.
+    The standby process looks at the state at intervals, and measures the time with its own clock.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._seen: object = self  # equal to nothing else
+        self._seen: object = self  # an object that is equal to nothing else
         self._since = 0.0
 
     def has_lasted(self, seen: object) -> bool:
-        """Return whether the state has been the same for that number of seconds. `seen` is the state now."""
+        """Return whether the state has not changed for the configured number of seconds. `seen` is the current
+        state."""
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now

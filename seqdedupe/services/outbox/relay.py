@@ -1,5 +1,6 @@
-"""The relay: it publishes the outbox's rows to a topic, each once, and the rows of an aggregate in the order of
-commits. It carries out `steps`. The search for rows in a topic by their `id` comes last."""
+"""The relay: it publishes the rows of the outbox to a topic. Each row is published once, and the rows of an aggregate
+are published in the order of their commits. The relay carries out `steps`. The search for rows in a topic by their `id`
+comes last."""
 
 import asyncio
 import logging
@@ -34,32 +35,33 @@ from seqdedupe.wording import counted
 # -- The work of a relay: it does the steps. Meanwhile it waits for receipts and deletes the rows that they prove.
 
 SWEEP_SECONDS = 10.0
-"""The time between two looks at the whole table: for rows that were restored, or have no NotDup receipt."""
+"""The time between two looks at the whole table. Such a look finds rows that were restored, or that have no NotDup
+receipt."""
 
 ONCE_SECONDS = 10.0
-"""A relay that does not follow waits for this time, since it last read rows, for open transactions that keep the
-remaining rows from being read."""
+"""A relay without `follow` waits for open transactions that prevent it from reading the remaining rows. It ends when it
+has read no rows for this time."""
 
 _BATCH_BYTES = 4 * 1024 * 1024
 """The approximate size of the batches in which a page is sent."""
 
 _PAGES_IN_FLIGHT = 16
 _DELETED_TOGETHER = 4
-"""Pages."""
+"""The number of pages that are deleted together."""
 
 _CONFIG = ProducerConfig(
     max_batch_rows=MAX_BATCH_ROWS, max_batch_bytes=MAX_BATCH_BYTES, delivery_timeout_seconds=None
-)  # no program is there to get an error: rows that cannot be sent now stay in the table
+)  # no caller receives the error; rows that cannot be sent now stay in the table
 
 
 @dataclass(slots=True)
 class Counters:
-    """The counts of a relay since it was made."""
+    """The counts of a relay since the relay was created."""
 
     published: int = 0
-    """Rows with a NotDup receipt."""
+    """The number of rows with a NotDup receipt."""
     found: int = 0
-    """Rows that were in the topic already."""
+    """The number of rows that were already in the topic."""
     set_aside: int = 0
     renumbered: int = 0
     tokens_replaced: int = 0
@@ -72,7 +74,7 @@ class _SentPage(NamedTuple):
 
 
 class RelayWork:
-    """The work of one relay, from opening its topics until it is fenced, fails or is done."""
+    """The work of one relay, from the opening of its topics until the relay is fenced, fails or has finished."""
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class RelayWork:
         self._read_at = time.monotonic()
 
     async def drive(self, work: steps.Steps, only_topic: str | None) -> None:
-        """Run the steps to their end. Raises the errors of the steps and of receipts."""
+        """Run all steps. Raises the errors of the steps and of receipts."""
         self._only_topic = only_topic
         collecting = asyncio.create_task(self._collect())
         stepping = asyncio.create_task(self._step(work))
@@ -180,7 +182,7 @@ class RelayWork:
         return None
 
     async def _read(self, after: int) -> RowPage:
-        """Return the page after this row. While the caller works on it, the database makes the next one."""
+        """Return the page after this row. While the caller works on the page, the database prepares the next page."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and after == self._after:
             page = await ahead
@@ -214,8 +216,8 @@ class RelayWork:
         return steps.OpenedProducer(own, tuple(one.sequence_id for one in producer.persisted), highest)
 
     async def _fence(self, topic: str, own: str) -> int:
-        """Open the other names of this relay, so that their owners publish nothing more. Return the highest sequence ID
-        that they have persisted."""
+        """Open all other producer names of this relay, which fences their owners: they cannot publish any more. Return
+        the highest sequence ID that is persisted under these names."""
         is_ours = is_one_of(self._name)
         highest = -1
         for name in await self._known_names(topic):
@@ -230,7 +232,7 @@ class RelayWork:
         try:
             partitions = (await self._client.admin.topic(topic)).partitions
         except NotFoundError:
-            return set()  # the topic is made when it is opened, or does not exist
+            return set()  # the topic is created when it is opened, or does not exist
         return await _names_of(self._client, topic, partitions)
 
     async def _publish(self, producer: Producer, page: RowPage) -> None:
@@ -244,8 +246,8 @@ class RelayWork:
             self._changed.notify_all()
 
     async def _collect(self) -> None:
-        """Wait for receipts, in order, and delete the rows that they prove. A Dup receipt proves nothing about
-        the row."""
+        """Wait for receipts, in order, and delete the rows whose receipts prove that they are in the topic. A Dup
+        receipt does not prove that."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: bool(self._sent))
@@ -271,7 +273,7 @@ class RelayWork:
                 self._changed.notify_all()
 
     async def _wait(self) -> bool:
-        """Wait until there may be more rows. Return whether to look at the table from its beginning."""
+        """Wait until there may be more rows. Return whether to read the table from its beginning."""
         if self._must_sweep or time.monotonic() - self._swept_at >= SWEEP_SECONDS:
             self._must_sweep = False
             self._swept_at = time.monotonic()
@@ -285,13 +287,13 @@ class RelayWork:
 
 
 async def _names_of(client: Client, topic: str, partitions: int) -> set[str]:
-    """Return the names of the producers that a topic, or one of its partitions, knows."""
+    """Return the names of all producers of a topic or of its partitions."""
     parts = [partition_name(topic, k) for k in range(partitions)] if partitions else [topic]
     return {one.name for part in parts for one in await client.admin.producers(part)}
 
 
 async def _until_readable(file_number: int | None, seconds: float) -> None:
-    """Wait until the file is readable, or this time has passed."""
+    """Wait until the file is readable, or until this time has passed."""
     if file_number is None:
         await asyncio.sleep(seconds)
         return
@@ -308,7 +310,7 @@ async def _until_readable(file_number: int | None, seconds: float) -> None:
 
 
 STANDBY_SECONDS = 5.0
-"""A relay that was fenced takes over if the oldest row has not been deleted for this time."""
+"""A fenced relay takes over if the oldest row has not been deleted for this time."""
 
 _LOOK_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
@@ -321,14 +323,16 @@ T = TypeVar("T")
 
 
 class Relay:
-    """Publishes the rows of an outbox, in the order of their numbers, and deletes them. Each row is published once, if
-    and only if its transaction committed, after any kill. It belongs to one event loop.
+    """Publishes the rows of an outbox in the order of their numbers, and deletes the published rows. Each row is
+    published once if its transaction committed, and otherwise never. This holds after any kill. A relay belongs to one
+    event loop.
 
-    `database` is a URL of SQLAlchemy. The topic may contain `{aggregatetype}`, which is replaced by the row's own. The
-    producer names are `name`/token. Any number of relays may run for one outbox, under the same name. One works, the
-    others stand by until the oldest row has not been deleted for `standby_seconds`.
+    `database` is a URL of SQLAlchemy. The topic may contain `{aggregatetype}`, which is replaced by the row's aggregate
+    type. The producer names are `name`/token. Any number of relays may run for one outbox, with the same name. One
+    relay works. The other relays stand by until the oldest row has not been deleted for `standby_seconds`.
 
-    `report` gets lines with news for a person. By default each is a warning of the logger `seqdedupe.outbox`.
+    `report` is called with lines of text for a person. By default each line is logged as a warning of the logger
+    `seqdedupe.outbox`.
     """
 
     def __init__(
@@ -346,7 +350,7 @@ class Relay:
         self.activity = Activity("outbox", name)
         """The counts and state, for `seqdedupe.services.metrics`."""
         self._oldest: tuple[int | None, float] = None, 0.0
-        """The row that a relay would look at first, and the time since which it has been that row."""
+        """The row that a relay would read first, and the time since which it has been this row."""
         self._client = client
         self._topic = topic if _KIND in topic else topic_name(topic)
         self._route: Route | None = None
@@ -358,13 +362,13 @@ class Relay:
         self._store: OutboxStore = open_store(database)
         self._standby_seconds = standby_seconds
         self._has_begun = False
-        """Whether a sidecar has answered, or there were no rows. After that, a server that is no sidecar is
-        waited out."""
+        """Whether a sidecar has answered, or there were no rows. From then on, the relay waits if a server that is not
+        a sidecar answers."""
         self._report = report or _log.warning
         self._retries = Retries(self._report)
 
     async def run(self, *, follow: bool = True) -> None:
-        """Relay for ever; without `follow` until all readable rows are published and deleted.
+        """Relay without end. Without `follow`, end when all readable rows are published and deleted.
 
         Raises ConfigurationError (INVALID_OUTBOX, OUTBOX_CHANGED) for an outbox that it cannot work with; DataLossError
         if the topic has lost messages that it acknowledged; NotFoundError if there is no topic; UnavailableError if, at
@@ -402,12 +406,12 @@ class Relay:
                 else:
                     return
         finally:
-            # At once: after Ctrl-C no other thread can be started.
+            # Start the thread at once: after Ctrl-C no other thread can be started.
             self._store.close()
 
     async def _check_sidecar(self, *, follow: bool) -> None:
-        """Ask the sidecar. While the outbox is empty nothing else asks it, and a wrong address or token would show only
-        with the first row.
+        """Make a call to the sidecar. While the outbox is empty, no other call is made, and a wrong address or token
+        would be noticed only with the first row.
 
         Raises NOT_A_SIDECAR, UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics; NOT_ALLOWED if the caller may
         not read the topic, as a relay must after a crash; without `follow` any UnavailableError. With `follow` a
@@ -426,13 +430,13 @@ class Relay:
         self._has_begun = True
 
     async def lag(self) -> Lag:
-        """Return how far behind the relay is, while it runs."""
+        """Return the lag of the relay, while the relay runs."""
         return await self._blocking(self._store.lag)
 
     def look_at_lag(self) -> ServiceLag | None:
-        """Return the number of rows that wait; None if another relay works. No row has its time of insertion: so the
-        age of the oldest is the time for which it has been the first one, or more. This asks the database and blocks.
-        Raises UnavailableError."""
+        """Return the number of rows that wait, and the age of the oldest; None if another relay works. The table does
+        not contain the time of insertion. So the age of the oldest row is the time since which it has been the first
+        row, and its real age may be higher. The call asks the database and blocks. Raises UnavailableError."""
         if self.activity.state is State.STANDBY:
             return None
         rows, oldest = self._store.lag().rows, self._store.oldest()
@@ -445,7 +449,7 @@ class Relay:
         self._store.bind(self._name, self._topic)
 
     async def _open_at_last(self, is_final: Callable[[UnavailableError], bool] = lambda _: False) -> None:
-        """Wait for the database, and open it again. Rows read by connections that are gone are not deleted."""
+        """Wait for the database, and open it again. Rows that were read over the old connections are not deleted."""
         while True:
             try:
                 await self._blocking(self._open)
@@ -499,8 +503,8 @@ def run_relay(
     report: Callable[[str], None] | None = None,
     serving: Callable[[Service], AbstractContextManager[object]] = nullcontext,
 ) -> Counters:
-    """Run `Relay.run` with a separate client, for threads. This blocks until it ends, and returns the counts. The relay
-    runs within the context that `serving` makes of it."""
+    """Run `Relay.run` with a separate client, for threads. Blocks until the relay ends, and returns the counts. The
+    relay runs within the context manager that `serving` makes for it."""
 
     async def work() -> Counters:
         async with Client(address, credentials) as client:
@@ -515,28 +519,28 @@ def run_relay(
 # -- The comparison, by `id`, of a topic's message at a sequence ID with the row that has this ID.
 
 _NEAR_END = 65_536
-"""The number of messages at the end that are read first: the messages of a relay that was killed are there."""
+"""The number of messages at the end of the topic that are read first: the messages of a killed relay are there."""
 
 _ID = "id"
 
 ANYWHERE = -1
-"""A stand-in for a sequence ID."""
+"""A stand-in for a sequence ID: the message may have any sequence ID."""
 
 
 def token_name(name: str, token: str) -> str:
-    """Return the producer name of the relay NAME under a token."""
+    """Return the producer name of the relay NAME with a token."""
     return f"{name}/{token}"
 
 
 def is_one_of(name: str) -> Callable[[str], bool]:
-    """Return a test whether a producer name is the relay's, under any token."""
+    """Return a function that tests whether a producer name belongs to the relay, with any token."""
     pattern = re.compile(re.escape(name) + "/[0-9a-f]{16}")
     return lambda producer: pattern.fullmatch(producer) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The rows to look for, anywhere in a page."""
+    """The rows to look for, at any places in a page."""
 
     page: RowPage
     at_any_number: bool
@@ -544,7 +548,7 @@ class Wanted:
     ids: frozenset[bytes]
 
     def there(self, seen: Sequence["SeenTopic"]) -> Int64s:
-        """Return the places of the rows that were found."""
+        """Return the places in the page of the rows that were found."""
         rows = [
             row
             for row, (number, one) in enumerate(zip(self.page.sequence_ids.tolist(), self.page.ids(), strict=True))
@@ -555,19 +559,19 @@ class Wanted:
 
 @dataclass(slots=True)
 class SeenTopic:
-    """The messages read from one topic, or from one partition."""
+    """The messages read from one topic or partition."""
 
     is_whole: bool = False
-    """Whether its log still begins with its first message."""
+    """Whether the log still contains its first message."""
     ids: dict[int, set[bytes]] = field(default_factory=dict)
-    """The `id`s at the wanted sequence IDs. If any sequence ID will do: the wanted `id`s, at ANYWHERE."""
+    """The `id`s found at the wanted sequence IDs. If the sequence ID does not matter: the wanted `id`s, at ANYWHERE."""
     lowest: dict[str, int] = field(default_factory=dict)
-    """The lowest sequence ID that each of the names has in it."""
+    """The lowest sequence ID in the log for each producer name."""
     persisted: dict[str, int] = field(default_factory=dict)
-    """The highest sequence ID that each of the names ever had."""
+    """The highest sequence ID that was ever persisted under each producer name."""
 
     def take(self, batch: Batch, wanted: Wanted) -> None:
-        """Note the wanted `id`s of a batch."""
+        """Note the wanted `id`s in a batch."""
         for place, name in enumerate(batch.names()):
             if not wanted.is_ours(name):
                 continue
@@ -585,8 +589,9 @@ class SeenTopic:
                     self.ids.setdefault(number, set()).add(one)
 
     def lacks(self, number: int) -> bool:
-        """Whether it is certain that a sequence ID that was not found was never published under any of the names. For
-        ANYWHERE: that nothing was. It is certain if the messages around the ID's place are all there."""
+        """Return whether it is certain that a sequence ID that was not found was never published under any of the
+        producer names. For ANYWHERE: whether it is certain that the row was never published. It is certain if the log
+        still contains all messages at and after this sequence ID."""
         if self.is_whole:
             return True
         return all(
@@ -597,15 +602,15 @@ class SeenTopic:
 
 
 async def find(client: Client, topic: str, name: str, page: RowPage, *, at_any_number: bool) -> FoundRows:
-    """Find the rows of a page that the topic holds, and the rows for which that cannot be decided.
+    """Find the rows of a page that the topic contains, and the rows for which this cannot be decided.
 
-    Read the topic's end. If some rows are not there, read all of the topic.
+    Read the last messages of the topic first. If some rows are not among them, read the whole topic.
     """
     while True:
         try:
             return await _find(client, topic, Wanted(page, at_any_number, is_one_of(name), frozenset(page.ids())))
         except PositionError as e:
-            if e.reason != "POSITION_TRIMMED":  # retention was faster: there is less to read now
+            if e.reason != "POSITION_TRIMMED":  # retention has removed messages meanwhile: there is less to read now
                 raise
 
 
