@@ -72,6 +72,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/log/test_embedded.py": INTEGRATION,
     "tests/property/": INTEGRATION,
     "tests/pulsar/": SYSTEM,
+    "tests/pulsar_wire/": UNIT,
     "tests/services/": SYSTEM,
     "tests/services/outbox/test_rows.py": UNIT,
     "tests/services/outbox/test_steps.py": UNIT,
