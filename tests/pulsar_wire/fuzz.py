@@ -180,7 +180,7 @@ def streams_case(random: Random, seen: Seen) -> None:
             ends.append((frames, "read"))
         except SeqdedupeError as e:
             ends.append((frames, e.reason))
-    if ends[0][1] != ends[1][1] or ends[0][1] == "read" and ends[0] != ends[1]:
+    if ends[0][1] != ends[1][1] or (ends[0][1] == "read" and ends[0] != ends[1]):
         raise Failure(f"{data.hex()} depends on how it is cut: {ends}")
     seen[ends[0][1]] += 1
 
