@@ -102,9 +102,9 @@ class Stored(NamedTuple):
 class Producer:
     """A producer that a broker has let in. `Connection.producer` makes it.
 
-    Receipts come in the order of sending, each as a call of `on_receipt(sequence_id, place)`. Once, the producer ends:
-    `on_end(why, sequence_ids)` gets the IDs of all entries that were sent without a receipt. In Pulsar, those stored
-    are the first ones of them. Both are called in the connection's task, and must neither block nor raise.
+    Receipts come in the order of sending, each as a call of `on_receipt(sequence_id, place)`. When the producer ends,
+    `on_end(why, sequence_ids)` gets, once, the IDs of all entries that were sent and have no receipt. The log holds the
+    first N of these entries, and N may be 0. Both callbacks must neither block nor raise.
     """
 
     def __init__(
@@ -423,7 +423,7 @@ class Connection:
         except OSError as e:
             self._fail(error("LOG_REFUSED", f"the connection to {self.url} is broken: {e}"))
         finally:
-            # Whatever a callback raises: nobody waits for a connection that is not read.
+            # Also if a callback raises: nobody may wait for a connection that is not read.
             self._fail(error("LOG_REFUSED", f"the connection to {self.url} has failed"))
 
     async def _ping(self) -> None:
@@ -455,7 +455,7 @@ class Connection:
         message: Any = getattr(command, frame.field) if frame.field else None
         match frame.field:
             case "ping":
-                # A broker takes whatever it receives for an answer. Pongs must not pile up.
+                # A broker takes any command for an answer. Pongs must not pile up.
                 if self._output.transport.get_write_buffer_size() < _MAX_HANDSHAKE_BYTES:
                     self._command("pong", CommandPong())
             case "connected":
