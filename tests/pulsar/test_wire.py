@@ -12,7 +12,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.pulsar_wire.batches import Row, Rows, batch_of, rows_of
 from seqdedupe.pulsar_wire.compression import TYPES
 from seqdedupe.pulsar_wire.connection import Connection, Place, Producer, connect, connect_to_owner
-from seqdedupe.pulsar_wire.frames import stamped
+from seqdedupe.pulsar_wire.frames import entry_frame_bytes, stamped
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import LZ4, NONE, SNAPPY, ZLIB, ZSTD, CompressionType, WaitForExclusive
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.pulsar.owners import Cluster
@@ -183,6 +183,27 @@ async def test_an_unload_ends_a_producer_and_nothing_is_sent_again(
     with pytest.raises(SeqdedupeError, match="LOG_REFUSED"):
         producer.send(sent, entry)
     assert owner.is_open
+
+
+async def test_an_entry_may_be_as_large_as_the_broker_says(
+    owner: Connection, client: pulsar.asyncio.Client, topic: str
+) -> None:
+    """With our field, which is appended to what a client has kept within the limit."""
+    log = Log()
+    producer = await opened(owner, topic, log)
+    room = owner.max_message_bytes - entry_frame_bytes(stamped(batch_of(Rows.of([Row(1, b"")]), b"p", 1), bytes(300)))
+    # Sizes of some kilobytes and more take some bytes more to write.
+    rows = Rows.of([Row(1, bytes(room - 16))])
+    entry = stamped(batch_of(rows, b"p", 1), bytes(300))
+    producer.send(1, entry)
+    await log.until(receipts=1)
+    assert 0 <= owner.max_message_bytes - entry_frame_bytes(entry) < 16
+    reader = await client.create_reader(topic, pulsar.MessageId.earliest)
+    message = await asyncio.wait_for(reader.read_next(), LAST_RESORT_SECONDS)
+    assert len(message.data()) == room - 16
+    await reader.close()
+    stored = await (await owner.reader(topic, "reader")).next()
+    assert tuple(map(bytes, stored.entry)) == tuple(map(bytes, entry))
 
 
 async def test_partitions_are_told(owner: Connection, topic: str) -> None:
