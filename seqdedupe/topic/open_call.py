@@ -58,7 +58,7 @@ async def open_sessions(
         raise error(
             "INVALID_REQUEST",
             f"topic {topic.name} is one of deduplication IDs, and has no producers: nothing has to be opened",
-            hint="Publish without a session, every message with a deduplication ID: `client.publisher(topic)`.",
+            hint="Send each message with a deduplication ID (`client.publisher(topic)`), or use a topic of sequence IDs.",
         )
     check_count(names)
     if len(names) > NAMES_A_STEP:

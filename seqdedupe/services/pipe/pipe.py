@@ -25,6 +25,7 @@ from seqdedupe.names import new_producer_name, partition_name, source_name, topi
 from seqdedupe.services import Stillness
 from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
 from seqdedupe.services.pipe.outputs import Calling, Function, OutputBatch, index_of
+from seqdedupe.services.target_kind import check_target
 
 T = TypeVar("T")
 
@@ -418,14 +419,15 @@ class Pipe:
         `follow` it stands by, and takes over when no output has come from the other for some seconds. They may take
         turns then while there is nothing to do.
 
-        Raises FUNCTION_FAILED, with the message, if the function raises or returns something that cannot be published;
-        MESSAGE_TOO_LARGE for a message that is passed on and has no room for the pipe's additions. The outputs before
-        it are durable then. Raises PositionError if messages are gone that were not read, or were read and are gone
-        (POSITION_TRIMMED, POSITION_AFTER_END, POSITION_DIVERGED), and if the source is deleted and created again
-        meanwhile; NotFoundError, DataLossError if the target is. A pipe that is started again then continues with the
-        present topics: a new source from its beginning; into a new target, all that the source still holds. Raises
-        NOT_A_SIDECAR if something else answers at the start. Without `follow` raises UnavailableError for a sidecar
-        that does not answer, or accepts nothing, for long.
+        Raises INVALID_OPTION, at the start, for a target of deduplication IDs. Raises FUNCTION_FAILED, with the
+        message, if the function raises or returns something that cannot be published; MESSAGE_TOO_LARGE for a message
+        that is passed on and has no room for the pipe's additions. The outputs before it are durable then. Raises
+        PositionError if messages are gone that were not read, or were read and are gone (POSITION_TRIMMED,
+        POSITION_AFTER_END, POSITION_DIVERGED), and if the source is deleted and created again meanwhile; NotFoundError,
+        DataLossError if the target is. A pipe that is started again then continues with the present topics: a new
+        source from its beginning; into a new target, all that the source still holds. Raises NOT_A_SIDECAR if something
+        else answers at the start. Without `follow` raises UnavailableError for a sidecar that does not answer, or
+        accepts nothing, for long.
 
         Outputs are sent as soon as there are enough, and after a second at the latest. `stop` ends it.
 
@@ -485,10 +487,11 @@ class Pipe:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sources(self, *, follow: bool) -> list[str]:
-        """Return the source, or its partitions."""
+        """Check the target, and return the source, or its partitions."""
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         while True:
             try:
+                await check_target(self._client, self.target, "a pipe")
                 await self._client.ends(self.source)
             except InvalidRequestError as e:
                 if e.reason != "TOPIC_IS_PARTITIONED":
