@@ -360,7 +360,7 @@ class PendingBatch:
         if len(decided) == len(self.sequence_ids):
             self._settle(self._collected)
 
-    def begin_anew(self) -> None:
+    def prepare_resend(self) -> None:
         """Prepare to send the batch again: messages not known to be durable may be lost. Receipts already delivered to
         their waiters stay valid."""
         self.has_receipts = False
