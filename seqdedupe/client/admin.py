@@ -609,8 +609,8 @@ def _check_id_leads(whole: admin_pb2.Topic) -> None:
 
 
 def _check_takes(partition: admin_pb2.Topic) -> None:
-    """Raise TOPIC_IN_USE if the partition has messages and no imported window. All AT_ONCE partitions are checked
-    before the first of them gets its part."""
+    """Raise TOPIC_IN_USE if the partition has messages and no imported window. Partitions are checked AT_ONCE at a
+    time, when their parts are written: a partition whose part has no IDs may have messages."""
     if partition.last.index >= 0 and not partition.window_imported:
         raise error("TOPIC_IN_USE", f"the window cannot be imported into topic {partition.name}: it has messages")
 
