@@ -12,7 +12,7 @@ from typing import get_args
 
 import click
 
-from seqdedupe.cli.common import common, connect_to, tell
+from seqdedupe.cli.common import DATABASE_VARIABLE, common, connect_to, tell
 from seqdedupe.cli.query_source import QuerySource
 from seqdedupe.cli.record_source import STANDARD_INPUT, Form, JsonPath, RecordSource, SourceRecord
 from seqdedupe.cli.topic_comparison import verify
@@ -348,7 +348,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 @click.option("--query", metavar="SQL", help="Instead of FILE: a query whose rows are published as JSON objects.")
 @click.option(
     "--database",
-    envvar="SEQDEDUPE_DATABASE",
+    envvar=DATABASE_VARIABLE,
     show_envvar=True,
     metavar="URL",
     help="The database of --query, as a URL of SQLAlchemy: postgresql://user@host/database or sqlite:///path.",
