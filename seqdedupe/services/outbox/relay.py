@@ -418,15 +418,18 @@ class Relay:
         """Ask the sidecar, before anything is changed in the database. While the outbox is empty nothing else asks it,
         and a wrong address, token or kind of topic would show only with the first row.
 
-        Raises NOT_A_SIDECAR, UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics; INVALID_OPTION for a topic of
-        deduplication IDs; without `follow` any UnavailableError. With `follow` a sidecar that does not answer is
-        reported and waited for. All other problems show with the rows: the relay need not have the right to read."""
+        Raises NOT_A_SIDECAR (at the first call), UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics;
+        INVALID_OPTION for a topic of deduplication IDs; without `follow` any UnavailableError. With `follow` a
+        sidecar that does not answer is reported and waited for. All other problems show with the rows: the relay
+        need not have the right to read."""
+        has_waited = False
         while True:
             try:
                 await self._ask_sidecar()
             except UnavailableError as e:
-                if not follow or e.reason == NOT_A_SIDECAR:
+                if not follow or (e.reason == NOT_A_SIDECAR and not has_waited):
                     raise
+                has_waited = True
                 self._report(f"the sidecar does not answer yet: {e}")
                 self.activity.waits(e)
                 await asyncio.sleep(_RETRY_SECONDS)
