@@ -180,6 +180,16 @@ def _copy(path: Path, source: int, target: int, size: int, pay: Pay) -> tuple[in
     return at, crc
 
 
+def _size_of(source: Path) -> int | None:
+    """Return the size of a file of a log in bytes; None if the file does not exist. Raises LOG_UNREADABLE."""
+    try:
+        return source.stat().st_size
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise unreadable(source, e) from e
+
+
 def checksum(path: Path, pay: Pay) -> int:
     """Return the CRC32C of a file. Raises OSError."""
     crc = 0
@@ -467,8 +477,8 @@ class BackupMaker:
         try:
             for name in (TOPIC_FILE, SECRET_FILE):
                 source = parts[0].path.with_name(name)
-                if source.exists():
-                    self._add(source, f"{folder}/{name}", source.stat().st_size)
+                if (size := _size_of(source)) is not None:
+                    self._add(source, f"{folder}/{name}", size)
             for part in parts:
                 self._add_segment(record, part, f"{folder}/{part.path.name}")
         except SeqdedupeError:

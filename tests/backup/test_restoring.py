@@ -1,10 +1,12 @@
 """A backup that is not what was written is refused, no matter what has changed; and a restore leaves all or nothing."""
 
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,11 @@ def do_nothing(_: BackupMaker) -> None:
 
 
 async def made(
-    folder: Path, *earlier: Path, to: str = "backup", break_at: Callable[[BackupMaker], None] = do_nothing
+    folder: Path,
+    *earlier: Path,
+    to: str = "backup",
+    before: Callable[[BackupMaker], None] = do_nothing,
+    break_at: Callable[[BackupMaker], None] = do_nothing,
 ) -> Path:
     """A backup of a data directory with a topic of several segments."""
     data = folder / "data"
@@ -45,13 +51,12 @@ async def made(
     files = segments(data)
     ends = [int(path.stem) for path in files[1:]] + [30]
     identity = LogIdentity(record.incarnation, key_of(record.secret))
-    making.add_log(
-        record,
-        [
-            DurablePart(path, identity, int(path.stem), path.stat().st_size, end)
-            for path, end in zip(files, ends, strict=True)
-        ],
-    )
+    parts = [
+        DurablePart(path, identity, int(path.stem), path.stat().st_size, end)
+        for path, end in zip(files, ends, strict=True)
+    ]
+    before(making)
+    making.add_log(record, parts)
     break_at(making)
     try:
         making.finish()
@@ -63,6 +68,42 @@ async def made(
 
 def is_there(folder: Path, name: str) -> bool:
     return any(folder.glob(f"{name}*"))
+
+
+async def test_a_log_that_vanishes_at_any_moment_is_unreadable_and_no_failure_of_the_backup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deletion removes the folder before the n-th time that the copy looks at one of the files."""
+    data = (await made(tmp_path)).with_name("data")
+    whole = tmp_path / "whole"
+    shutil.copytree(data, whole)
+    reasons = []
+    for name, really in (("stat", os.stat), ("open", os.open)):
+        for n in itertools.count():
+            shutil.rmtree(data)
+            shutil.copytree(whole, data)
+            left = n
+
+            def vanish(path: Any, *rest: Any, really: Any = really, **more: Any) -> Any:
+                nonlocal left
+                if str(path).startswith(f"{data}/logs/"):
+                    left -= 1
+                    if left == -1:
+                        shutil.rmtree(data / "logs")
+                return really(path, *rest, **more)
+
+            def begin_to_vanish(making: BackupMaker, patched: Any = vanish, name: str = name) -> None:
+                monkeypatch.setattr(os, name, patched)
+
+            try:
+                await made(tmp_path, to=f"{name}-{n}", before=begin_to_vanish)
+            except UnavailableError as e:
+                reasons.append(e.reason)
+            monkeypatch.undo()
+            if left >= 0:
+                break
+    assert set(reasons) == {"LOG_UNREADABLE"}
+    assert len(reasons) > 4
 
 
 async def test_each_file_that_is_changed_cut_or_missing_is_noticed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Stopped is where the store is copied and the logs are not yet, which is when it 
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -24,8 +25,9 @@ WAIT_SECONDS = LAST_RESORT_SECONDS
 
 
 def environment(folder: Path, bug: str = "") -> dict[str, str]:
-    """For `Sidecar(module=MODULE, environment=...)`. The bugs: `nothing kept`, `logs first`; and `slow folder`, which
-    is none of the sidecar's: there it stops where it looks for earlier backups."""
+    """For `Sidecar(module=MODULE, environment=...)`. The bugs: `nothing kept`, `logs first`. Two more are none of the
+    sidecar's: with `slow folder` it stops where it looks for earlier backups; with `half deleted` the backup copies a
+    log of which the deletion has removed one file."""
     return {FOLDER: str(folder), BUG: bug}
 
 
@@ -74,7 +76,9 @@ def _stop(folder: Path) -> None:
 
 def _plant(bug: str) -> None:
     from broker_sidecar.services import transfer_calls
+    from seqdedupe.log.embedded import log_folder
     from seqdedupe.log.embedded.logs import EmbeddedLogs
+    from seqdedupe.transfer.backup import BackupMaker
 
     @asynccontextmanager
     async def nothing_kept(self: EmbeddedLogs) -> Any:
@@ -96,6 +100,23 @@ def _plant(bug: str) -> None:
 
     if bug == "logs first":
         transfer_calls._moment = logs_first
+    delete, add_log = EmbeddedLogs._delete, BackupMaker.add_log
+    half_deleted, added = threading.Event(), threading.Event()
+
+    def delete_in_two_steps(self: EmbeddedLogs, incarnation: int) -> None:
+        (self.folder_of(incarnation) / log_folder.TOPIC_FILE).unlink()
+        half_deleted.set()
+        added.wait(WAIT_SECONDS)
+        delete(self, incarnation)
+
+    def add_half_deleted(self: BackupMaker, *what: Any) -> None:
+        half_deleted.wait(WAIT_SECONDS)
+        add_log(self, *what)
+        added.set()
+
+    if bug == "half deleted":
+        EmbeddedLogs._delete = delete_in_two_steps  # type: ignore[method-assign]
+        BackupMaker.add_log = add_half_deleted  # type: ignore[method-assign, assignment]
     iterdir = Path.iterdir
 
     def slowly(self: Path) -> Iterator[Path]:

@@ -163,6 +163,21 @@ def test_it_is_of_one_moment(at: At, tmp_path: Path) -> None:
         client.close()
 
 
+def test_a_topic_that_is_being_deleted_is_whole_or_missing(start_at: Callable[..., At], tmp_path: Path) -> None:
+    """Where the deletion began before the copy, the copy may lack files that nobody misses."""
+    at = start_at("half deleted")
+    at.fill("deleted", 0, 1)
+    with paused(tmp_path) as pause:
+        call = at.begin("b")
+        pause.wait()
+        delete = at.client.admin.DeleteTopic.future(admin_pb2.DeleteTopicRequest(topic="deleted"))
+        pause.go_on()
+        *_, last = call
+    delete.result(TIMEOUT_SECONDS)
+    assert (last.topics, list(last.damaged), list(last.left_out)) == (0, [], [])
+    assert examine(at.backups / "b").is_whole
+
+
 @pytest.mark.parametrize("bug", ["nothing kept", "logs first"])
 def test_control_without_its_order_it_is_not_whole(start_at: Callable[..., At], tmp_path: Path, bug: str) -> None:
     """Where retention goes on a log has a hole, and where the store is read after the logs it knows more than they."""

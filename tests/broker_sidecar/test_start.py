@@ -26,6 +26,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import DUP, NOT_DUP, Client, batch, refused
 from tests.broker_sidecar.health import health_of
+from tests.broker_sidecar.pausing import wait_for
 
 ROWS = 40
 
@@ -214,6 +215,24 @@ def test_one_damaged_topic_does_not_keep_the_others_down(copied: Sidecar, case: 
     client.close()
     assert copied.stop() == 0
     assert folder is None or contents(folder) == before
+
+
+def test_a_changed_bit_in_an_acknowledged_last_record_is_damage(copied: Sidecar) -> None:
+    """No snapshot covers the record, and no later record says that it was synced. Only its receipt does."""
+    copied.start()
+    client = Client(copied.address)
+    client.publish_unary("t", batch([("p", ROWS)], client.epochs("t", "p")))
+    client.close()
+    copied.kill()
+    flip(segment_of(copied), -1)
+    before = contents(segment_of(copied).parent)
+    copied.start()
+    client = Client(copied.address)
+    wait_for(lambda: client.topic("t").state == admin_pb2.TOPIC_STATE_DAMAGED)
+    assert "no crash leaves a record like this" in client.topic("t").why
+    client.close()
+    assert copied.stop() == 0
+    assert contents(segment_of(copied).parent) == before
 
 
 def test_the_control_undamaged_it_starts(copied: Sidecar) -> None:

@@ -81,6 +81,20 @@ async def test_a_torn_end_is_named_and_is_no_damage_and_is_left_alone(directory:
     assert damage.next_index == int(segments(directory)[1].stem)
 
 
+@pytest.mark.parametrize("from_end", [1, 800], ids=["payload", "columns"])
+async def test_a_changed_bit_in_the_last_record_is_no_torn_end(directory: Path, from_end: int) -> None:
+    """No later record says that the record was synced, and no snapshot covers it."""
+    last = segments(directory)[-1]
+    raw = bytearray(last.read_bytes())
+    raw[-from_end] ^= 1
+    last.write_bytes(raw)
+    topic = only(looked_at(directory))
+    (damage,) = topic.damage
+    assert topic.torn_end is None
+    assert damage.file == last
+    assert damage.first_index == 19 * ROWS
+
+
 async def test_a_damaged_payload_is_named_and_not_held(directory: Path) -> None:
     """Its columns say whose messages are gone; the record, and all that was read with it, is released."""
     first = segments(directory)[0]

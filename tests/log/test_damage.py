@@ -17,6 +17,7 @@ from seqdedupe.format import headers
 from seqdedupe.format.headers import key_of
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.log.embedded.tail import SECTOR_BYTES
 from tests.log.batches import SECRET, encoded_batch
 from tests.log.conformance import Owner, parsed, replayed, what
 
@@ -187,16 +188,7 @@ async def test_every_byte_flipped(logs: EmbeddedLogs, tmp_path: Path, flip: int)
         put(tmp_path, (0, bytes(raw)))
         hit = next(r for r in file.stored if r.start <= at < r.end)
         synced = max(r.synced for r in file.stored if r is not hit)
-        if hit.start >= synced:
-            seen.add("torn")
-            log = await logs.open(INCARNATION, hit.base_index)
-            assert log.cut_bytes == len(raw) - hit.start
-            assert log.cut_records >= sum(r.start > hit.start for r in file.stored)
-            assert await read_until_error(log, hit.base_index) == (list(range(hit.base_index)), "")
-            await Owner(log, 2).open()
-            await log.close()
-            assert is_cut_and_marked(tmp_path, file.raw[: hit.start])
-        elif hit.is_seen_at_start(at):
+        if hit.start >= synced or hit.is_seen_at_start(at):
             seen.add("refused")
             with pytest.raises(DamagedError) as refused:
                 await logs.open(INCARNATION, 0)
@@ -214,7 +206,35 @@ async def test_every_byte_flipped(logs: EmbeddedLogs, tmp_path: Path, flip: int)
             assert log.cut_bytes == 0
             assert await read_until_error(log, 13) == (list(range(hit.base_index)), "LOG_DAMAGED")
             await log.close()
-    assert seen == {"torn", "refused", "refused payload", "read"}
+    assert seen == {"refused", "refused payload", "read"}
+
+
+async def test_a_lost_sector_is_torn_and_a_changed_bit_in_it_is_damage(logs: EmbeddedLogs, tmp_path: Path) -> None:
+    """In the last group, which no later record calls synced. The rest of the group is cut off with the torn record."""
+    file = small_file()
+    synced = len(file.raw)
+    for payload_bytes in (700, 5, 600, 700):
+        file.add(synced, 1, payload_bytes)
+    seen = set()
+    for sector in range(synced // SECTOR_BYTES * SECTOR_BYTES, len(file.raw), SECTOR_BYTES):
+        start, stop = max(sector, synced), min(sector + SECTOR_BYTES, len(file.raw))
+        hit = next(r for r in file.stored if start < r.end)
+        put(tmp_path, (0, file.raw[:start] + bytes(stop - start) + file.raw[stop:]))
+        log = await logs.open(INCARNATION, hit.base_index)
+        assert log.cut_bytes == len(file.raw) - hit.start
+        assert await read_until_error(log, hit.base_index) == (list(range(hit.base_index)), "")
+        await Owner(log, 2).open()
+        await log.close()
+        assert is_cut_and_marked(tmp_path, file.raw[: hit.start])
+        for at in (start, stop - 1):
+            raw = bytearray(file.raw)
+            raw[at] ^= 0x10
+            put(tmp_path, (0, bytes(raw)))
+            with pytest.raises(DamagedError, match="no crash leaves"):
+                await logs.open(INCARNATION, hit.base_index)
+            assert on_disk(tmp_path) == raw
+        seen.add(hit.start)
+    assert len(seen) > 2
 
 
 async def test_every_byte_of_an_earlier_segment_flipped(logs: EmbeddedLogs, tmp_path: Path) -> None:
@@ -316,18 +336,19 @@ async def test_what_a_payload_says_is_no_header(logs: EmbeddedLogs, tmp_path: Pa
     """A copy of a record within the torn part names another place, so it does not say that anything was synced."""
     file = small_file()
     last = file.stored[-2]
+    following = (last.end // SECTOR_BYTES + 1) * SECTOR_BYTES
+    torn = file.raw[: last.start] + bytes(following - last.start)
     liar = File(0, bytes(200))
     liar.add(199, 1)
-    put(tmp_path, (0, file.raw[: last.end - 3] + liar.raw[200:]))
+    put(tmp_path, (0, torn + liar.raw[200:]))
     log = await logs.open(INCARNATION, last.base_index)
-    assert log.cut_bytes == last.end - 3 - last.start + len(liar.raw) - 200
+    assert log.cut_bytes == following - last.start + len(liar.raw) - 200
     await log.close()
     # The control: naming the place where it stands, it does.
-    honest = File(last.base_index, bytes(last.end + 7))
+    honest = File(last.base_index, bytes(following))
     honest.add(last.end, 1)
-    torn = file.raw[: last.start + 3] + bytes(last.end + 7 - last.start - 3)
-    put(tmp_path, (0, torn + honest.raw[last.end + 7 :]))
-    with pytest.raises(DamagedError):
+    put(tmp_path, (0, torn + honest.raw[following:]))
+    with pytest.raises(DamagedError, match="was synced up to"):
         await logs.open(INCARNATION, last.base_index)
 
 

@@ -19,13 +19,13 @@ from seqdedupe.format.headers import NO_KEY, key_of
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.layout import CANONICAL, layout
 from seqdedupe.log.embedded.logs import EmbeddedLogs
+from seqdedupe.log.embedded.tail import SECTOR_BYTES
 from tests.batches import batch
 from tests.log.batches import SECRET, TOPIC, encoded_batch
 from tests.log.conformance import Owner, replayed
 from tests.log.test_damage import File, put
 
 INCARNATION = 77
-SECTOR_BYTES = 512
 FORGED_BODY = encoded_batch(0, 1)
 
 
@@ -105,12 +105,16 @@ async def attacked(logs: EmbeddedLogs, path: Path, claim: Callable[[int], int | 
         with path.open("r+b") as file:
             # The victim was acknowledged, and is on the disk. For what came later, the first sector is not.
             file.seek(carrier_at)
-            file.write(bytes(headers.HEADER_BYTES))
+            file.write(bytes(to_sector_end(carrier_at)))
         end += 1
     log = await logs.open(INCARNATION, end - 1)
     ids = [i for record in await replayed(log) if record.rows for i in record.batch.sequence_ids]
     await log.close()
     return ids
+
+
+def to_sector_end(at: int) -> int:
+    return SECTOR_BYTES - at % SECTOR_BYTES
 
 
 def size_of(path: Path) -> int:
@@ -159,10 +163,11 @@ def two_segments() -> tuple[File, File, int]:
     second.add_marker(0, 2)
     torn_at = len(second.raw)
     second.add(torn_at, 1, len(first.raw))
-    copied = next(r for r in first.stored if r.start > torn_at + headers.HEADER_BYTES + 200)
+    copied = next(r for r in first.stored if r.start > torn_at + SECTOR_BYTES)
     raw = bytearray(second.raw)
     raw[copied.start : copied.end] = first.raw[copied.start : copied.end]
-    raw[torn_at : torn_at + headers.HEADER_BYTES] = bytes(headers.HEADER_BYTES)
+    lost = to_sector_end(torn_at)
+    raw[torn_at : torn_at + lost] = bytes(lost)
     second.raw = bytes(raw)
     return first, second, torn_at
 
@@ -187,11 +192,9 @@ async def test_a_synced_offset_above_the_records_own_place_is_damage(logs: Embed
     file.add_marker(0, 1)
     file.add(len(file.raw) + 1, 3)
     put(tmp_path, (0, file.raw))
-    log = await logs.open(INCARNATION, 0)
-    assert log.cut_bytes == len(file.raw) - file.stored[0].end
-    await log.close()
-    with pytest.raises(DamagedError):
-        await logs.open(INCARNATION, 3)
+    for covered_index in (0, 3):
+        with pytest.raises(DamagedError, match="no crash leaves"):
+            await logs.open(INCARNATION, covered_index)
 
 
 async def test_a_record_of_another_owner_is_damage(logs: EmbeddedLogs, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -164,8 +165,10 @@ class Owner:
         return self
 
     async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
-        await self.client.close()
+        # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait. Producers that the
+        # broker has thrown out are closed already.
+        with suppress(pulsar.asyncio.PulsarException):
+            await self.client.close()
 
     async def open(self, first_name_number: int = 0, marker: bytes = b"marker") -> EntryWriter:
         """Opens and marks, and takes the marker for read where its receipt says."""

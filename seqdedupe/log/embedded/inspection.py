@@ -18,7 +18,7 @@ from seqdedupe.format.columns import BASE_INDEX, ROWS, SYNCED_OFFSET
 from seqdedupe.format.journal import Part
 from seqdedupe.log.embedded.journal_replay import JournalReplay, why_not
 from seqdedupe.log.embedded.segment import WHAT_STANDS_THERE, LogIdentity, SegmentStep, damaged, read_step, segment_path
-from seqdedupe.log.embedded.tail import base_indexes, headers_from, past_damage, read_what_can_be
+from seqdedupe.log.embedded.tail import base_indexes, can_be_torn, headers_from, past_damage, read_what_can_be
 
 STEP_BYTES = 1024 * 1024
 """The size of one read and check: it stays in the processor's cache meanwhile."""
@@ -102,7 +102,7 @@ def inspect(folder: Path, identity: LogIdentity, replay: JournalReplay | None = 
             if why := why_not(path, file.fileno(), identity, here):
                 yield Damage(path, here[0].offset, why.message, inspection.next_index, inspection.next_index)
                 here = []
-            inspection.read = _with_parts(read_what_can_be, here)
+            inspection.read, inspection.strict_read = _with_parts(read_what_can_be, here), _with_parts(os.pread, here)
             size = max([os.fstat(file.fileno()).st_size, *(part.end for part in here)])
             yield from _File(inspection, path, file.fileno(), base, size, is_last=base == bases[-1]).run()
     if inspection.unfinished is not None:
@@ -146,6 +146,8 @@ class _Inspection:
         self.identity = identity
         self.next_index = next_index
         self.read = read
+        self.strict_read: Read = os.pread
+        """Like `read`, but raises OSError for data that the disk cannot return."""
         self.ownership = 0
         self.unfinished: tuple[Path, int, str] | None = None
         """Damage whose end only the next file shows: file, offset, what."""
@@ -254,14 +256,20 @@ class _File:
         return headers_from(self._file, self._log.identity, at, self._size, self._base_index, self._log.read)
 
     def _may_be_torn(self, offset: int) -> bool:
-        """Return whether a crash may have left this. That is possible only after the highest synced offset in any
-        header of the last file."""
+        """Return whether a crash may have left the record like this. That is possible only after the highest synced
+        offset in any header of the last file. See `can_be_torn`."""
         if not self._is_last:
             return False
         if self._synced is None:
             after = (records.synced_offset_of(header) for _, header in self._headers(offset))
             self._synced = max(self._named_synced, *after, 0)
-        return offset >= self._synced
+        if offset < self._synced:
+            return False
+        log = self._log
+        try:
+            return can_be_torn(self._file, log.identity, offset, self._size, self._base_index, log.strict_read)
+        except OSError:
+            return False
 
     def _torn(self, offset: int) -> TornEnd:
         count = sum(1 for _ in self._headers(offset))

@@ -2,8 +2,10 @@
 
 A record states up to where its file was synced when the record was written. The highest such offset counts, over all
 headers, also those after the damage. Below it, everything was stored and perhaps confirmed: an error there is damage.
-At and above it, a crash may have left anything. A header counts only if its tag is right, so bytes in a payload are
-never taken for a record.
+At and above it, an unreadable record is a torn tail only if a crash can have left the record like this: the file ends
+within the record, or a sector of the record has only zeros (`can_be_torn`). Any other unreadable record is damage: a
+sync that no later record states may have confirmed it. A header counts only if its tag is right, so bytes in a payload
+are never taken for a record.
 """
 
 import errno
@@ -41,7 +43,8 @@ from seqdedupe.log.embedded.segment import (
 # place.
 
 SECTOR_BYTES = 512
-"""The size of one read where the disk returns no larger piece."""
+"""A disk writes a piece of a file of this size completely, or not at all. It is also the size of one read where the
+disk returns no larger piece."""
 
 
 class Onward(NamedTuple):
@@ -107,6 +110,23 @@ def headers_from(
         else:
             yield at + found, bytes(raw[found : found + HEADER_BYTES])
             at += found + HEADER_BYTES
+
+
+def can_be_torn(file: int, identity: LogIdentity, at: int, size: int, base_index: int, read: Read = os.pread) -> bool:
+    """Return whether a crash can have left the unreadable record at `at` like this. The file has `size` bytes.
+
+    A log's files only grow. So the part of a record that a crash loses is missing at the end of the file, or consists
+    of sectors that have only zeros from the beginning of the record to the end of the sector. A record whose own header
+    is unreadable is judged by the header's sectors alone. A payload of zeros cannot be distinguished from lost sectors.
+    """
+    own = next(headers_from(file, identity, at, min(at + HEADER_BYTES, size), base_index, read), None)
+    stop = at + (HEADER_BYTES if own is None else records.end_of(own[1])[0])
+    if stop > size:
+        return True
+    first = at // SECTOR_BYTES * SECTOR_BYTES
+    raw = read(file, stop + SECTOR_BYTES - first, first)
+    sectors = range(0, stop - first, SECTOR_BYTES)
+    return not all(any(raw[max(at - first, sector) : sector + SECTOR_BYTES]) for sector in sectors)
 
 
 def read_what_can_be(file: int, size: int, offset: int) -> bytes:
@@ -244,7 +264,7 @@ def _add(tail: Tail, piece: SegmentPiece) -> None:
 def recover(folder: Path, identity: LogIdentity, base_index: int, file: int) -> Tail:
     """Return the last segment up to its last intact record. Change nothing: see `mend`.
 
-    Raises LOG_DAMAGED if there is an error below the synced offset; NEWER_FORMAT.
+    Raises LOG_DAMAGED if there is an error below the synced offset, or an error that no crash leaves; NEWER_FORMAT.
     """
     size = os.fstat(file).st_size
     tail = survey(folder, identity, base_index, file, size)
@@ -255,6 +275,9 @@ def recover(folder: Path, identity: LogIdentity, base_index: int, file: int) -> 
     if end < synced:
         raise damaged(path, end, f"{WHAT_STANDS_THERE[why]}, but the file was synced up to {synced}")
     kept = _intact_end(tail, file, synced)
+    if kept < size and not can_be_torn(file, identity, kept, size, base_index):
+        what = WHAT_STANDS_THERE[records.DAMAGED if kept < end else why]
+        raise damaged(path, kept, f"{what}, and no crash leaves a record like this")
     if kept < end:
         tail = survey(folder, identity, base_index, file, kept)
     tail.synced_offset = synced
