@@ -91,12 +91,28 @@ class Door:
         self.read_certificates()
         try:
             self._server = await asyncio.start_server(
-                self._accepted, address.host.strip("[]"), address.port, limit=READ_BYTES
+                self._accepted,
+                address.host.strip("[]"),
+                address.port,
+                limit=READ_BYTES,
+                ssl=self._listening_tls(),
+                ssl_handshake_timeout=None if self._tls is None else TLS_SECONDS,
             )
         except OSError as e:
             raise cannot_listen(address, e, "pulsar_listen") from e
         port = self._server.sockets[0].getsockname()[1]
         return SidecarAddress(address.host, port)
+
+    def _listening_tls(self) -> ssl.SSLContext | None:
+        """Return the listener's context. Each connection takes the present one as soon as its client greets."""
+        listening = self._tls
+        if listening is not None:
+
+            def take_present(connection: ssl.SSLObject, *_: object) -> None:
+                connection.context = self._tls or listening
+
+            listening.sni_callback = take_present
+        return listening
 
     def read_certificates(self) -> None:
         """Use the present TLS files for connections that begin from now on. Raises INVALID_CONFIGURATION."""
@@ -132,9 +148,6 @@ class Door:
             self._make_room()
         self._serving[task] = str(origin_of(peer))
         try:
-            if self._tls is not None:
-                async with asyncio.timeout(TLS_SECONDS):
-                    await writer.start_tls(self._tls)
             await self._serve(reader, writer, peer, task)
         except SeqdedupeError as e:
             logger.log(logging.INFO if e.retry_delay_ms >= 0 else logging.WARNING, "a client at %s: %s", peer, e)

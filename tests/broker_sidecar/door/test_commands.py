@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,16 +38,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
 
 
 @pytest.fixture
-def connect(shared: Sidecar) -> Iterator[Callable[..., Wire]]:
-    wires: list[Wire] = []
+def connect(shared: Sidecar, open_wire: Callable[..., Wire]) -> Callable[..., Wire]:
+    def connected(client: str = JAVA, *, connects: bool = True) -> Wire:
+        return open_wire(door_of(shared), client, connects=connects)
 
-    def connected(client: str = JAVA, **how: bool) -> Wire:
-        wires.append(Wire(door_of(shared), client, **how))
-        return wires[-1]
-
-    yield connected
-    for wire in wires:
-        wire.close()
+    return connected
 
 
 @pytest.fixture
@@ -150,16 +146,14 @@ def test_access_modes(connect: Callable[..., Wire], wire: Wire, topic: str) -> N
         ("creates a subscription", {"initial_subscription_name": "s"}),
     ],
 )
-def test_what_cannot_be_kept_to_is_refused_at_once(
-    wire: Wire, topic: str, what: str, fields: dict[str, object]
-) -> None:
+def test_what_cannot_be_kept_to_is_refused_at_once(wire: Wire, topic: str, what: str, fields: dict[str, Any]) -> None:
     code, message = error_of(wire.produce(topic, **fields))
     assert code == ServerError.NotAllowedError
     assert what in message
 
 
 def test_consumers_are_told_where_to_go(wire: Wire, topic: str) -> None:
-    command = CommandSubscribe(topic=topic, subscription="s", subType=0, consumer_id=1, request_id=9)
+    command = CommandSubscribe(topic=topic, subscription="s", consumer_id=1, request_id=9)
     wire.say(BaseCommand(type=BaseCommand.SUBSCRIBE, subscribe=command))
     answer = wire.next()
     assert answer.error.request_id == 9
