@@ -153,6 +153,7 @@ class SidecarServer:
                 self._connections,
                 self._calls,
                 reading,
+                self._door,
                 lambda: not self._guard.watching.has_problem,
                 self._guard.authentication,
             )

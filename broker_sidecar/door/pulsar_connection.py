@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from broker_sidecar.door.entry_batches import ProducerSession
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final
+from broker_sidecar.rpc import refusals
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import caller
 from broker_sidecar.services.publish_service import PublishService
@@ -537,6 +538,7 @@ class PulsarConnection:
     # -- answers -----------------------------------------------------------------------------------------------
 
     def _say_error(self, request_id: int, e: SeqdedupeError) -> None:
+        refusals[e.reason] += 1
         failure = CommandError(request_id=request_id, error=_code_of(e), message=_told(e))
         self._say(BaseCommand(type=BaseCommand.ERROR, error=failure))
 
