@@ -1,8 +1,9 @@
 """The sidecar's configuration: its keys, their invalid values, and the sources of values.
 
-`Config` has all keys, `PulsarConfig` those of the table `[pulsar]`. `check` finds values that contradict each other or
-lack another one. `load` takes values from a TOML file, `SEQDEDUPE_*` in the environment and flags. A new key is a
-field, and its bounds go into `check`. `docs/reference/configuration.md` has the table of keys; a test compares the two.
+`Config` contains all keys, and `PulsarConfig` the keys of the table `[pulsar]`. `check` finds values that contradict
+each other or that need another value. `load` takes values from a TOML file, from `SEQDEDUPE_*` in the environment, and
+from flags. To add a key, add a field, and add its bounds to `check`. `docs/reference/configuration.md` contains the
+table of keys, which a test compares with this file.
 """
 
 import difflib
@@ -33,12 +34,13 @@ ENVIRONMENT_PREFIX = "SEQDEDUPE_"
 
 
 def key(default: Any, about: str) -> Any:
-    """Return a field that is a key. No key is a secret: keys name the files that hold secrets."""
+    """Return a field that is a key. No key contains a secret: keys contain the names of files with secrets."""
     return field(default=default, metadata={"about": about})
 
 
 def keys_of(config: type, prefix: str = "") -> dict[str, Field[Any]]:
-    """Return all keys by name. Keys of a table, a dataclass within, have its name as a prefix: `pulsar.admin_url`."""
+    """Return all keys by name. A key of a table (a nested dataclass) has the table's name as a prefix:
+    `pulsar.admin_url`."""
     found: dict[str, Field[Any]] = {}
     for item in fields(config):
         if "about" in item.metadata:
@@ -59,7 +61,7 @@ def environment_of(name: str) -> str:
 
 
 Problems = Iterator[SeqdedupeError]
-"""The problems of some keys. A start reports the first one, and a check reports all."""
+"""The problems of some keys. A start reports the first problem, and a check reports all problems."""
 
 
 def invalid(name: str, why: str) -> SeqdedupeError:
@@ -77,20 +79,26 @@ _ENTRY_FORMATS = ("plain", "packed")
 class PulsarConfig:
     """All keys of the table `[pulsar]`. Those about TLS have the names of Pulsar's `client.conf`."""
 
-    service_url: str = key("", "Pulsar's brokers: `pulsar://host:6650` or `pulsar+ssl://host:6651`.")
-    admin_url: str = key("", "Pulsar's admin calls: `http://host:8080` or `https://host:8443`.")
-    namespaces: str = key("public/default", "Where to search for topics: `tenant/namespace`, separated by commas.")
-    manage_topic_policies: bool = key(False, "Replace a topic's unsafe policies in Pulsar instead of refusing it.")
+    service_url: str = key("", "URL of Pulsar's brokers: `pulsar://host:6650` or `pulsar+ssl://host:6651`.")
+    admin_url: str = key("", "URL of Pulsar's admin API: `http://host:8080` or `https://host:8443`.")
+    namespaces: str = key(
+        "public/default", "Namespaces with topics of sidecars: `tenant/namespace`, separated by commas."
+    )
+    manage_topic_policies: bool = key(
+        False, "Replace a topic's unsafe policies in Pulsar instead of refusing the topic."
+    )
     entry_format: str = key(
         "plain",
-        "For new topics: `plain`, a Pulsar message for each message, for any consumer; `packed`, one for each batch.",
+        "Format of new topics. `plain`: one entry per message, for any consumer. `packed`: one entry per batch.",
     )
     token_file: str = key("", "File with the token for Pulsar.")
     oauth2_issuer_url: str = key("", "Issuer of tokens for Pulsar (OAuth 2.0, client credentials).")
     oauth2_credentials_file: str = key("", "JSON file with `client_id` and `client_secret`.")
-    oauth2_audience: str = key("", "Audience of the tokens, if the issuer needs it.")
-    tls_trust_certs_file_path: str = key("", "PEM file with the brokers' authorities. Unset: those of the system.")
-    tls_enable_hostname_verification: bool = key(True, "Whether a broker's certificate must be for its host name.")
+    oauth2_audience: str = key("", "Audience of the tokens, if the issuer needs an audience.")
+    tls_trust_certs_file_path: str = key("", "PEM file with the brokers' authorities. Unset: the system's authorities.")
+    tls_enable_hostname_verification: bool = key(
+        True, "Whether a broker's certificate must contain the broker's host name."
+    )
 
     @property
     def has_oauth2(self) -> bool:
@@ -157,78 +165,91 @@ class Config:
 
     data_directory: str = key("", "Folder for the store and the logs. Required.")
     backup_directory: str = key("", "Existing folder for `seqdedupe backup`. Unset: no backups.")
-    listen: str = key("127.0.0.1:6660", "Where to serve gRPC: `host:port` (port 0: a free one) or `unix:/path`.")
-    also_listen: str = key("", "A second address, not advertised. At least one of the two is a Unix socket.")
+    listen: str = key(
+        "127.0.0.1:6660", "Address of the gRPC server: `host:port` (port 0: any free port) or `unix:/path`."
+    )
+    also_listen: str = key(
+        "", "A second address, which is not advertised. `listen` or `also_listen` must be a Unix socket."
+    )
     allow_insecure_listen: bool = key(
         False, "Allow addresses other than loopback without encryption or authentication."
     )
     authentication: str = key(
         "token",
-        "`token`: every call shows the data directory's token, or what the keys below accept. `none`: "
-        "everybody may do everything.",
+        "`token`: every call needs the data directory's token, or credentials by the keys below. "
+        "`none`: everybody may do everything.",
     )
     token_keys_file: str = key("", "File of public keys (JWKS) that verify JSON Web Tokens.")
-    token_audience: str = key("", "Required `aud` of these tokens. Needed with `token_keys_file`.")
-    token_max_lifetime_minutes: int = key(0, "Longest time from `iat` to `exp` of these tokens. 0: no limit.")
-    tls_certificate_file: str = key("", "PEM file with the sidecar's certificate and its chain. Turns on TLS.")
-    tls_key_file: str = key("", "PEM file with its key.")
+    token_audience: str = key("", "Value that `aud` of a JSON Web Token must have. Required with `token_keys_file`.")
+    token_max_lifetime_minutes: int = key(0, "Longest time from `iat` to `exp` of a JSON Web Token. 0: no limit.")
+    tls_certificate_file: str = key(
+        "", "PEM file with the sidecar's certificate and the certificate's chain. Turns on TLS."
+    )
+    tls_key_file: str = key("", "PEM file with the private key of the sidecar's certificate.")
     tls_client_ca_file: str = key(
-        "", "PEM file with authorities. Every client must show a certificate of one; its SAN is the client's name."
+        "", "PEM file of authorities. Every client needs a certificate from them; the SAN is the client's name."
     )
-    tls_client_crl_file: str = key("", "PEM file with their revocation lists (CRLs).")
-    peer_token_file: str = key("", "File with the token for `peers`. Workers need none.")
+    tls_client_crl_file: str = key("", "PEM file with these authorities' revocation lists (CRLs).")
+    peer_token_file: str = key("", "File with the token for calls to `peers`. Not needed for workers.")
     peer_tls_ca_file: str = key(
-        "", "PEM file with other sidecars' authorities. Unset: `tls_client_ca_file`, else public ones."
+        "", "PEM file with authorities of other sidecars. Unset: `tls_client_ca_file`, else public authorities."
     )
-    socket_mode: str = key("600", "Permissions of the Unix socket, in octal. 660 admits its group.")
+    socket_mode: str = key("600", "Permissions of the Unix socket, in octal. With 660, the socket's group can connect.")
     metrics_listen: str = key(
-        "", "Where to serve metrics and the status page: `host:port` (port 0: a free one). Unset: nowhere."
+        "", "Address of metrics and status page: `host:port` (port 0: any free port). Unset: not served."
     )
     pulsar_listen: str = key(
-        "",
-        "Where to serve stock producers of Apache Pulsar: `host:port` (port 0: a free one). Unset: nowhere.",
+        "", "Address for stock producers of Apache Pulsar: `host:port` (port 0: any free port). Unset: not served."
     )
-    audit_file: str = key("", "File of the audit trail. Unset: none. Workers add their numbers.")
+    audit_file: str = key("", "File of the audit trail. Unset: no trail. A worker adds its number to the name.")
     log: str = key(
         "embedded",
-        "What holds the messages: `embedded`, this sidecar; `pulsar`, a cluster; `broker`, an attached broker.",
+        "Where messages are stored. `embedded`: here. `pulsar`: in a cluster. `broker`: in an attached broker.",
     )
-    instance_name: str = key("", "This sidecar's unique name in a Pulsar cluster. Unset: a random one.")
+    instance_name: str = key("", "This sidecar's unique name in a Pulsar cluster. Unset: a random name.")
     workers: int = key(
-        0, "Processes that share the topics. A new number moves topics. 0: the data directory's, else 1."
+        0, "Number of processes. Another number moves topics. 0: the number in the data directory, else 1."
     )
-    shards: str = key("", "The shards of this process, as `0-15`, if other processes have the rest.")
-    peers: str = key("", "Sidecars that this one may call, separated by commas: docs/reference/configuration.md.")
-    cluster_id: str = key("", "Name of the cluster of the shards, the same for all. Required with `shards`.")
-    advertised_address: str = key("", "Where clients and other sidecars reach this one. Unset: `listen`.")
-    rules_file: str = key("", "TOML file of who may do what, and each caller's share: docs/reference/rules.md.")
-    standby: bool = key(False, "Follow other sidecars' topics, and take over each without an owner.")
+    shards: str = key("", "Shards of this process, such as `0-15`, if other processes have the other shards.")
+    peers: str = key(
+        "", "Addresses of sidecars that this sidecar may call, with commas: docs/reference/configuration.md."
+    )
+    cluster_id: str = key("", "Name of the cluster, the same for all its processes. Required with `shards`.")
+    advertised_address: str = key(
+        "", "Address by which clients and other sidecars reach this sidecar. Unset: `listen`."
+    )
+    rules_file: str = key("", "TOML file with access rules and each caller's share: docs/reference/rules.md.")
+    standby: bool = key(False, "Follow other sidecars' topics, and take over topics without an owner.")
     allow_auto_topic_creation: bool = key(
-        True, "Create a missing topic when a producer opens it or a broker attaches it."
+        True, "Create a missing topic when a producer opens the topic or a broker attaches the topic."
     )
-    deduplication_entries_interval: int = key(1000, "Batches of a topic from one snapshot to the next.")
-    deduplication_snapshot_interval_seconds: int = key(120, "Seconds from a change to a snapshot. 0: not by time.")
-    default_retention_size_in_mb: int = key(-1, "MB of messages to keep of each topic. -1: no limit.")
-    default_retention_time_in_minutes: int = key(-1, "Minutes to keep each message. -1: no limit.")
+    deduplication_entries_interval: int = key(
+        1000, "Number of batches of a topic after which the sidecar takes a snapshot."
+    )
+    deduplication_snapshot_interval_seconds: int = key(
+        120, "Seconds after a change until the sidecar takes a snapshot. 0: no limit."
+    )
+    default_retention_size_in_mb: int = key(-1, "MB of messages that each topic keeps. -1: no limit.")
+    default_retention_time_in_minutes: int = key(-1, "Minutes for which each message is kept. -1: no limit.")
     deduplication_producer_inactivity_timeout_minutes: int = key(
-        0, "Minutes until an unused producer is forgotten. 0: never."
+        0, "Minutes after which an unused producer is forgotten. 0: never."
     )
     deduplication_window_memory_in_mb: int = key(
-        1024, "Memory for deduplication IDs. Others are on disk, which is slower."
+        1024, "Memory for deduplication IDs. IDs that do not fit are on disk, which is slower."
     )
-    scrub_bytes_per_second: int = key(524_288, "Rate of reading all logs to find damage. 0: off.")
-    max_topics: int = key(10_000, "Most topics.")
-    max_streams: int = key(1_000, "Most streams of all kinds at once.")
-    drain_timeout_seconds: int = key(30, "Longest wait at SIGTERM for messages in flight.")
+    scrub_bytes_per_second: int = key(524_288, "Speed at which the sidecar reads all logs to find damage. 0: off.")
+    max_topics: int = key(10_000, "Largest number of topics.")
+    max_streams: int = key(1_000, "Largest number of open streams of all kinds.")
+    drain_timeout_seconds: int = key(30, "Longest time after SIGTERM for finishing messages in flight.")
     log_level: str = key("info", "`debug`, `info`, `warning` or `error`.")
-    log_format: str = key("json", "`json` (one object a line) or `text`.")
+    log_format: str = key("json", "`json` (one object per line) or `text`.")
     pulsar: PulsarConfig = field(default_factory=PulsarConfig)
     retention_was_chosen: bool = False
-    """Whether somebody has set how long messages are kept, also if that is for ever. It is not a key."""
+    """Whether an operator has set how long messages are kept, even if that is for ever. This field is not a key."""
 
 
 KEYS = keys_of(Config)
-"""By name as written: `pulsar.service_url` is `service_url` of the table `[pulsar]`."""
+"""The keys by name as written in the file: `pulsar.service_url` is `service_url` of the table `[pulsar]`."""
 
 
 def table() -> str:
@@ -253,7 +274,7 @@ _WORDS = {
 _OF_POLICIES = {
     f"default_{name}" if name.startswith("retention_") else name: least for name, least in policy.LEAST.items()
 }
-"""The keys that are also in a policy, with the same bounds, and their least values."""
+"""The keys that are also values of a policy, with the same bounds, and their minimum."""
 
 _LEAST = {
     **_OF_POLICIES,
@@ -261,7 +282,7 @@ _LEAST = {
     "max_topics": 1,
     "max_streams": 1,
 }
-"""The least values of keys. For all other numbers it is 0."""
+"""The minimum of these keys. The minimum of all other numbers is 0."""
 
 _NEEDS = (
     ("token_keys_file", "token_audience"),
@@ -279,7 +300,7 @@ _SOCKET_MODE = re.compile(r"0?[0-7]{3}")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _EVERYWHERE = ("0.0.0.0", "[::]", "*")
-"""Hosts that a server can listen on, but no client can connect to."""
+"""Hosts at which a server can listen, but to which no client can connect."""
 
 
 def problems_of(config: Config) -> Problems:
@@ -290,7 +311,7 @@ def problems_of(config: Config) -> Problems:
             for problem in look(config):
                 told.add(str(problem))
                 yield problem
-        except SeqdedupeError as e:  # an invalid address that several checks need
+        except SeqdedupeError as e:  # the address is invalid, and several checks need it
             if str(e) not in told:
                 told.add(str(e))
                 yield e
@@ -469,7 +490,7 @@ def _no_address(config: Config, name: str, should_be: str) -> SeqdedupeError:
 
 
 def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> Problems:
-    """Yield the problem of a name that may be unset. The message fits the patterns of both such names."""
+    """Yield the problem of a name that may be unset. The message fits the patterns of both keys that use this check."""
     if (value := getattr(config, name)) and not pattern.fullmatch(value):
         yield invalid(name, f"is {value!r}: it should be 1 to 64 ASCII letters, digits and any of ._-")
 
@@ -477,7 +498,8 @@ def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> Probl
 # -- Where the configuration comes from: a TOML file, `SEQDEDUPE_*` in the environment, and flags; the later one wins.
 
 NO_KEYS = VARIABLES | {f"{ENVIRONMENT_PREFIX}{name}" for name in ("ADDRESS", "PROFILE", "DATABASE")}
-"""Variables of clients and services: where the sidecar is, their credentials, and the services' database."""
+"""Environment variables of clients and services, which are not keys: the sidecar's address, credentials, and the
+services' database."""
 
 _BY_ENVIRONMENT = {environment_of(name): name for name in KEYS}
 _NEEDED = {bool: "true or false", int: "a whole number", str: "text in quotes"}
@@ -494,7 +516,8 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
 def examine(
     file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> tuple[Config, list[SeqdedupeError]]:
-    """Return the configuration as `load` does, and all its problems. An invalid key is named once, and has its default.
+    """Return the configuration like `load`, and all its problems. An invalid key is reported once, and has its default
+    value.
 
     Raises INVALID_CONFIGURATION if the file cannot be read.
     """
@@ -567,13 +590,13 @@ _NOT_IN_DEV = {
     "rules_file",
     "standby",
 }
-"""Keys that cannot be set with `--dev`: the place of data, access by others, and other sidecars."""
+"""Keys that cannot be set with `--dev`: the place of the data, access by other machines, and other sidecars."""
 
 
 def for_dev(file: Path | None, flags: Mapping[str, Any], folder: str, listen: str) -> Config:
     """Return the configuration of `--dev`: data in this folder, on loopback, no token. Other keys are as in `load`.
 
-    Raises INVALID_CONFIGURATION, also for a key that contradicts it.
+    Raises INVALID_CONFIGURATION, also for a key that contradicts `--dev`.
     """
     values, sources = _given(file, os.environ, flags)
     for name, source in sources.items():
@@ -609,7 +632,8 @@ def _in_file(file: Path) -> dict[str, Any]:
 
 
 def _converted(values: Mapping[str, Any]) -> tuple[Config, list[SeqdedupeError]]:
-    """Return the configuration of the values that have their keys' types, and the problems of the others."""
+    """Return the configuration made of the values that have the types of their keys, and the problems of the other
+    values."""
     tables: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     problems: list[SeqdedupeError] = []
     for name, value in values.items():

@@ -41,7 +41,8 @@ from seqdedupe.transfer.backup import is_in_future
 # still right, and `seqdedupe topics` shows the single topics.
 
 MAX_NAMED = 100
-"""The most topics with separate series: all if there are no more, else those that first had a count above zero."""
+"""The maximum number of topics with separate series. If there are more topics, the topics whose counts first rose above
+zero have separate series."""
 
 OTHER = "other"
 """The series of the other topics. No topic has this full name."""
@@ -78,7 +79,8 @@ _NOTHING = (0,) * len(COUNTED)
 
 @dataclass(slots=True)
 class Now:
-    """The state of the topics of one series: sums, and for names with max the largest value."""
+    """The state of the topics of one series. Each value is the sum over the topics, or for names with max the largest
+    value."""
 
     in_flight_frames: int = 0
     in_flight_bytes: int = 0
@@ -104,18 +106,18 @@ class Now:
 
 @dataclass(slots=True)
 class Looked:
-    """The result of a look, by series: a topic's name, or OTHER."""
+    """The result of a look at all topics, by series: a topic's name, or OTHER."""
 
     now: dict[str, Now]
     counted: dict[str, list[float]]
-    """In the order of COUNTED, since this process began, or since the topic exists."""
+    """The counts in the order of COUNTED, since this process began, or since the topic was created."""
     gone: list[float]
     """The counts of topics whose series have ended."""
     states: Counter[str]
 
 
 class TopicsTally:
-    """The counts of all topics since this process began, also of topics that no longer exist."""
+    """The counts of all topics since this process began, including topics that no longer exist."""
 
     def __init__(self, topics: Topics[Any]) -> None:
         self._topics = topics
@@ -123,7 +125,7 @@ class TopicsTally:
         self._sums: dict[str, list[float]] = {}
         self._gone = [0.0] * len(COUNTED)
         self._seen: dict[str, tuple[object, tuple[float, ...]]] = {}
-        """By topic, its counters object, and the values seen last."""
+        """By topic: its counters object, and the values that the last look has read."""
 
     async def look(self, readings: Iterable[Reading]) -> Looked:
         """Look at all topics, some in each step of the event loop. Only one look may run at a time."""
@@ -164,7 +166,7 @@ class TopicsTally:
         return OTHER
 
     def _end_series(self) -> None:
-        """End the series of topics that no longer exist, so that others may have one."""
+        """End the series of topics that no longer exist, so that other topics may have a series."""
         for name in self._named - self._topics.registry.names():
             self._named.discard(name)
             for k, gone in enumerate(self._sums.pop(name, ())):
@@ -173,7 +175,7 @@ class TopicsTally:
     def _add(self, series: str, topic: TopicBase, counted: tuple[float, ...]) -> None:
         counters, before = self._seen.get(topic.name, (None, _NOTHING))
         if counters is not topic.counters:
-            # The topic was opened again, or is another one, and counts from 0.
+            # The topic was opened again, or is a different topic of the same name, so its counts start at 0.
             before = _NOTHING
         # Set this at once: a look may be cancelled.
         self._seen[topic.name] = topic.counters, counted
@@ -223,58 +225,64 @@ _VERDICTS = ("not_dup", "dup", "unknown")
 
 _COUNTED_BY_TOPIC = {
     "counters.stored_bytes": ("seqdedupe_stored_bytes", "Bytes of stored batches."),
-    "counters.refused": ("seqdedupe_refused_frames", "Refused frames, and refused checks of brokers."),
+    "counters.refused": (
+        "seqdedupe_refused_frames",
+        "Frames of clients and checks of brokers that the sidecar refused.",
+    ),
 }
 
 _COUNTED_IN_ALL = {
-    "counters.log_failures": ("seqdedupe_log_failures", "Times that a log failed to append."),
-    "counters.recoveries": ("seqdedupe_recoveries", "Times that a topic was recovered."),
+    "counters.log_failures": ("seqdedupe_log_failures", "Failures to append to a log."),
+    "counters.recoveries": ("seqdedupe_recoveries", "Recoveries of topics."),
     "counters.replayed": ("seqdedupe_replayed_messages", "Messages that were read to recover topics."),
     "counters.recovery_seconds": ("seqdedupe_recovery_seconds", "Time that recoveries took, summed over topics."),
-    "counters.resets": ("seqdedupe_producer_resets", "Producers that an operator has reset."),
-    "counters.purged": ("seqdedupe_purged_producers", "Producers forgotten under their topics' policies."),
+    "counters.resets": ("seqdedupe_producer_resets", "Producers whose sequence ID an operator has reset."),
+    "counters.purged": (
+        "seqdedupe_purged_producers",
+        "Producers that topics have forgotten because of the inactivity policy.",
+    ),
     "counters.resumed_after_purge": (
         "seqdedupe_resumed_after_purge",
-        "Resumed sessions of forgotten producers. What they send again is new, stored or not.",
+        "Resumed sessions of forgotten producers. Messages that these sessions send again are stored again.",
     ),
     "keeper.snapshotter.taken": ("seqdedupe_snapshots", "Snapshots that became durable."),
     "keeper.snapshotter.failed": ("seqdedupe_snapshot_failures", "Snapshots that could not be stored."),
 }
 
 _NOW_BY_TOPIC = {
-    "in_flight_frames": ("seqdedupe_in_flight_frames", "Frames that the log has not settled yet."),
-    "in_flight_bytes": ("seqdedupe_in_flight_bytes", "Bytes that the log has not settled yet."),
+    "in_flight_frames": ("seqdedupe_in_flight_frames", "Frames whose write to the log has no outcome yet."),
+    "in_flight_bytes": ("seqdedupe_in_flight_bytes", "Bytes of the frames whose write to the log has no outcome yet."),
     "max_in_flight_seconds": ("seqdedupe_in_flight_age_seconds", "Age of the oldest frame in flight."),
-    "log_bytes": ("seqdedupe_log_bytes", "Size of the logs of open topics."),
-    "producers": ("seqdedupe_producers", "Producer names that open topics hold."),
+    "log_bytes": ("seqdedupe_log_bytes", "Bytes in the logs of open topics."),
+    "producers": ("seqdedupe_producers", "Producers that open topics remember."),
     "window_messages": ("seqdedupe_window_messages", "Known deduplication IDs."),
-    "window_messages_on_disk": ("seqdedupe_window_messages_on_disk", "Known deduplication IDs that are on disk."),
+    "window_messages_on_disk": ("seqdedupe_window_messages_on_disk", "Known deduplication IDs that are not in memory."),
     "window_forgotten": ("seqdedupe_window_forgotten_messages", "Messages whose deduplication IDs were forgotten."),
     "window_bytes": ("seqdedupe_window_bytes", "Memory of the windows of deduplication IDs."),
     "max_window_age_seconds": (
         "seqdedupe_window_age_seconds",
-        "Age of the oldest known deduplication ID; the most of any.",
+        "Age of the oldest known deduplication ID. `other`: the maximum.",
     ),
     "window_imported": ("seqdedupe_window_imported", "Imported deduplication IDs, until all have expired."),
     "window_imported_missing": (
         "seqdedupe_window_imported_missing",
-        "Topics that take no messages because the store has lost their imported IDs.",
+        "Topics that accept no messages because the store has lost their imported IDs.",
     ),
     "max_snapshot_distance_messages": (
         "seqdedupe_snapshot_distance_messages",
-        "Messages after a topic's last durable snapshot; the most of any.",
+        "Messages after a topic's last durable snapshot. `other`: the maximum.",
     ),
     "max_snapshot_age_seconds": (
         "seqdedupe_snapshot_age_seconds",
-        "Time since a topic's last durable snapshot, or its opening, if messages followed; the most of any.",
+        "Age of the last durable snapshot (or the opening) of a topic with later messages. `other`: the maximum.",
     ),
     "max_reader_lag_messages": (
         "seqdedupe_reader_lag_messages",
-        "Messages not sent yet to a reader; the most of any.",
+        "Messages not sent yet to the reader that is furthest behind. `other`: the maximum.",
     ),
     "max_cursor_lag_messages": (
         "seqdedupe_cursor_lag_messages",
-        "Messages after a named cursor, also while its reader is not connected; the most of any.",
+        "Messages after the cursor that is furthest behind, even without a connected reader. `other`: the maximum.",
     ),
 }
 
@@ -287,15 +295,17 @@ _NOW_IN_ALL = {
         "seqdedupe_replay_left_messages",
         "Messages that recovering topics still have to read.",
     ),
-    "damaged_places": ("seqdedupe_damaged_places", "Damaged places that scrubs have found in the logs."),
-    "damaged_messages": ("seqdedupe_damaged_messages", "Messages in damaged places, as far as known."),
+    "damaged_places": ("seqdedupe_damaged_places", "Damaged places in the logs, found by the scrub."),
+    "damaged_messages": ("seqdedupe_damaged_messages", "Messages in damaged places, if the sidecar can count them."),
 }
 
 
 def of_topics(looked: Looked) -> Iterator[Metric]:
     """Yield the counts and the states of the topics."""
     place = {name: k for k, name in enumerate(COUNTED)}
-    verdicts = CounterMetricFamily("seqdedupe_messages", "Messages judged, by verdict.", labels=("topic", "verdict"))
+    verdicts = CounterMetricFamily(
+        "seqdedupe_messages", "Messages that received this verdict.", labels=("topic", "verdict")
+    )
     for topic, sums in looked.counted.items():
         for verdict in _VERDICTS:
             verdicts.add_metric((topic, verdict), sums[place[f"counters.{verdict}"]])
@@ -314,7 +324,7 @@ def of_topics(looked: Looked) -> Iterator[Metric]:
         yield gauge
     for name, (metric, about) in _NOW_IN_ALL.items():
         yield gauge_of(metric, about, sum(getattr(now, name) for now in looked.now.values()))
-    states = GaugeMetricFamily("seqdedupe_topics", "Topics, by state.", labels=("state",))
+    states = GaugeMetricFamily("seqdedupe_topics", "Topics in this state.", labels=("state",))
     for state, count in looked.states.items():
         states.add_metric((state,), count)
     yield states
@@ -399,16 +409,18 @@ class Metrics:
     def _collect(self) -> Iterator[Metric]:
         """Yield all metrics except those of the process, which are made elsewhere."""
         yield InfoMetricFamily(
-            "seqdedupe_build", "Which version this is.", {"version": version("seqdedupe"), "log": self._from.config.log}
+            "seqdedupe_build",
+            "The version. The value is always 1.",
+            {"version": version("seqdedupe"), "log": self._from.config.log},
         )
         yield gauge_of(
             "seqdedupe_configuration_in_force",
-            "1 if all replaceable files are in force, else 0.",
+            "1 if the sidecar uses the current content of all replaceable files, else 0.",
             self._from.is_configuration_in_force(),
         )
         yield gauge_of(
             "seqdedupe_kernels_compiled",
-            "1 if all kernels are compiled; 0 while the sidecar is slow.",
+            "1 if all kernels are compiled. 0 if not; the sidecar is then slow.",
             not jit.plain_kernels(),
         )
         yield from of_topics(on_loop(self._loop, self._look))
@@ -432,13 +444,13 @@ class Metrics:
         labels = ("credential", "subject")
         about = "When a certificate, a revocation list or a token in use expires."
         expiry = GaugeMetricFamily("seqdedupe_credential_expiry_timestamp_seconds", about, labels=labels)
-        about = "How long it is valid in all; +Inf for a token without a begin."
+        about = "Time from begin to expiry of this certificate, list or token. +Inf for a token without a begin."
         lifetime = GaugeMetricFamily("seqdedupe_credential_lifetime_seconds", about, labels=labels)
         for kind, subject, validity in self._from.authentication.credentials():
             expiry.add_metric((kind, subject), validity.ends_seconds)
             lifetime.add_metric((kind, subject), validity.ends_seconds - validity.starts_seconds)
         yield from (expiry, lifetime)
-        about = "Calls refused for an expired token, by its subject."
+        about = "Calls refused because the subject's token had expired."
         calls = CounterMetricFamily("seqdedupe_expired_token_calls", about, labels=("subject",))
         yield by_label(calls, list(self._from.authentication.expired.calls.items()))
 
@@ -447,13 +459,15 @@ class Metrics:
         yield gauge_of("seqdedupe_streams", "Open streams.", len(streams))
         yield gauge_of("seqdedupe_streams_limit", "The limit of open streams.", streams.limit)
         ended = CounterMetricFamily(
-            "seqdedupe_evicted_streams", "Streams ended to make room for others.", labels=("why",)
+            "seqdedupe_evicted_streams",
+            "Streams that the sidecar ended to make room for other streams.",
+            labels=("why",),
         )
         yield by_label(ended, (("idle", streams.gave_way), ("unread", streams.unread)))
         connections = self._from.connections
         open_now = GaugeMetricFamily("seqdedupe_connections", "Open TCP connections.", labels=("caller",))
         yield by_label(open_now, zip(("known", "unknown"), connections.count(), strict=True))
-        about = "TCP connections that the sidecar has ended, by reason."
+        about = "TCP connections that the sidecar has ended for this reason."
         ended = CounterMetricFamily("seqdedupe_ended_connections", about, labels=("why",))
         yield by_label(ended, connections.ended.items())
         if (door := self._from.door) is not None:
@@ -475,38 +489,38 @@ class Metrics:
         looks = cluster.shared.looks if cluster is not None else None
         yield gauge_of(
             "seqdedupe_pulsar_unsafe_topics",
-            "Topics that take no messages because of unsafe policies in Pulsar.",
+            "Topics that accept no messages because of unsafe policies in Pulsar.",
             len(looks.unsafe) if looks is not None else 0,
         )
         yield gauge_of(
             "seqdedupe_pulsar_policies_seen_timestamp_seconds",
-            "When a Pulsar topic's policies were last seen; the oldest of any, or 0.",
+            "When the sidecar last read a Pulsar topic's policies. The earliest time of all topics, or 0.",
             min(list(looks.seen_at.values()), default=0.0) if looks is not None else 0.0,
         )
 
     def _of_the_machine(self) -> Iterator[Metric]:
         yield gauge_of(
             "seqdedupe_clock_ahead_seconds",
-            "How far the clock was ahead of the last believed time at the start, if over a day, else 0.",
+            "Seconds by which the clock was ahead of the last trusted time at the start. 0 if less than a day.",
             self._from.data.clock_ahead_ms / 1000,
         )
         if self._from.config.backup_directory:
             yield gauge_of(
                 "seqdedupe_backup_timestamp_seconds",
-                "The moment of the newest verified backup, in seconds since 1970, or 0.",
+                "The time at which the newest verified backup was made, in seconds since 1970, or 0.",
                 # A moment in the future would keep the alert about old backups silent.
                 0 if is_in_future(at_us := self._from.data.last_backup.made_at_us) else at_us / 1e6,
             )
         yield histogram_of(
             "seqdedupe_event_loop_delay_seconds",
-            "Delay of the event loop.",
+            "Time by which the event loop ran a timer too late.",
             self._loop_delay.seconds,
         )
         if (committer := self._from.data.committer) is not None:
             yield histogram_of(
-                "seqdedupe_sync_seconds", "Time to make a round's writes durable.", committer.sync_seconds
+                "seqdedupe_sync_seconds", "Time to sync the writes of a commit round.", committer.sync_seconds
             )
-            yield histogram_of("seqdedupe_commit_group_batches", "Batches in a round.", committer.group_batches)
+            yield histogram_of("seqdedupe_commit_group_batches", "Batches in a commit round.", committer.group_batches)
         disk = os.statvfs(self._from.config.data_directory)
         sizes = (("free", disk.f_bavail * disk.f_frsize), ("all", disk.f_blocks * disk.f_frsize))
         about = "Size and free space of the data directory's file system."

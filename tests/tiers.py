@@ -73,6 +73,8 @@ TIER_OF: Mapping[str, str] = {
     "tests/property/": INTEGRATION,
     "tests/pulsar/": SYSTEM,
     "tests/pulsar_wire/": UNIT,
+    "tests/pulsar_wire/test_connection.py": INTEGRATION,
+    "tests/pulsar_wire/test_fuzz.py": INTEGRATION,
     "tests/services/": SYSTEM,
     "tests/services/outbox/test_rows.py": UNIT,
     "tests/services/outbox/test_steps.py": UNIT,

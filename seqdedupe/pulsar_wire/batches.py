@@ -1,7 +1,7 @@
 """The rows of an entry as columns, and entries from columns. Pure.
 
 Pulsar knows two kinds of entries with rows. An unbatched entry is one row, whose key and properties are in the entry's
-metadata. A batch is rows one after the other, each with metadata of its own; it may be compressed as a whole. Two kinds
+metadata. A batch is rows one after the other, each with its metadata; it may be compressed as a whole. Two kinds
 have no rows to read: a chunk is a part of a large message, and an encrypted entry needs a key.
 
 Kernels: import this module only after `kernels.prepare()`.
@@ -199,7 +199,7 @@ class Batch:
         has_own = (self._places[:, kernels.FLAGS] & HAS_SEQUENCE_ID) != 0
         following = np.int64(range_of(metadata)[0]) + np.arange(count)
         self.sequence_ids: Int64s = np.where(has_own, self._places[:, kernels.SEQUENCE_ID], following)
-        """Of a row whose client omitted it, it is the entry's plus the row's number."""
+        """If a client omitted it, it is the entry's plus the row's number."""
         if count and int(self.sequence_ids.min()) < 0:
             raise error("INVALID_SEQUENCE_ID", "a row's sequence ID is above 2^63 - 1")
 

@@ -12,12 +12,12 @@ Numbers are big-endian. A size does not count its own four bytes. The CRC is ove
 
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, MessageMetadata
@@ -187,6 +187,13 @@ def stamped(entry: Entry, value: bytes) -> Entry:
     """
     key = varint(SEQDEDUPE_FIELD << 3 | _BYTES_FIELD)
     return Entry(bytes(entry.metadata) + key + varint(len(value)) + value, entry.payload)
+
+
+def command_of(field: str, message: Message) -> BaseCommand:
+    """Return a command with its type; `field` is its field in `BaseCommand`."""
+    kind: Any = BaseCommand.DESCRIPTOR.fields_by_name[field].number
+    fields: dict[str, Any] = {field: message}
+    return BaseCommand(type=kind, **fields)
 
 
 def command_frame(command: BaseCommand) -> bytes:

@@ -50,6 +50,7 @@ _NAME = 1 << 3 | 2
 _VALUE = 2 << 3 | 2
 
 _MAX_INT32 = 2**31 - 1
+_MAX_TAG = 2**32 - 1
 ROW_BYTES = 72
 """The most bytes that a row's fields take, its properties, keys and payload apart."""
 PROPERTY_BYTES = 24
@@ -125,7 +126,7 @@ def scan(raw: Bytes, rows: int, places: Int64s) -> int:
             places[base + k] = 0
         while at < metadata_end:
             tag, at = _varint(raw, at, metadata_end)
-            if at < 0 or tag < 8:
+            if at < 0 or tag < 8 or tag > _MAX_TAG:
                 return -1 - row
             if tag & 7 == 2:
                 size, at = _varint(raw, at, metadata_end)
@@ -198,7 +199,7 @@ def find_properties(raw: Bytes, rows: int, places: Int64s, spans: Int64s) -> boo
                 spans[out + k] = 0
             while at < end:
                 tag, at = _varint(raw, at, end)
-                if at < 0 or tag < 8:
+                if at < 0 or tag < 8 or tag > _MAX_TAG:
                     return False
                 after = _skipped(raw, tag, at, end)
                 if after < 0:

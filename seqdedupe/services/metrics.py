@@ -1,4 +1,5 @@
-"""`/metrics` and `/healthz` of services, for a process that runs some: `ServiceMetrics`. Needs prometheus-client."""
+"""The HTTP server for `/metrics` and `/healthz`, for a process that runs services: `ServiceMetrics`. Needs
+prometheus-client."""
 
 import logging
 import threading
@@ -23,21 +24,23 @@ from seqdedupe.services.activity import Activity, Service, State
 logger = logging.getLogger("seqdedupe.services")
 
 LOOK_SECONDS = 5.0
-"""The time between two looks at the lag. It does not depend on how often metrics are asked for."""
+"""The time between two measurements of the lag. Scrapes do not change it."""
 
 MOST_OF_THE_TIME = 0.05
-"""The largest part of the time that looks may take. If one look takes long, looks are less frequent."""
+"""The maximum fraction of the time that measurements may take. If a measurement takes long, measurements become less
+frequent."""
 
 _KEY = "metrics_listen"
 
 
 class ServiceMetrics:
-    """The server of these services' metrics. A scrape asks neither a database nor a sidecar. A thread for each service
-    looks at its lag every LOOK_SECONDS, and a scrape shows the last result.
+    """Serves the metrics of these services. For each service a thread measures the lag every LOOK_SECONDS, and a scrape
+    returns the last result. A scrape itself makes no call to a database or a sidecar.
 
-    `listen` is `host:port`. Port 0 takes a free port, and `address` has it. The server encrypts nothing and
-    authenticates nobody. Raises INVALID_CONFIGURATION if `listen` is not an address, or the server cannot listen there;
-    INSECURE_LISTEN if other machines can reach it, unless that is allowed.
+    `listen` is `host:port`. With port 0 the system chooses a free port; `address` contains that port. The server does
+    not encrypt, and does not authenticate clients. Raises INVALID_CONFIGURATION if `listen` is not an address, or if
+    the server cannot listen there. Raises INSECURE_LISTEN if other machines can reach the address, unless that is
+    allowed.
     """
 
     def __init__(self, listen: str, *services: Service, allow_insecure_listen: bool = False) -> None:
@@ -58,7 +61,7 @@ class ServiceMetrics:
             threading.Thread(target=self._look, args=(service,), name="seqdedupe-lag", daemon=True).start()
 
     def close(self) -> None:
-        """Stop serving. May be called again."""
+        """Stop serving. This may be called several times."""
         self._over.set()
         self._web.close()
 
@@ -74,7 +77,7 @@ class ServiceMetrics:
         activity = service.activity
         while not self._over.is_set():
             began = time.monotonic()
-            # If the lag cannot be found out now, the last one stays. The age of its oldest message still grows.
+            # If the lag cannot be measured now, the last result stays valid. The age of its oldest message still grows.
             if activity.is_at_work:
                 try:
                     activity.see(service.look_at_lag())
@@ -86,11 +89,13 @@ class ServiceMetrics:
             self._over.wait(max(LOOK_SECONDS, took_seconds / MOST_OF_THE_TIME))
 
     def _collect(self) -> Iterator[Metric]:
-        yield InfoMetricFamily("seqdedupe_build", "Which version this is.", {"version": version("seqdedupe")})
+        yield InfoMetricFamily(
+            "seqdedupe_build", "The version. The value is always 1.", {"version": version("seqdedupe")}
+        )
         yield from of_services([service.activity for service in self._services])
 
     def _health(self, _request: Request) -> Response:
-        """Return the state of each service as JSON; status 503 if one has stopped."""
+        """Return the state of each service as JSON, with HTTP status 503 if a service has stopped."""
         found = [service.activity for service in self._services]
         told = [{"kind": a.kind, "name": a.name, "state": a.state.value, "reason": a.reason or None} for a in found]
         is_well = all(one["state"] != State.STOPPED.value for one in told)
@@ -109,9 +114,9 @@ def _address(listen: str) -> SidecarAddress:
 _SERVICE = ("kind", "name")
 
 _COUNTED = {
-    "messages": ("seqdedupe_service_messages", "Messages that a service has processed."),
-    "duplicates": ("seqdedupe_service_duplicates", "Messages skipped because they had been processed before."),
-    "set_aside": ("seqdedupe_service_set_aside_messages", "Messages put aside: parked, dead letters, rows set aside."),
+    "messages": ("seqdedupe_service_messages", "Messages that the service has processed."),
+    "duplicates": ("seqdedupe_service_duplicates", "Messages skipped because the service had processed them before."),
+    "set_aside": ("seqdedupe_service_set_aside_messages", "Parked messages, dead letters and rows set aside."),
 }
 
 
@@ -122,15 +127,15 @@ def of_services(activities: Sequence[Activity]) -> Iterator[Metric]:
         for one in activities:
             counter.add_metric((one.kind, one.name), getattr(one, name))
         yield counter
-    about = "Failures of a service, by reason; each retry counts."
+    about = "Failures of the service for this reason. Each failed retry is counted."
     failures = CounterMetricFamily("seqdedupe_service_failures", about, labels=(*_SERVICE, "reason"))
-    about = "What a service does: 1 for its state, 0 for the others."
+    about = "1 for the service's current state, 0 for the other states."
     states = GaugeMetricFamily("seqdedupe_service_state", about, labels=(*_SERVICE, "state", "reason"))
-    about = "When a service last processed a message, or 0."
+    about = "When the service last processed a message, in seconds since 1970, or 0."
     success = GaugeMetricFamily("seqdedupe_service_last_success_timestamp_seconds", about, labels=_SERVICE)
-    about = "Messages that a service has not processed yet."
+    about = "Messages that the service has not processed yet."
     messages = GaugeMetricFamily("seqdedupe_service_lag_messages", about, labels=_SERVICE)
-    about = "Age of the oldest unprocessed message of a service, or 0."
+    about = "Age of the oldest message that the service has not processed yet, or 0."
     seconds = GaugeMetricFamily("seqdedupe_service_lag_seconds", about, labels=_SERVICE)
     for one in activities:
         service = one.kind, one.name

@@ -115,11 +115,21 @@ def test_taken_rows_keep_fields_that_we_do_not_know() -> None:
 
 
 def test_taken_rows_get_the_ids_that_they_had() -> None:
-    rows = [Row(100, b"a"), Row(0, b"b", b"k"), Row(0, b"c", b"k")]
+    rows = [Row(100, b"a", b"k"), Row(0, b"b"), Row(0, b"c", b"k")]
     entry = entry_of(rows, oracle.written(rows, with_ids=False))
-    taken = Batch.of(entry, metadata_of(entry), MAX_BYTES).take(np.array([0, 1, 1], np.uint8))
-    assert read(taken) == [Row(101, b"b", b"k"), Row(102, b"c", b"k")]
+    taken = Batch.of(entry, metadata_of(entry), MAX_BYTES).take(np.array([1, 0, 1], np.uint8))
+    assert read(taken) == [Row(100, b"a", b"k"), Row(102, b"c", b"k")]
     assert metadata_of(taken).partition_key == b"k"
+
+
+def test_taken_rows_do_not_have_the_key_of_others() -> None:
+    """Clients put the first row's key on the entry."""
+    rows = [Row(1, b"a", b"k", b"o"), Row(2, b"b"), Row(3, b"c", b"l")]
+    entry = entry_of(rows, partition_key=b"k", ordering_key=b"o", partition_key_b64_encoded=True, event_time=4)
+    taken = Batch.of(entry, metadata_of(entry), MAX_BYTES).take(np.array([0, 1, 1], np.uint8))
+    metadata = metadata_of(taken)
+    for field in ("partition_key", "ordering_key", "partition_key_b64_encoded", "event_time"):
+        assert not metadata.HasField(field)
 
 
 def test_an_unbatched_entry_is_one_row() -> None:

@@ -124,7 +124,7 @@ def test_what_is_wider_than_a_name_needs_a_right_on_all_of_it() -> None:
 
 def test_the_documentation_says_of_each_call_what_it_changes_and_needs() -> None:
     page = Path("docs/reference/rules.md").read_text()
-    _, _, table = page.partition("| call | the widest that it changes |")
+    _, _, table = page.partition("| call | largest scope that the call changes |")
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.split("\n\n")[0].splitlines()[2:]]
     told = {name: (effect, set(re.findall(r"`(\w+)`", needs))) for names, effect, needs in rows for name in
             re.findall(r"`([\w.]+)`", names)}  # fmt: skip
