@@ -77,7 +77,7 @@ class Served:
         self, caller: Subject, names: list[str], epochs: list[int] | None = None
     ) -> publish_pb2.OpenResponse:
         set_caller(caller)
-        return await self._service._open(
+        return await self._service.open(
             publish_pb2.OpenRequest(topic="orders", producer_names=names, epochs=epochs or [])
         )
 
