@@ -449,7 +449,6 @@ class Relay:
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 break
-        self._retries.works()
         self._has_begun = True
         self.activity.runs()
 
