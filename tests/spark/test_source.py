@@ -30,6 +30,7 @@ from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, S
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from seqdedupe.wording import counted
 from seqdedupe_spark.message_columns import SCHEMA
 from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.source import (
@@ -631,7 +632,8 @@ class TestRetention:
         source, last, first = trimmed
         for index in (0, first - 1):
             offset = {topic_name("t"): str(Position.before(last.incarnation, index))}
-            with pytest.raises(PositionError, match=f"{first - index} messages to retention: indexes {index} to"):
+            lost = counted(first - index, "message")
+            with pytest.raises(PositionError, match=f"{lost} to retention: indexes {index} to"):
                 Stream(source.stream(topic="t").reader, offset).trigger()
         with pytest.raises(PositionError, match="retention"):
             source.rows(topic="t", startingOffsets=f'{{"t": "{Position.start(last.incarnation)}"}}')
