@@ -293,7 +293,6 @@ async def _add_logs(making: BackupMaker, moment: _Moment, topics: Topics[Any], r
     """Add the logs, and return the topics that are in the backup."""
     gone: list[TopicRecord] = []
     for record in moment.records:
-        unreadable: SeqdedupeError | None = None
         try:
             if (parts := moment.parts.get(record.incarnation)) is None:
                 why = moment.closed.get(record.incarnation)
@@ -302,12 +301,10 @@ async def _add_logs(making: BackupMaker, moment: _Moment, topics: Topics[Any], r
         except SeqdedupeError as e:
             if e.reason not in ("LOG_UNREADABLE", "NEWER_FORMAT"):
                 raise
-            unreadable = e
-        # Even a copy that succeeded may lack files that the deletion had removed before.
-        if _is_deleted(topics, record):
-            gone.append(record)
-        elif unreadable is not None:
-            making.leave_out(record, unreadable.message)
+            if _is_deleted(topics, record):
+                gone.append(record)
+            else:
+                making.leave_out(record, e.message)
     # All partitions of a topic are deleted together.
     wholes = {whole_of(record.name) for record in gone if record.partitions}
     gone = [one for one in moment.records if one in gone or (one.partitions and whole_of(one.name) in wholes)]
