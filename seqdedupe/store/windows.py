@@ -1,6 +1,6 @@
 """The window of deduplication IDs in the store: runs, pieces, the record of a snapshot, imports.
 
-docs/internals/formats-store.md draws the record of a snapshot. Runs, pages and imports are defined here only.
+docs/internals/formats-store.md draws all these records.
 
 The record states the index up to which pieces count, and which runs count. It is written in the one write of its
 snapshot. The same write removes pieces that are before the window or in runs. Pieces that are new in the window are
