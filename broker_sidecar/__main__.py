@@ -21,14 +21,15 @@ _THE_OLDER_WAY = "-event_engine_client,-event_engine_listener"
 """The older of gRPC's ways to wait for sockets."""
 
 _NEWEST_THAT_KNOWS = (1, 85)
-"""Later gRPC versions may no longer have these names, and would report that on standard error at each start."""
+"""The newest version of gRPC that certainly has these names. A later version may not have them, and would report that
+on standard error at each start."""
 
 
 def turn_off_event_engine() -> None:
-    """Make the thread that waits for gRPC's events wait for the sockets itself, not for other threads that do.
+    """Make the thread that waits for gRPC's events wait for the sockets directly, without a second thread.
 
-    This saves a wake-up in each direction (`python -m bench one_in_flight steady`). A value in the environment stays.
-    The call must come before the import of gRPC.
+    This saves a wake-up of a thread in each direction (`python -m bench one_in_flight steady`). A value that is already
+    in the environment is kept. Call this before gRPC is imported.
     """
     major, minor = version("grpcio").split(".")[:2]
     if (int(major), int(minor)) <= _NEWEST_THAT_KNOWS:
@@ -89,7 +90,7 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
     """Run the sidecar, and return the exit status."""
     about = "Runs the sidecar. Every key of the configuration is a flag too."
-    # An abbreviation would get another meaning, or none, when a key is added.
+    # The meaning of an abbreviated flag would change, or disappear, when a key is added.
     parser = arguments(_Parser(prog=prog, description=about, allow_abbrev=False))
     found, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -114,7 +115,8 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
 
 
 def _dev_config(file: Path | None, given: dict[str, Any], held: ExitStack) -> Config:
-    """Return the configuration of `--dev`. Its folder is removed when `held` ends, also by SIGTERM before serving."""
+    """Return the configuration of `--dev`. Its folder is removed when `held` ends, also if SIGTERM arrives before the
+    sidecar serves."""
     from broker_sidecar.sockets import check_nobody_listens
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -151,7 +153,7 @@ def _run(
     from broker_sidecar.sockets import check_nobody_listens
 
     if faulthandler.is_enabled():
-        # So `seqdedupe.testing` can get the stacks without ending the process.
+        # This lets `seqdedupe.testing` read the stacks without ending the process.
         faulthandler.register(signal.SIGUSR2)
     folder = Path(config.data_directory)
     try:
@@ -169,7 +171,7 @@ def _run(
     beside: kernels.CompilingBeside | None = None
     if kernels.prepare(config.data_directory):
         telemetry.configure(config.log_level, config.log_format)
-        # Several workers would each start such a process. Recovery takes far longer with uncompiled code.
+        # Several workers would each start such a process. And recovery takes far longer with uncompiled code.
         if config.log == "embedded" and not config.shards and not data_directory.has_data(folder):
             # If the process cannot be started, compile first, as if there were data to recover.
             with suppress(OSError):

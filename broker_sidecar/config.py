@@ -1,8 +1,9 @@
 """The sidecar's configuration: its keys, their invalid values, and the sources of values.
 
-`Config` has all keys, `PulsarConfig` those of the table `[pulsar]`. `check` finds values that contradict each other or
-lack another one. `load` takes values from a TOML file, `SEQDEDUPE_*` in the environment and flags. A new key is a
-field, and its bounds go into `check`. `docs/reference/configuration.md` has the table of keys; a test compares the two.
+`Config` contains all keys, and `PulsarConfig` the keys of the table `[pulsar]`. `check` finds values that contradict
+each other or that need another value. `load` takes values from a TOML file, from `SEQDEDUPE_*` in the environment, and
+from flags. To add a key, add a field, and add its bounds to `check`. `docs/reference/configuration.md` contains the
+table of keys, which a test compares with this file.
 """
 
 import difflib
@@ -33,12 +34,13 @@ ENVIRONMENT_PREFIX = "SEQDEDUPE_"
 
 
 def key(default: Any, about: str) -> Any:
-    """Return a field that is a key. No key is a secret: keys name the files that hold secrets."""
+    """Return a field that is a key. No key contains a secret: keys contain the names of files with secrets."""
     return field(default=default, metadata={"about": about})
 
 
 def keys_of(config: type, prefix: str = "") -> dict[str, Field[Any]]:
-    """Return all keys by name. Keys of a table, a dataclass within, have its name as a prefix: `pulsar.admin_url`."""
+    """Return all keys by name. A key of a table (a nested dataclass) has the table's name as a prefix:
+    `pulsar.admin_url`."""
     found: dict[str, Field[Any]] = {}
     for item in fields(config):
         if "about" in item.metadata:
@@ -59,7 +61,7 @@ def environment_of(name: str) -> str:
 
 
 Problems = Iterator[SeqdedupeError]
-"""The problems of some keys. A start reports the first one, and a check reports all."""
+"""The problems of some keys. A start reports the first problem, and a check reports all problems."""
 
 
 def invalid(name: str, why: str) -> SeqdedupeError:
@@ -240,11 +242,11 @@ class Config:
     log_format: str = key("json", "`json` (one object per line) or `text`.")
     pulsar: PulsarConfig = field(default_factory=PulsarConfig)
     retention_was_chosen: bool = False
-    """Whether somebody has set how long messages are kept, also if that is for ever. It is not a key."""
+    """Whether an operator has set how long messages are kept, even if that is for ever. This field is not a key."""
 
 
 KEYS = keys_of(Config)
-"""By name as written: `pulsar.service_url` is `service_url` of the table `[pulsar]`."""
+"""The keys by name as written in the file: `pulsar.service_url` is `service_url` of the table `[pulsar]`."""
 
 
 def table() -> str:
@@ -269,7 +271,7 @@ _WORDS = {
 _OF_POLICIES = {
     f"default_{name}" if name.startswith("retention_") else name: least for name, least in policy.LEAST.items()
 }
-"""The keys that are also in a policy, with the same bounds, and their least values."""
+"""The keys that are also values of a policy, with the same bounds, and their minimum."""
 
 _LEAST = {
     **_OF_POLICIES,
@@ -277,7 +279,7 @@ _LEAST = {
     "max_topics": 1,
     "max_streams": 1,
 }
-"""The least values of keys. For all other numbers it is 0."""
+"""The minimum of these keys. The minimum of all other numbers is 0."""
 
 _NEEDS = (
     ("token_keys_file", "token_audience"),
@@ -295,7 +297,7 @@ _SOCKET_MODE = re.compile(r"0?[0-7]{3}")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _EVERYWHERE = ("0.0.0.0", "[::]", "*")
-"""Hosts that a server can listen on, but no client can connect to."""
+"""Hosts at which a server can listen, but to which no client can connect."""
 
 
 def problems_of(config: Config) -> Problems:
@@ -306,7 +308,7 @@ def problems_of(config: Config) -> Problems:
             for problem in look(config):
                 told.add(str(problem))
                 yield problem
-        except SeqdedupeError as e:  # an invalid address that several checks need
+        except SeqdedupeError as e:  # the address is invalid, and several checks need it
             if str(e) not in told:
                 told.add(str(e))
                 yield e
@@ -467,7 +469,7 @@ def _no_address(config: Config, name: str, should_be: str) -> SeqdedupeError:
 
 
 def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> Problems:
-    """Yield the problem of a name that may be unset. The message fits the patterns of both such names."""
+    """Yield the problem of a name that may be unset. The message fits the patterns of both keys that use this check."""
     if (value := getattr(config, name)) and not pattern.fullmatch(value):
         yield invalid(name, f"is {value!r}: it should be 1 to 64 ASCII letters, digits and any of ._-")
 
@@ -475,7 +477,8 @@ def _check_pattern(config: Config, name: str, pattern: re.Pattern[str]) -> Probl
 # -- Where the configuration comes from: a TOML file, `SEQDEDUPE_*` in the environment, and flags; the later one wins.
 
 NO_KEYS = VARIABLES | {f"{ENVIRONMENT_PREFIX}{name}" for name in ("ADDRESS", "PROFILE", "DATABASE")}
-"""Variables of clients and services: where the sidecar is, their credentials, and the services' database."""
+"""Environment variables of clients and services, which are not keys: the sidecar's address, credentials, and the
+services' database."""
 
 _BY_ENVIRONMENT = {environment_of(name): name for name in KEYS}
 _NEEDED = {bool: "true or false", int: "a whole number", str: "text in quotes"}
@@ -492,7 +495,8 @@ def load(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
 def examine(
     file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> tuple[Config, list[SeqdedupeError]]:
-    """Return the configuration as `load` does, and all its problems. An invalid key is named once, and has its default.
+    """Return the configuration like `load`, and all its problems. An invalid key is reported once, and has its default
+    value.
 
     Raises INVALID_CONFIGURATION if the file cannot be read.
     """
@@ -565,13 +569,13 @@ _NOT_IN_DEV = {
     "rules_file",
     "standby",
 }
-"""Keys that cannot be set with `--dev`: the place of data, access by others, and other sidecars."""
+"""Keys that cannot be set with `--dev`: the place of the data, access by other machines, and other sidecars."""
 
 
 def for_dev(file: Path | None, flags: Mapping[str, Any], folder: str, listen: str) -> Config:
     """Return the configuration of `--dev`: data in this folder, on loopback, no token. Other keys are as in `load`.
 
-    Raises INVALID_CONFIGURATION, also for a key that contradicts it.
+    Raises INVALID_CONFIGURATION, also for a key that contradicts `--dev`.
     """
     values, sources = _given(file, os.environ, flags)
     for name, source in sources.items():
@@ -607,7 +611,8 @@ def _in_file(file: Path) -> dict[str, Any]:
 
 
 def _converted(values: Mapping[str, Any]) -> tuple[Config, list[SeqdedupeError]]:
-    """Return the configuration of the values that have their keys' types, and the problems of the others."""
+    """Return the configuration made of the values that have the types of their keys, and the problems of the other
+    values."""
     tables: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     problems: list[SeqdedupeError] = []
     for name, value in values.items():

@@ -1,8 +1,8 @@
-"""All the problems for which a start would refuse a configuration, found without a start: nothing is locked, made or
-written.
+"""Finds all problems for which a start would refuse a configuration, without a start. The check locks, creates and
+writes nothing.
 
-`config.py` checks the keys. This module checks the directories, files and addresses that they name. A problem that may
-not exist for the sidecar's own user, or that only exists because a sidecar runs, is a warning.
+`config.py` checks the keys. This module checks the directories, files and addresses that the keys name. A problem is
+only a warning if it may not exist for the sidecar's own user, or if a running sidecar causes it.
 """
 
 import errno
@@ -24,17 +24,18 @@ from seqdedupe.locks import in_use, owner_of
 
 
 class Problem(NamedTuple):
-    """A problem, and whether a start would end with it."""
+    """A problem, and whether it would end a start."""
 
     error: SeqdedupeError
     ends_start: bool = True
 
 
 def find_problems(file: Path | None, environment: Mapping[str, str]) -> list[Problem]:
-    """Return all problems that can be found, in the order of a start: of the keys, then of what the valid keys name.
+    """Return all problems that can be found, in the order of a start: first problems of the keys, then problems of the
+    files and addresses that the valid keys name.
 
-    The TLS files are checked together, and only their first problem is returned. The data are not checked, and neither
-    are other processes and machines: sidecars, a Pulsar cluster.
+    The TLS files are checked together, and only their first problem is returned. The data is not checked. Other
+    processes and machines (sidecars, a Pulsar cluster) are not checked either.
     """
     try:
         config, wrong = examine(file, environment, {})

@@ -1,13 +1,15 @@
-"""The TCP connections to this sidecar, and the rules that close unauthenticated ones to free places for others.
+"""The TCP connections to this sidecar, and the rules by which unauthenticated connections are closed to make room for
+others.
 
-gRPC for Python neither lists its connections nor ends a single one. So this module finds their sockets among the
-process's descriptors, and compares them with the addresses from which calls came. To end a connection it shuts its
-socket down. gRPC then reads the end of the connection, and closes its descriptor as for any client that goes away.
+gRPC for Python cannot list its connections or end a single connection. So this module finds their sockets among the
+process's descriptors, and compares them with the addresses from which calls arrived. To end a connection, the module
+shuts down the connection's socket. gRPC then reads the end of the connection, and closes the descriptor as for any
+client that disconnects.
 
-gRPC's threads may close a descriptor at any time, and another file may then get its number. So this module works on a
-duplicate, and first compares the inode: each socket has its own. (gRPC may also close its descriptor while a duplicate
-exists. Until the duplicate is closed, microseconds later, epoll may report the old socket once more. gRPC keeps the
-memory that such an event refers to, and ignores the event.)
+gRPC's threads may close a descriptor at any time, and another file may then get the same number. So this module works
+on a duplicate of the descriptor, and first compares the inode, which is unique for each socket. (gRPC may also close
+its descriptor while a duplicate exists. Until the duplicate is closed, microseconds later, epoll may report the old
+socket once more. gRPC keeps the memory to which such an event refers, and ignores the event.)
 """
 
 import asyncio
@@ -34,22 +36,23 @@ from broker_sidecar.security.subject import Subject
 logger = logging.getLogger("seqdedupe.server")
 
 CALL_SECONDS = 10.0
-"""The time by which a connection must make an authenticated call, or ask for the sidecar's health."""
+"""Within this time a connection must make an authenticated call, or ask for the sidecar's health."""
 
 HEALTH_SECONDS = 60.0
 """The time that a connection may be silent after it asked for the sidecar's health."""
 
 IDLE_SECONDS = 300
-"""gRPC ends a connection that has had no call for this time. No other rule here holds on a Unix socket too."""
+"""gRPC ends a connection that has had no call for this time. This is the only rule here that also applies to Unix
+sockets."""
 
 HANDSHAKE_SECONDS = 10
-"""The time by which the TLS handshake and the first HTTP/2 frame must have come."""
+"""Within this time the TLS handshake must be complete and the first HTTP/2 frame must arrive."""
 
 UNKNOWN_PART = 2
 """Unknown connections (without an authenticated call) take at most this fraction (1/n) of all places."""
 
 UNKNOWN_PER_ADDRESS = 64
-"""The most unknown connections from one address. If there are more, the oldest ones are ended."""
+"""The maximum number of unknown connections from one address. If there are more, the oldest of them are ended."""
 
 UNKNOWN_CALLS = 200
 """The most calls of unknown callers from one address within CALLS_SECONDS. With more, the address is loud."""
@@ -61,11 +64,12 @@ LOUD_SECONDS = 30.0
 """The time that an address stays loud."""
 
 LOUD_SPARED = 1
-"""The calls of unknown callers, within CALLS_SECONDS, that are answered on one connection from a loud address, if it
-has made no authenticated call. So a probe gets an answer, and a caller with an old token learns that it has expired."""
+"""On a connection from a loud address without an authenticated call, this number of calls of unknown callers is
+answered within CALLS_SECONDS. So a probe gets an answer, and a caller with an old token learns that the token has
+expired."""
 
 HELD_SECONDS = 10.0
-"""The time that further calls wait without an answer. Then their connection is ended."""
+"""The time for which further calls wait without an answer. Then their connection is ended."""
 
 MAX_HELD_CALLS = 6_000
 """The most calls that wait in this way, of about 30 KB each. If there are more, connections are ended at once."""
@@ -74,10 +78,11 @@ MAX_HELD_BYTES = 16 * 1024 * 1024
 """The most bytes that all connections with such calls may receive meanwhile: gRPC takes UNREAD_BYTES of each call."""
 
 GONE_SECONDS = 10.0
-"""The time after which nothing waits any more that came over an ended connection."""
+"""After this time no call waits any more that arrived over an ended connection."""
 
 NETWORK_BYTES = 8
-"""The bytes of an IPv6 address that count: a host can have every address of its network."""
+"""The number of leading bytes of an IPv6 address that identify a caller, because a host can have every address of its
+network."""
 
 LOCAL_PART = 16
 """The fraction (1/n) of all places that is kept for callers on this machine."""
@@ -86,7 +91,7 @@ LOOK_SECONDS = 0.5
 """The time between looks at all connections."""
 
 LOOK_SOON_SECONDS = 0.05
-"""The same after a look that ended connections: their client may open new ones at once."""
+"""The interval after a look that ended connections: their clients may open new connections at once."""
 
 LOOK_PART = 20
 """Looks take at most this fraction (1/n) of the time, for any number of connections."""
@@ -98,7 +103,8 @@ UNREAD_BYTES = 1024 * 1024
 """The bytes that gRPC takes of a stream that the sidecar does not read."""
 
 MAX_HALF_BYTES = 64 * 1024 * 1024
-"""The most bytes of incomplete messages that gRPC may hold for all connections, beyond UNREAD_BYTES per stream."""
+"""The maximum size of incomplete messages that gRPC may keep for all connections, beyond UNREAD_BYTES for each
+stream."""
 
 _BYTES_SENT_AND_RECEIVED = struct.Struct("=120xQQ")
 """The byte counts in Linux's `tcp_info`."""
@@ -131,26 +137,26 @@ class PeerEnd(NamedTuple):
 
 @dataclass(slots=True)
 class TcpConnection:
-    """A TCP connection, as the looks found it. Its times are on the clock of the looks."""
+    """A TCP connection, as the looks have found it. All its times are by the clock of the looks."""
 
     inode: int
     descriptor: int
-    """Its number at the last look."""
+    """The descriptor's number at the last look."""
     place: PeerEnd
     address: bytes
-    """The address under which it is counted: a host, a network, or this machine."""
+    """The address to which the connection is counted: a host, a network, or this machine."""
     first_look: int
     heard_at: float
-    """When it began, or when it last asked for the sidecar's health."""
+    """The time when the connection began, or when it last asked for the sidecar's health."""
     silent_at: float
-    """When it will have been silent for too long."""
+    """The time from which the connection counts as silent for too long."""
     is_known: bool = False
-    """Whether it has made an authenticated call."""
+    """Whether an authenticated call was made on the connection."""
     has_stream: bool = False
-    """Whether it has a stream now. A stream of an unknown caller watches the sidecar's health."""
+    """Whether the connection has a stream now. An unknown caller's stream watches the sidecar's health."""
     has_ended: bool = False
     held_calls: int = 0
-    """Calls of unknown callers that get no answer."""
+    """The number of calls of unknown callers that wait without an answer."""
     half_bytes: int = 0
     """The bytes received beyond complete messages."""
     taken: Taken | None = None
@@ -196,9 +202,9 @@ class TcpConnections:
         self._others: set[int] = set()
         """The inodes of all other sockets."""
         self._known: dict[PeerEnd, int] = {}
-        """The places that made authenticated calls, with the number of the look before the last call."""
+        """The peers that made authenticated calls, each with the number of the look before its last call."""
         self._asked: dict[PeerEnd, float] = {}
-        """The places that asked for the health without authentication, and when."""
+        """The peers that asked for the health without authentication, each with the time."""
         self._unknown_calls: Counter[PeerEnd] = Counter()
         """The calls of unknown callers since the counting began."""
         self._counting_until = CALLS_SECONDS
@@ -206,10 +212,10 @@ class TcpConnections:
         """By the address that counts."""
         self._held_calls = 0
         self._gone: dict[PeerEnd, float] = {}
-        """The places of connections that were ended within GONE_SECONDS, and when."""
+        """The peers of connections that were ended within GONE_SECONDS, each with the time."""
         self._looks = 0
         self._now = 0.0
-        """It stops while the event loop is blocked with calls waiting in it."""
+        """The time of the clock of the looks. It stops while the event loop is blocked and calls wait in it."""
         self._warns_at = 0.0
         self.ended: Counter[str] = Counter(silent=0, crowded=0, loud=0, unread=0, half=0)
         """The number of connections that were ended, by reason."""
@@ -228,7 +234,7 @@ class TcpConnections:
         )
 
     def called(self, subject: Subject) -> None:
-        """Note a call from this caller. A caller without a name may only ask for the sidecar's health."""
+        """Note a call from this caller. (A caller without a name may only ask for the sidecar's health.)"""
         if (place := _place_of_peer(subject.address)) is None:
             return
         if subject.name:
@@ -239,9 +245,12 @@ class TcpConnections:
     async def has_to_answer(self, peer: str) -> bool:
         """Return whether to answer a call from this peer, whose caller is unknown.
 
-        If there are too many such calls, this returns late. Meanwhile the client has its maximum open."""
+        If there are too many such calls, this returns only after a delay. During the delay the client has its maximum
+        number of calls open.
+        """
         if not peer:
-            # gRPC has already ended the call, for example a compressed one, and no longer says where it came from.
+            # gRPC has already ended the call, for example because it was compressed, and no longer knows the call's
+            # peer.
             return False
         if (place := _place_of_peer(peer)) is None:
             return True
@@ -271,7 +280,7 @@ class TcpConnections:
             self.ended["unread"] += one.end()
 
     async def keep_looking(self, ports: Set[int]) -> None:
-        """Look at the connections to these ports again and again, and end those that break a rule."""
+        """Look at the connections to these ports at intervals, and end the connections that break a rule."""
         pause_seconds = LOOK_SECONDS
         while True:
             began = time.monotonic()
@@ -342,7 +351,8 @@ class TcpConnections:
         streaming = {_place_of_peer(peer) for peer in self._streaming()}
         places = self._places = {one.place: one for one in self._open.values()}
         for one in self._open.values():
-            # The connection began after the look before the one that found it. An older call used another connection.
+            # The connection began after the look before the one that found it. A call before that look used another
+            # connection.
             one.is_known = one.is_known or self._known.get(one.place, -1) >= one.first_look - 1
             one.has_stream = one.place in streaming
             if (asked_at := self._asked.get(one.place)) is not None:
@@ -354,7 +364,8 @@ class TcpConnections:
         self._asked = {place: at for place, at in self._asked.items() if place in places or at >= self._now}
 
     def _listen_for_loud(self) -> None:
-        """Find the addresses from which unknown callers make many calls, also over connections that have ended."""
+        """Find the addresses from which unknown callers make too many calls, including calls over connections that have
+        ended."""
         calls: Counter[bytes] = Counter()
         for place, count in self._unknown_calls.items():
             one = self._places.get(place)
@@ -372,7 +383,8 @@ class TcpConnections:
         return self._unknown_calls[one.place] > LOUD_SPARED
 
     def _holding_halves(self) -> Iterator[tuple[TcpConnection, str]]:
-        """Yield connections to end so that at most MAX_HALF_BYTES are held, the largest first."""
+        """Yield the connections to end so that at most MAX_HALF_BYTES of incomplete messages are kept. The largest come
+        first."""
         streams = Counter(_place_of_peer(peer) for peer in self._streaming())
         beyond: list[tuple[int, TcpConnection]] = []
         for one in self._open.values():
@@ -383,7 +395,7 @@ class TcpConnections:
         yield from ((one, "half") for one in _largest(beyond, MAX_HALF_BYTES))
 
     def _holding_calls(self) -> Iterator[tuple[TcpConnection, str]]:
-        """Do the same for calls that get no answer, with MAX_HELD_BYTES."""
+        """Do the same for calls that wait without an answer, with MAX_HELD_BYTES."""
         holding = [(one.half_bytes, one) for one in self._open.values() if one.held_calls and not one.has_ended]
         yield from ((one, "loud") for one in _largest(holding, MAX_HELD_BYTES))
 
@@ -405,7 +417,9 @@ class TcpConnections:
 def choose(connections: Iterable[TcpConnection], limit: int, now: float) -> Iterator[tuple[TcpConnection, str]]:
     """Yield the connections to end, each with the reason.
 
-    The oldest known ones stay: they are in use. The newest unknown ones stay: they had the least time for a call."""
+    Of the known connections, the oldest are kept, because they are in use. Of the unknown connections, the newest are
+    kept, because they had the least time for a call.
+    """
     open_now = [one for one in connections if not one.has_ended]
     known = sorted((one for one in open_now if one.is_known or one.has_stream), key=lambda one: one.first_look)
     unknown = sorted(
@@ -432,7 +446,7 @@ def choose(connections: Iterable[TcpConnection], limit: int, now: float) -> Iter
 
 
 def _largest(sizes: list[tuple[int, TcpConnection]], limit: int) -> Iterator[TcpConnection]:
-    """Yield the largest ones until the rest is within the limit."""
+    """Yield the largest connections until the rest is within the limit."""
     left = sum(size for size, _ in sizes)
     for size, one in sorted(sizes, key=lambda each: each[0], reverse=True):
         if left <= limit:

@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("seqdedupe.server")
 
 LOOK_SECONDS = 60.0
-"""The time after which a topic made by another sidecar is known, unless a client opens a producer on it earlier."""
+"""The maximum time until this process knows a topic that another sidecar has created, unless a client opens a producer
+on the topic earlier."""
 
 RETENTION_SECONDS = 300.0
-"""The time between searches for messages that retention by time may drop, also where no messages come."""
+"""The interval between searches for messages that retention by time may drop. The searches include topics without new
+messages."""
 
 EXIT_FATAL = 70
 """The exit status when the log can no longer be trusted. Recovery at the next start decides."""
@@ -46,17 +48,18 @@ EXIT_FATAL = 70
 
 def fatal(why: str) -> None:
     """End the process."""
-    # At once: code that still ran could acknowledge messages that are not on the disk.
+    # End at once: code that continued to run could acknowledge messages that are not on the disk.
     logger.critical("the sidecar ends: %s", why)
     logging.shutdown()
     os._exit(EXIT_FATAL)
 
 
 class Data:
-    """The data directory of a sidecar: `topics` if it writes the logs itself, `brokers_topics` if a broker does.
+    """The data directory of a sidecar. It has `topics` if the sidecar writes the logs itself, and `brokers_topics` if a
+    broker writes them.
 
-    Raises INVALID_CONFIGURATION if there are logs although `log` says that they are elsewhere; and the errors of
-    `Store.open` and `LogCluster`.
+    Raises INVALID_CONFIGURATION if there are logs although the key `log` states that they are elsewhere. Raises the
+    errors of `Store.open` and `LogCluster`.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class Data:
 
     @property
     def committer(self) -> Committer | None:
-        """The thread that writes the sidecar's own logs, if it already runs."""
+        """The thread that writes the sidecar's own logs, if the thread already runs."""
         return self.logs.running_committer if self.logs is not None else None
 
     @property
@@ -151,7 +154,7 @@ class Data:
         return self._clock.ahead_ms
 
     def has_moved(self, record: TopicRecord) -> bool:
-        """Return whether another sidecar now has a topic that was this one's. Raises OSError."""
+        """Return whether a topic of this sidecar has moved to another sidecar. Raises OSError."""
         return self.logs is not None and self.logs.has_moved(record.incarnation)
 
     def begin_looking(self) -> None:
@@ -169,7 +172,8 @@ class Data:
             self.all_topics.in_background(fetching.run())
 
     def listens(self, address: SidecarAddress) -> None:
-        """Note the address at which the sidecar listens. It is advertised unless the configuration has another one."""
+        """Note the address at which the sidecar listens. This address is advertised unless the configuration contains
+        another one."""
         advertised = self._config.advertised_address
         reached_at = str(SidecarAddress.parse(advertised) if advertised else address)
         if self.cluster is not None and not advertised:
@@ -197,7 +201,9 @@ def _names(store: Store) -> dict[int, tuple[str, int]]:
 def _remove_arrivals(store: Store, logs: EmbeddedLogs) -> None:
     """Drop topics that were still arriving from other sidecars when the process ended.
 
-    A later start removes what cannot be removed now. The folders go last: they show which parts the store still has."""
+    If something cannot be removed now, a later start removes it. The folders are removed last, because they show which
+    parts the store still has.
+    """
     try:
         coming = logs.empty_arrivals()
         # If a topic has moved away and did not finish coming back, its snapshots are not needed either.
@@ -230,9 +236,10 @@ async def _keep_trimming(topics: Topics[Topic]) -> None:
 
 
 def _peers(config: Config, store: Store) -> Peers | None:
-    """Return the sidecars with the other shards, None if there are none. The directory's claim is durable on return.
+    """Return the sidecars with the other shards, None if there are none. When this returns, the directory's claim is
+    durable.
 
-    Raises SHARD_CLAIMED_TWICE if the directory has a topic of another shard; and as `claim_of`.
+    Raises SHARD_CLAIMED_TWICE if the directory has a topic of another shard, and the errors of `claim_of`.
     """
     claim, is_said = claim_of(config)
     if claim is None:

@@ -1,5 +1,5 @@
-"""The data directory: made if necessary, locked, and checked before anything in it is opened. Its contents:
-`data.py`."""
+"""The data directory. It is created if necessary, locked, and checked before anything in it is opened. `data.py` opens
+its contents."""
 
 import asyncio
 import errno
@@ -55,9 +55,9 @@ def prepare(folder: Path) -> None:
 
 
 def check_usable(folder: Path, there: Path) -> None:
-    """Raise INVALID_CONFIGURATION unless this process can read and write in `there`: later tries would not help.
+    """Raise INVALID_CONFIGURATION unless this process can read and write in `there`: later attempts would fail as well.
 
-    `there` is the data directory, a part of it, or for a directory that does not exist its nearest parent.
+    `there` is the data directory, a part of it, or for a directory that does not exist its nearest existing parent.
     """
     try:
         is_read_only = bool(os.statvfs(there).f_flag & os.ST_RDONLY)
@@ -77,7 +77,8 @@ def check_usable(folder: Path, there: Path) -> None:
 
 
 def check_owner(folder: Path, owner_of_new_files: Callable[[Path], int]) -> None:
-    """Raise INVALID_CONFIGURATION if another user owns the data: a start as root would leave files it cannot open."""
+    """Raise INVALID_CONFIGURATION if another user owns the data. A start as root would otherwise create files that the
+    owner cannot open."""
     there = [folder / name for name in _OWN if (folder / name).exists()]
     owners = [(path, path.stat().st_uid) for path in there or [folder]]
     path, owner = next((one for one in owners if one[1] != os.geteuid()), (folder, os.geteuid()))
@@ -94,7 +95,8 @@ def check_owner(folder: Path, owner_of_new_files: Callable[[Path], int]) -> None
 
 
 def _owner_of_new_files(folder: Path) -> int:
-    """Return the owner. It need not be this process's user: a network file system may map all users to one."""
+    """Return the owner of new files. It may differ from this process's user: a network file system may map all users to
+    one."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_uid
@@ -104,7 +106,8 @@ def _owner_of_new_files(folder: Path) -> int:
 
 @contextmanager
 def taken(folder: Path) -> Iterator[Lock]:
-    """Lock the directory against other processes during the block. Raises as `prepare`; DIRECTORY_IN_USE; OSError."""
+    """Lock the directory against other processes during the block. Raises the errors of `prepare`; DIRECTORY_IN_USE;
+    OSError."""
     os.umask(PRIVATE)
     prepare(folder)
     with locked_directory(folder) as lock:
@@ -167,7 +170,7 @@ def _unusable(folder: Path, number: int, why: str) -> SeqdedupeError:
 
 
 def _reason(number: int) -> str:
-    """Return the reason code of an operating system error: it says whether the next start may succeed."""
+    """Return the reason code of an operating system error. The code shows whether the next start may succeed."""
     return "INVALID_CONFIGURATION" if number in _HINTS and number not in _NO_ROOM else "STORE_UNAVAILABLE"
 
 

@@ -1,8 +1,10 @@
-"""Change the number of workers of a data directory that has topics: each log moves to the new owner of its shard.
+"""Changes the number of workers of a data directory that has topics. Each log is moved to the worker that now has the
+log's shard.
 
-The new parts are made next to the old ones, in the folder `moving`: a store with the records of its topics, a claim,
-and the logs, which are renamed. The old stores do not change, so an interrupted change starts again from them. When all
-is complete, `moving` becomes `moved`. From then on the old stores are not needed, and each new part takes its place.
+The new parts are created next to the old parts, in the folder `moving`. Each part contains a store with the records of
+its topics, a claim, and the logs, which are renamed. The old stores do not change, so an interrupted change restarts
+from them. When everything is complete, `moving` is renamed to `moved`. From then on the old stores are not needed, and
+each new part replaces an old part.
 """
 
 import asyncio
@@ -43,7 +45,7 @@ _OF_A_WORKER = {*_OF_A_PART, DIRECTORY_LOCK, "kernels", f"{STORE}.creating", f"{
 _NOTHING_MOVED = "Nothing was moved. Start with the number that the data directory has, or see docs/guides/workers.md."
 
 TRIES = 120
-"""The number of tries to write a snapshot to a store that accepts nothing now."""
+"""The number of attempts to write a snapshot to a store that accepts nothing now."""
 PAUSE_SECONDS = 0.5
 
 
@@ -56,7 +58,8 @@ class _Part:
     store: Store
 
     def active(self) -> list[TopicRecord]:
-        """Return the active topics. Remains of topics that were being made or deleted are dropped, as at any start."""
+        """Return the active topics. Remains of topics that were being created or deleted are dropped, as at any
+        start."""
         return [record for record in self.store.topics() if record.state is TopicState.ACTIVE]
 
 
@@ -123,7 +126,8 @@ def _change(folder: Path, split: Split, count: int) -> None:
 
 
 def places(folder: Path, workers: int) -> list[tuple[Path, frozenset[int]]]:
-    """Return the parts of a directory with this number of workers, and their shards. With one, it is the part."""
+    """Return the parts of a directory with this number of workers, and their shards. With one worker, the directory
+    itself is the part."""
     if workers == 1:
         return [(folder, ALL_SHARDS)]
     return [(of_worker(folder, worker), shards_of_worker(worker, workers)) for worker in range(workers)]
@@ -133,7 +137,8 @@ def places(folder: Path, workers: int) -> list[tuple[Path, frozenset[int]]]:
 
 
 def _check(folder: Path, split: Split, count: int, old: Sequence[_Part]) -> None:
-    """Make every log complete without its journal, and check that it can be renamed. Raises as `change`."""
+    """Make every log complete without its journal, and check that the log can be renamed. Raises the errors of
+    `change`."""
     if split.workers == 1 and (folder / SHARDS_FILE).exists():
         raise _refused(f"{folder} has shards of a cluster over several machines")
     for place in {place for place, _ in places(folder, count)} - {part.folder for part in old}:
@@ -213,7 +218,7 @@ def _refused(why: str) -> Exception:
 
 
 async def _make_all(folder: Path, split: Split, old: Sequence[_Part]) -> None:
-    """Make the new parts, except for their logs. Existing remains are made again."""
+    """Create the new parts, except for their logs. Existing remains are recreated."""
     for place, shards in places(folder / MOVING, split.to or 0):
         (place / LOGS).mkdir(parents=True, exist_ok=True)
         if (place / STORE).exists():
@@ -278,7 +283,7 @@ def _move_logs(folder: Path, split: Split, old: Sequence[_Part]) -> None:
 
 
 def _take_places(folder: Path, split: Split) -> None:
-    """Put each new part in its place. If it is still in `moved`, the old one is in its place."""
+    """Put each new part in its place. If a new part is still in `moved`, the old part is still in that place."""
     targets = [place for place, _ in places(folder, split.to or 0)]
     others = [place for place, _ in places(folder, split.workers) if place not in targets]
     for place in targets:

@@ -1,7 +1,7 @@
 """The single place that every call passes before its handler: authentication, permissions and the audit trail.
 
-`Gate` has the steps of a call. `Closed` refuses calls that do not exist. Both ask `Guard`, which is made from the
-configuration and the files that it names.
+`Gate` contains the steps of a call. `Closed` refuses calls that do not exist. Both use `Guard`, which is created from
+the configuration and the files that the configuration names.
 """
 
 import asyncio
@@ -40,41 +40,45 @@ from seqdedupe.errors import SeqdedupeError, error
 _HEALTH = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 
 UNKNOWN_AT_ONCE = 2
-"""The requests of unknown callers that are received at once. gRPC may hold 16 MiB of each."""
+"""The maximum number of requests of unknown callers that are received at the same time. gRPC may use 16 MiB of memory
+for each."""
 UNKNOWN_WAITING = 16
-"""The calls of unknown callers that may wait for that. gRPC may hold 1 MiB of each."""
+"""The maximum number of calls of unknown callers that wait to be received. gRPC may use 1 MiB of memory for each."""
 UNKNOWN_SECONDS = 1.0
-"""The time by which an unknown caller's request must have come."""
+"""Within this time an unknown caller's request must arrive."""
 UNKNOWN_HURRY_SECONDS = 0.1
-"""The same while others wait. A probe's request comes together with its headers."""
+"""The limit while other calls of unknown callers wait. A probe's request arrives together with its headers."""
 
 KNOWN_AT_ONCE = 8
-"""The requests of one known caller that are received at once. gRPC may hold 16 MiB of each, which is not counted."""
+"""The maximum number of requests of one known caller that are received at the same time. gRPC may use 16 MiB of memory
+for each, which is not counted."""
 KNOWN_WAITING = 1_000
-"""The calls of one known caller that may wait for that."""
+"""The maximum number of calls of one known caller that wait to be received."""
 KNOWN_SECONDS = 30.0
-"""The time by which a known caller's request must have come. 16 MiB over 5 Mbit/s take this time."""
+"""Within this time a known caller's request must arrive. 16 MiB over 5 Mbit/s take this time."""
 KNOWN_HURRY_SECONDS = 10.0
-"""The same while other calls of this caller wait."""
+"""The limit while other calls of this caller wait."""
 
 
 class Gate(Wrapping):
-    """A service as `handler` serves it, for known callers who may make the call. `caller` is set within its handlers.
+    """A service as `handler` serves it, for known callers with permission for the call. `caller` is set within the
+    handlers.
 
     A call passes these steps, in this order:
 
-    1. It is counted, in any case.
-    2. The caller is identified, before anything is received. If unknown callers make too many calls, they wait.
-    3. The request is received, if it is one message: few requests of one caller at once, and none for long. A stream is
-       left to its handler.
-    4. The rules judge the call, and its request.
-    5. An operator's change is written to the audit trail before it is made, and before it is answered.
-    6. The handler answers. A stream's handler is in `Streams.handler`, which finds a place for it.
+    1. The call is counted, in any case.
+    2. The caller is identified before anything is received. If unknown callers make too many calls, they wait.
+    3. A request that is one message is received. Only few requests of one caller are received at the same time, and
+       none for long. A stream is read by its handler.
+    4. The rules judge the call and its request.
+    5. An operator's change is written to the audit trail before the change is made, and before the call is answered.
+    6. The handler answers. The handler of a stream is in `Streams.handler`, which finds a place for the stream.
 
-    gRPC itself receives a request that is one message before it asks any handler. So to gRPC every call here is a
-    stream, which is the same on the wire. gRPC takes at most `UNREAD_BYTES` of a stream that nobody reads.
+    gRPC itself receives a request that is one message before it calls any handler. So every call here is declared to
+    gRPC as a stream, which is the same on the wire. gRPC reads at most `UNREAD_BYTES` of a stream that no handler
+    reads.
 
-    The gate tells every caller the health of the whole sidecar: a probe that asks for it has no token.
+    The gate reports the health of the whole sidecar to every caller, because a health probe has no token.
     """
 
     reads_itself = True
@@ -95,7 +99,7 @@ class Gate(Wrapping):
             "calls without a valid token", UNKNOWN_AT_ONCE, UNKNOWN_WAITING, UNKNOWN_SECONDS, UNKNOWN_HURRY_SECONDS
         )
         self._known: WeakValueDictionary[str, _Receiving] = WeakValueDictionary()
-        """By caller, as long as one of its requests is received or waits."""
+        """By caller: the receiver, as long as a request of the caller is received or waits."""
 
     def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
         counts, guard = self._counts.of(method), self._guard
@@ -121,7 +125,7 @@ class Gate(Wrapping):
         return guarded
 
     def _receiving_of(self, subject: Subject) -> "_Receiving":
-        """Return the object that receives this caller's requests. Each caller has one, for any number of calls."""
+        """Return the object that receives this caller's requests. Each caller has one such object for all its calls."""
         if (receiving := self._known.get(subject.name)) is None:
             receiving = self._known[subject.name] = _Receiving(
                 f"calls of {subject.name!r}", KNOWN_AT_ONCE, KNOWN_WAITING, KNOWN_SECONDS, KNOWN_HURRY_SECONDS
@@ -129,7 +133,8 @@ class Gate(Wrapping):
         return receiving
 
     async def _of_the_whole(self, method: str, context: Context, why_unknown: SeqdedupeError) -> bytes:
-        """Return an unknown caller's request for the health of the whole. Else raise why it is unknown."""
+        """Return an unknown caller's request for the health of the whole sidecar. For any other call, raise the reason
+        why the caller is unknown."""
         if method in _HEALTH:
             request = await self._unknown.receive(context)
             if _is_of_the_whole(request):
@@ -140,7 +145,7 @@ class Gate(Wrapping):
 
 
 class Closed(grpc.GenericRpcHandler):
-    """All calls that no service has. gRPC itself would answer them, for any caller and in any number.
+    """All calls that no service has. Otherwise gRPC itself would answer them, for any caller and in any number.
 
     An unknown caller learns no more here than from any other call, and waits if unknown callers make too many calls.
     """
@@ -152,7 +157,7 @@ class Closed(grpc.GenericRpcHandler):
         self._handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     def service(self, _: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
-        """Return the handler. gRPC asks for it after all others."""
+        """Return the handler. gRPC asks for it after all other services."""
         return self._handler
 
     async def _refuse(self, _: Any, context: Context) -> None:
@@ -167,10 +172,10 @@ class Closed(grpc.GenericRpcHandler):
 
 
 class _Receiving:
-    """A receiver for the requests of one caller, or of all unknown ones: few at once, and none for long.
+    """A receiver for the requests of one caller, or of all unknown callers: few at the same time, and none for long.
 
-    Free places go in turn to the origins of the waiting calls. So calls from one origin, in any number, do not delay
-    calls from the others for long.
+    Free places are given in turn to the origins of the waiting calls. So calls from one origin, in any number, do not
+    delay calls from other origins for long.
     """
 
     def __init__(self, whose: str, at_once: int, most_waiting: int, seconds: float, hurry_seconds: float) -> None:
@@ -183,7 +188,7 @@ class _Receiving:
         self._limits: dict[asyncio.Timeout, None] = {}
         """The time limits of the requests that are being received."""
         self._waiting: dict[bytes | str, deque[asyncio.Future[bool]]] = {}
-        """By origin; the next origin comes first. Each future's result says whether the call gets a place."""
+        """By origin; the next origin comes first. The result of each future states whether the call gets a place."""
 
     async def receive(self, context: Context) -> bytes:
         """Return the request. Raises QUEUE_FULL, STREAM_IDLE, MALFORMED_MESSAGE."""
@@ -272,9 +277,10 @@ def _is_of_the_whole(request: bytes) -> bool:
 
 
 class Guard:
-    """The access control: it identifies callers once it has begun, checks permissions, and writes the audit trail.
+    """The access control. It identifies callers once `begin` was called, checks permissions, and writes the audit
+    trail.
 
-    `on_read_again` is called after a file was read again that an operator may replace: see `watching`.
+    `on_read_again` is called after a file that an operator may replace was read again: see `watching`.
     """
 
     def __init__(self, config: Config, on_read_again: Callable[[], None]) -> None:
@@ -298,9 +304,11 @@ class Guard:
     async def find_caller(
         self, context: Context, has_to_answer: Callable[[str], Awaitable[bool]]
     ) -> SeqdedupeError | None:
-        """Find the caller, and set `caller` to it. If it is unknown, return why: UNAUTHENTICATED, TOKEN_EXPIRED.
+        """Find the caller, and set `caller` to it. If the caller is unknown, return the reason: UNAUTHENTICATED,
+        TOKEN_EXPIRED.
 
-        Raises CancelledError for a call of an unknown caller that must not be answered."""
+        Raises CancelledError for a call of an unknown caller that must not be answered.
+        """
         try:
             subject = self.authentication(context)
         except SeqdedupeError as e:

@@ -1,11 +1,11 @@
-"""The folder that keeps compiled kernels from one start to the next, and a start's work while there are none.
+"""The folder that keeps compiled kernels from one start to the next, and what a start does while there are none.
 
-`seqdedupe compile` compiles once for all users of an installation (`compile_for_installation`); a start copies from
-there.
+`seqdedupe compile` compiles once for all users of an installation (`compile_for_installation`); a start copies the
+kernels from there.
 
-numba unpickles the files of that folder. So a user who can write to it, or replace it, can run code in this process.
-Compiling takes up to a minute, which every restart after a crash would otherwise pay. A first start does not wait for
-it: `CompilingBeside` has another process compile, by this module's `main`.
+numba unpickles the files of this folder. So a user who can write to the folder, or replace it, can run code in this
+process. Compiling takes up to a minute, which without the folder every restart after a crash would need. A first start
+does not wait for the compilation: `CompilingBeside` lets another process compile, by this module's `main`.
 """
 
 import hashlib
@@ -46,20 +46,23 @@ _PROGRESS_SECONDS = 5.0
 """The time between progress lines of a start that compiles first."""
 
 COMPILE_LIMIT_SECONDS = 1800.0
-"""The time after which a process that compiles next to a sidecar is killed: it hangs. Usually it takes a minute."""
+"""If a process that compiles next to a sidecar runs for this time, it hangs and is killed. Usually compiling takes a
+minute."""
 
 _STOP_SECONDS = 5.0
-"""The longest wait of a stop for a killed process, and for the thread that takes over its kernels."""
+"""When the sidecar stops: the maximum wait for a killed process, and for the thread that loads its kernels."""
 
 MAX_LINKS = 40
-"""The most symbolic links on the way to a folder, as for the kernel."""
+"""The maximum number of symbolic links on the path to a folder, the same as the operating system's limit."""
 
 
 def prepare(data_directory: str = "") -> bool:
-    """Choose the folder for kernels. Return whether they will be compiled now. Call this before importing any kernels.
+    """Choose the folder for kernels. Return whether the kernels will be compiled now. Call this before importing any
+    kernels.
 
-    The folder is in the user's cache folder, if that and all folders above it belong to us (or root), and nobody else
-    can write there. Otherwise it is in the data directory, if one is given. If neither is writable, there is no folder.
+    The folder is in the user's cache folder, if the cache folder and all folders above it belong to this user (or root)
+    and nobody else can write there. Otherwise the folder is in the data directory, if there is one. If neither is
+    writable, there is no folder.
     """
     folder = _folder(data_directory)
     if folder is None:
@@ -81,10 +84,12 @@ def compile_first(data_directory: str = "") -> None:
 
 
 def compile_for_installation() -> Path:
-    """Compile all that a sidecar needs, for all users of this installation. Return the folder where it is kept.
+    """Compile everything that a sidecar needs, for all users of this installation. Return the folder that contains the
+    kernels.
 
-    It is a folder of the installation that all may read, or the user's cache folder if the user cannot write there.
-    Return at once if it is complete. Raises PermissionError if neither is writable, OSError, and numba's errors.
+    The folder is in the installation and readable for everyone. If this user cannot write there, it is in the user's
+    cache folder. If the folder is complete, return at once. Raises PermissionError if neither is writable, OSError, and
+    numba's errors.
     """
     folder = _installed_folder()
     is_for_all = _made(folder.parents[1], folder.parent.name, folder.name) and _is_closed(folder)
@@ -161,7 +166,8 @@ def _tell(text: str) -> None:
 
 
 def compiled(data_directory: str = "") -> None:
-    """Note that later starts need not compile. Call this after `prepare`, once all of the sidecar is imported."""
+    """Note that later starts need not compile. Call this after `prepare`, when all modules of the sidecar are
+    imported."""
     folder = _folder(data_directory)
     # On a full disk fewer kernels are kept. That is no reason not to start.
     with suppress(OSError):
@@ -170,13 +176,15 @@ def compiled(data_directory: str = "") -> None:
 
 
 class CompilingBeside:
-    """Another process that fills the folder chosen by `prepare`. Until it is done, this process runs plain functions.
+    """Another process that fills the folder chosen by `prepare`. Until it has finished, this process runs the kernels
+    as plain functions.
 
-    Make it before importing any kernels, then call `watch`, and `stop` before the process ends. Raises OSError if there
-    is no such folder, or no process can be started: then nothing has happened.
+    Create this object before importing any kernels, then call `watch`, and call `stop` before the process ends. Raises
+    OSError if there is no such folder, or if no process can be started: then nothing has changed.
 
-    The results are always the same. Plain functions take up to a hundred times as long, and block the event loop: other
-    clients notice a large frame. If the other process fails, kernels stay plain, and the next start compiles first.
+    The results are always the same. Plain functions take up to a hundred times as long, and block the event loop, so
+    other clients notice a large frame. If the other process fails, this process keeps the plain functions, and the next
+    start compiles first.
     """
 
     def __init__(self, data_directory: str) -> None:
@@ -198,11 +206,12 @@ class CompilingBeside:
         self._thread = threading.Thread(target=self._take_over, name="seqdedupe-compiling", daemon=True)
 
     def watch(self) -> None:
-        """Take over the kernels when they are complete, and log the result. Call this after all kernel imports."""
+        """Load the compiled kernels when they are complete, and log the result. Call this after all imports of
+        kernels."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, whether or not it is done. Return soon."""
+        """Stop the compilation, finished or not. Returns soon."""
         self._is_stopped = True
         self._process.kill()
         if self._thread.ident is not None:
@@ -300,12 +309,12 @@ def _copy_installed(folder: Path) -> None:
 
 
 def _is_closed(kernels: Path) -> bool:
-    """Whether only we and root can write to this folder of kernels, and to the folder that contains it."""
+    """Return whether only this user and root can write to this folder of kernels, and to its parent folder."""
     return all(_is_safe(place) and not place.is_symlink() for place in (kernels.parent, kernels))
 
 
 def fits() -> str:
-    """Return in words the CPU and versions that compiled kernels of this process fit."""
+    """Return a text that names the CPU and the versions for which compiled kernels of this process are valid."""
     python = ".".join(map(str, sys.version_info[:2]))
     return f"{_cpu()[0]}, seqdedupe {version('seqdedupe')}, numba {version('numba')}, Python {python}"
 
@@ -319,8 +328,8 @@ def _cpu() -> tuple[str, str]:
 
 
 def _name() -> str:
-    """Return the folder's name. It covers all conditions under which numba takes a kernel from there: otherwise a start
-    would compile without a message."""
+    """Return the folder's name. The name covers all conditions under which numba loads a kernel from the folder.
+    Otherwise a start would compile without a message."""
     package = Path(seqdedupe.__file__).parent
     parts = (version("numba"), sys.implementation.cache_tag, str(package), *_cpu())
     found = hashlib.sha256("\0".join(map(str, parts)).encode())
@@ -351,7 +360,7 @@ def _made(home: Path, *names: str) -> bool:
 
 
 def is_ours_alone(path: Path) -> bool:
-    """Whether only we and root can change the file at this path, or the way to it."""
+    """Return whether only this user and root can change the file at this path, or any folder on the path."""
     try:
         return all(_is_safe(place) for place in _steps(path))
     except OSError:

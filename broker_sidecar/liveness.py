@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 logger = logging.getLogger("seqdedupe.notify")
 
 BEAT_SECONDS = 5.0
-"""The time after which a change of the status is reported; less if the manager's patience is shorter."""
+"""The time after which a change of the status is reported. It is shorter if the manager's time limit is shorter."""
 BEATS_WITHIN_PATIENCE = 4
 
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
@@ -124,16 +124,16 @@ class Listener:
 STANDS_STILL_SECONDS = 30.0
 """The time that a broker waits for a ping, by default. No step of the event loop takes a second."""
 LOOKS = 10
-"""The number of looks in a row that must find the event loop in the same place. A process that was stopped as a whole,
-or had no processor, has not looked either, and goes on."""
+"""The number of consecutive looks that must find the event loop in the same place. If the whole process was stopped or
+had no processor, the thread has not looked either, so the process is not ended."""
 TELL_SECONDS = 2
 
 
 class Watchdog:
-    """A thread that watches the event loop on which it was made. If the loop is stuck, it calls `end`, which ends the
-    process.
+    """A thread that watches the event loop on which it was created. If the loop is stuck, the thread calls `end`, which
+    ends the process.
 
-    It does not notice a loop that is blocked by code that never releases the interpreter's lock.
+    The thread cannot detect a loop that is blocked by code that never releases the interpreter's lock.
     """
 
     def __init__(self, end: Callable[[str], None], limit_seconds: float = STANDS_STILL_SECONDS) -> None:

@@ -40,7 +40,8 @@ from seqdedupe.transfer.backup import is_in_future
 # still right, and `seqdedupe topics` shows the single topics.
 
 MAX_NAMED = 100
-"""The most topics with separate series: all if there are no more, else those that first had a count above zero."""
+"""The maximum number of topics with separate series. If there are more topics, the topics whose counts first rose above
+zero have separate series."""
 
 OTHER = "other"
 """The series of the other topics. No topic has this full name."""
@@ -77,7 +78,8 @@ _NOTHING = (0,) * len(COUNTED)
 
 @dataclass(slots=True)
 class Now:
-    """The state of the topics of one series: sums, and for names with max the largest value."""
+    """The state of the topics of one series. Each value is the sum over the topics, or for names with max the largest
+    value."""
 
     in_flight_frames: int = 0
     in_flight_bytes: int = 0
@@ -103,18 +105,18 @@ class Now:
 
 @dataclass(slots=True)
 class Looked:
-    """The result of a look, by series: a topic's name, or OTHER."""
+    """The result of a look at all topics, by series: a topic's name, or OTHER."""
 
     now: dict[str, Now]
     counted: dict[str, list[float]]
-    """In the order of COUNTED, since this process began, or since the topic exists."""
+    """The counts in the order of COUNTED, since this process began, or since the topic was created."""
     gone: list[float]
     """The counts of topics whose series have ended."""
     states: Counter[str]
 
 
 class TopicsTally:
-    """The counts of all topics since this process began, also of topics that no longer exist."""
+    """The counts of all topics since this process began, including topics that no longer exist."""
 
     def __init__(self, topics: Topics[Any]) -> None:
         self._topics = topics
@@ -122,7 +124,7 @@ class TopicsTally:
         self._sums: dict[str, list[float]] = {}
         self._gone = [0.0] * len(COUNTED)
         self._seen: dict[str, tuple[object, tuple[float, ...]]] = {}
-        """By topic, its counters object, and the values seen last."""
+        """By topic: its counters object, and the values that the last look has read."""
 
     async def look(self, readings: Iterable[Reading]) -> Looked:
         """Look at all topics, some in each step of the event loop. Only one look may run at a time."""
@@ -163,7 +165,7 @@ class TopicsTally:
         return OTHER
 
     def _end_series(self) -> None:
-        """End the series of topics that no longer exist, so that others may have one."""
+        """End the series of topics that no longer exist, so that other topics may have a series."""
         for name in self._named - self._topics.registry.names():
             self._named.discard(name)
             for k, gone in enumerate(self._sums.pop(name, ())):
@@ -172,7 +174,7 @@ class TopicsTally:
     def _add(self, series: str, topic: TopicBase, counted: tuple[float, ...]) -> None:
         counters, before = self._seen.get(topic.name, (None, _NOTHING))
         if counters is not topic.counters:
-            # The topic was opened again, or is another one, and counts from 0.
+            # The topic was opened again, or is a different topic of the same name, so its counts start at 0.
             before = _NOTHING
         # Set this at once: a look may be cancelled.
         self._seen[topic.name] = topic.counters, counted

@@ -12,7 +12,7 @@ from seqdedupe.v1 import admin_pb2
 
 
 def policy_to_proto(policy: Policy | Applied) -> admin_pb2.TopicPolicy:
-    """Return a set policy, or the one in force, as a message."""
+    """Return a policy that is set, or the policy in force, as a message."""
     message = admin_pb2.TopicPolicy()
     policy.fill(message)
     return message
@@ -146,7 +146,7 @@ def _topic_to_proto(topic: TopicBase | Closed) -> admin_pb2.Topic:
 
 
 def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
-    """Set how the topic's messages are distinguished, and how far back that reaches."""
+    """Set how the topic distinguishes messages, and how far back it can recognize duplicates."""
     window = topic.window
     if window is None:
         # For a topic without a snapshot, this is not known before its log is read.
@@ -159,7 +159,7 @@ def _fill_window(message: admin_pb2.Topic, topic: TopicBase) -> None:
     message.window_first_index = message.window_forgotten = window.first_index
     message.window_first_publish_time_ms = window.first_time_ms
     if window.first_index and not len(window):
-        # All that it held is forgotten, and the time is not known: only messages from now on will be known.
+        # Everything in the window is forgotten, and the time is not known: only messages from now on will be known.
         message.window_first_publish_time_ms = time.time_ns() // 1_000_000
     message.window_messages = len(window)
     message.window_memory_bytes = window.memory_bytes

@@ -1,8 +1,9 @@
-"""The layer between gRPC and the rest: errors become statuses, bytes become messages, and every method is counted.
+"""The layer between gRPC and the rest of the sidecar. It converts errors to statuses and bytes to messages, and counts
+the calls of every method.
 
 `abort` ends a call with an error. `parse` and similar functions read requests. `unary` makes a handler from a
-coroutine. `Wrapping` is a service whose calls pass a step on the way to their handlers. `Method` has the counts of one
-method's calls. The steps of a call, and their order, are in `gate.py`.
+coroutine. `Wrapping` is a service whose calls pass an additional step before their handlers. `Method` contains the
+counts of one method's calls. The steps of a call, and their order, are in `gate.py`.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ logger = logging.getLogger("seqdedupe.server")
 ERROR_DOMAIN = "seqdedupe"
 
 MAX_CALL_BYTES = 1024 * 1024
-"""The most bytes of a request that does not publish. (gRPC's own limit is the same for all calls.)"""
+"""The maximum size of a request that does not publish. (gRPC's own limit is the same for all calls.)"""
 
 
 refusals: Counter[str] = Counter()
@@ -48,8 +49,8 @@ NOT_OF_SIDECARS = frozenset({
     "SOURCE_DIFFERS", "SOURCE_INCOMPLETE", "SOURCE_UNAVAILABLE", "SOURCE_UNVERIFIED", "STANDARD_OUTPUT_FAILED",
     "TLS_FAILED", "TRANSACTION_ENDED", "UNSUPPORTED_MESSAGE", "UNSUPPORTED_STORE", "UNTRUSTED_LISTENER",
 })  # fmt: skip
-"""Reasons that no sidecar raises: those of clients, commands, services and jobs. `/metrics` has no series for them. All
-others have one from the start, with 0: Prometheus sees no increase in a series that did not exist before."""
+"""Reasons that only clients, commands, services and jobs raise. `/metrics` has no series for them. Every other reason
+has a series from the start, with the value 0: if a series did not exist before, Prometheus sees no increase in it."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
@@ -86,8 +87,8 @@ async def abort(context: Context, e: Exception) -> NoReturn:
     elif not isinstance(e, SeqdedupeError):
         logger.error("a call failed", exc_info=e)
         e = error("INTERNAL", f"the call failed inside the sidecar: {type(e).__name__}")
-    # The frames of its traceback hold messages, and the error outlives them: until the client has read its status, and
-    # in a cycle with its stream until the garbage collector finds that.
+    # The frames of the error's traceback refer to messages, and the error outlives these frames: until the client has
+    # read its status, or, in a reference cycle with its stream, until the garbage collector runs.
     cause.__traceback__ = cause.__context__ = cause.__cause__ = None
     try:
         await context.abort_with_status(status_of(e))
@@ -132,16 +133,17 @@ def check_small(kind: type[Message], data: bytes) -> None:
 
 
 def columns(alias: Any, published: type[Message], data: bytes) -> Any:
-    """Return a request of the alias schema. Raises as `parse_small`."""
+    """Return a request of the alias schema. Raises the errors of `parse_small`."""
     check_small(published, data)
     return parse_columns(alias, published, data)
 
 
 def field_tags(data: bytes, what: str, most: int) -> Iterator[bytes]:
-    """Yield the first byte of the tag of each field of a message, without parsing it.
+    """Yield the first byte of the tag of each field of a message, without parsing the message.
 
-    Raises INVALID_REQUEST if there are more than `most` fields, too many to make objects of; MALFORMED_MESSAGE if it is
-    not the message `what`."""
+    Raises INVALID_REQUEST if there are more than `most` fields, which would be too many objects. Raises
+    MALFORMED_MESSAGE if the bytes are not a message of the kind `what`.
+    """
     at = 0
     for _ in range(most):
         if at >= len(data):
@@ -155,7 +157,8 @@ def field_tags(data: bytes, what: str, most: int) -> Iterator[bytes]:
 
 
 def encoded(answer: Message, context: Context) -> bytes:
-    """Return the single answer to a call. An empty one also sets the trailing metadata that identifies a sidecar."""
+    """Return the only answer to a call. For an empty answer, also set the trailing metadata that identifies a
+    sidecar."""
     data = answer.SerializeToString()
     if not data:
         context.set_trailing_metadata(((wire.EMPTY, "1"),))
@@ -180,10 +183,10 @@ Handle = Callable[[Any, Context], Awaitable[Any]]
 
 
 class Wrapping(grpc.GenericRpcHandler, ABC):
-    """A service as `handler` serves it. Each call goes through the handler that `wrap` makes."""
+    """A service as `handler` serves it, where each call passes through the handler that `wrap` makes."""
 
     reads_itself = False
-    """Whether gRPC leaves the requests of all calls to the wrapped handlers, also a request that is one message."""
+    """Whether gRPC lets the wrapped handlers read all requests, including requests that are one message."""
 
     def __init__(self, handler: grpc.GenericRpcHandler) -> None:
         self._handler = handler
@@ -216,7 +219,7 @@ class Wrapping(grpc.GenericRpcHandler, ABC):
 
 
 def _shape(*streaming: bool) -> str:
-    """Return gRPC's word for a handler, by whether the requests and the responses are streams."""
+    """Return gRPC's name for the kind of a handler, by whether the requests and the responses are streams."""
     return "_".join("stream" if streams else "unary" for streams in streaming)
 
 

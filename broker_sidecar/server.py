@@ -1,8 +1,9 @@
-"""The sidecar's process: start, serve, drain.
+"""The process of the sidecar: it starts, serves and drains.
 
-`run` is the process, from its arguments to its exit status. `SidecarServer` is the sidecar in it: it joins data,
-services, web server and access control. SIGTERM or SIGINT drains: health says NOT_SERVING, requests in flight are
-finished, a last snapshot is durable, exit 0. SIGHUP reads the files again that an operator may replace.
+`run` is the whole process, from its arguments to its exit status. `SidecarServer` is the sidecar in the process: it
+connects data, services, web server and access control. SIGTERM or SIGINT drains: the health becomes NOT_SERVING,
+requests in flight are finished, a last snapshot is made durable, and the exit status is 0. SIGHUP makes the sidecar
+read the files again that an operator may replace.
 """
 
 import asyncio
@@ -54,8 +55,8 @@ logger = logging.getLogger("seqdedupe.server")
 # -- A sidecar: its topics, its services, and its access control.
 
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
-"""The most bytes of a request: twice the limit of a batch, so a batch that is too large gets a clear answer. gRPC
-breaks off larger requests, and its error does not say that sending them again cannot help."""
+"""The maximum size of a request. It is twice the limit of a batch, so that a batch that is too large gets a clear
+answer. gRPC itself aborts larger requests, with an error that does not say that sending them again cannot help."""
 
 OnServing = Callable[[SidecarAddress], None]
 """Called with the address, once the sidecar serves."""
@@ -65,8 +66,8 @@ STOP_GRACE_SECONDS = 2.0
 
 _NO_OTHER_LISTENER = ("grpc.so_reuseport", 0)
 _WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", UNREAD_BYTES))
-"""By default gRPC would measure how much is under way on a connection, and take as much of a stream that nobody reads:
-about 6 MB on a fast connection, for any number of streams, also while frames wait for the disk."""
+"""By default, gRPC would measure the amount of data under way on a connection, and read as much of a stream that no
+handler reads: about 6 MB on a fast connection, for any number of streams, even while frames wait for the disk."""
 _MAX_REQUEST = ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)
 _COMPRESSION = ("grpc.compression_enabled_algorithms_bitset", 1)
 """No compression: a few bytes of gzip would become a request of 16 MiB. gRPC ends a compressed call at its headers."""
@@ -75,17 +76,18 @@ _PENDING = (
     ("grpc.server.max_pending_requests", MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
 )
-"""The most calls that wait for their turn; gRPC holds about 20 KB of each. It ends further ones with CANCELLED, from
-any caller, since the caller is not known yet. By default gRPC would begin at 1,000 to end calls at random: with two
-equal limits there is no such range."""
+"""The maximum number of calls that wait for their turn; gRPC uses about 20 KB for each. gRPC ends further calls with
+CANCELLED, from any caller, since the caller is not known yet. By default gRPC would begin at 1,000 calls to end calls
+at random; with two equal limits there is no such range."""
 _PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 1_000))
-"""A client that waits for messages may ask every second whether the sidecar is still there."""
+"""A client that waits for messages may send a ping every second, to check whether the sidecar still runs."""
 
 LOOK_SECONDS = 1.0
 """The time between checks that the path of the Unix socket still leads to this sidecar."""
 
 UNARY_CALLS_A_CONNECTION = 100
-"""The most unary calls at once on a connection, in addition to its streams. More wait in the client."""
+"""The maximum number of simultaneous unary calls on a connection, in addition to its streams. Further calls wait in the
+client."""
 
 
 class SidecarServer:
@@ -112,7 +114,8 @@ class SidecarServer:
         self._paths: dict[str, SocketPath] = {}
         """The paths of the Unix sockets on which it listens, by key."""
         self._servers: list[grpc.aio.Server] = []
-        """The last one of an address listens. Earlier ones may have open streams."""
+        """The servers. The last server of an address listens. Earlier servers of the same address may have open
+        streams."""
         self._is_stopping = False
         self._calls = MethodCounts()
         self._traces = Traces(os.environ)
@@ -120,7 +123,8 @@ class SidecarServer:
         self._web: WebServer | None = None
 
     async def listen(self) -> None:
-        """Open store and logs, then listen. Health says NOT_SERVING. If this raises, nothing is left running."""
+        """Open store and logs, then listen. The health is NOT_SERVING. If this raises, no part of the sidecar is left
+        running."""
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
         self._statistics = Statistics(self._topics, lambda: self._health.is_serving, self._warnings)
@@ -167,7 +171,7 @@ class SidecarServer:
             self._metrics.close()
 
     async def recover(self) -> None:
-        """Recover the topics. Then health says SERVING. A damaged topic has separate health."""
+        """Recover the topics. Then the health becomes SERVING. A damaged topic has a separate health."""
         if self._data.leaving is not None:
             self._data.leaving.go_on()
         await self._topics.recover_all()
@@ -219,19 +223,21 @@ class SidecarServer:
         return address
 
     async def _end_without(self, server: grpc.aio.Server, address: SidecarAddress) -> None:
-        """End the process if gRPC ends this server after an internal defect.
+        """End the process if gRPC ends this server because of an internal defect.
 
-        No client could reach the sidecar there any more, and a supervisor would not notice."""
+        Otherwise no client could reach the sidecar at this address any more, and no supervisor would notice.
+        """
         # If gRPC's coroutine were cancelled, the server could no longer be stopped.
         await asyncio.shield(server.wait_for_termination())
         if not self._is_stopping:
             fatal(f"its gRPC server at {address} has ended unexpectedly")
 
     async def _keep_listening(self, key: str) -> None:
-        """Listen again if a Unix socket's path is removed or replaced: any user who may write to its folder can do
-        that.
+        """Listen again if the path of a Unix socket is removed or replaced, which any user who may write to its folder
+        can do.
 
-        Streams of clients that came over an earlier socket go on."""
+        Streams of clients that connected over an earlier socket continue.
+        """
         told = ""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -304,7 +310,8 @@ class SidecarServer:
 # A topic holds no file while nobody publishes to it, so the number of topics does not matter. A connection holds one.
 
 RESERVE = 64
-"""Descriptors for the store, for reading and making logs, and for all else that the process has open."""
+"""The number of file descriptors reserved for the store, for reading and creating logs, and for all other files of the
+process."""
 
 
 def raise_limit() -> int:
@@ -316,9 +323,9 @@ def raise_limit() -> int:
 
 
 def connections_within(limit: int) -> int:
-    """Return the number of connections that leaves the store and the log enough descriptors.
+    """Return the number of connections that leaves enough descriptors for the store and the log.
 
-    Raises INVALID_CONFIGURATION if that is none.
+    Raises INVALID_CONFIGURATION if no connection is possible.
     """
     # Files open from one round of the commit thread to the next, files that wait for a sync, and files that a round
     # opens.
@@ -384,9 +391,10 @@ async def _end_without(lock: Lock) -> None:
 
 
 def run(config: Config, lock: Lock, on_serving: OnServing | None = None, **repairs: bool) -> int:
-    """Serve until SIGTERM or SIGINT, and return the exit status. An error at the start is one clear line.
+    """Serve until SIGTERM or SIGINT, and return the exit status. An error at the start is printed as one clear line.
 
-    `lock` is the data directory's. `repairs` are for `Data`, at this start only. `on_serving` is called once.
+    `lock` is the lock of the data directory. `repairs` are options of `Data` for this start only. `on_serving` is
+    called once.
     """
     telemetry.configure(config.log_level, config.log_format)
     if config.backup_directory and not Path(config.backup_directory).is_dir():
@@ -431,18 +439,18 @@ _WHILE_SERVING = ((_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 64 << 20), (_MMAP_THRES
 
 
 def give_back_freed_memory() -> None:
-    """Return large blocks to the system as soon as start-up frees them, if the C library is glibc.
+    """Make the C library, if it is glibc, return large blocks to the system as soon as start-up frees them.
 
-    Each thread frees into a separate heap. Memory left at a heap's end cannot be returned later: tens of megabytes
-    for each thread that reads a log or a snapshot.
+    Each thread has a separate heap. Memory at the end of a heap could not be returned later, and would be tens of
+    megabytes for each thread that reads a log or a snapshot.
     """
     _set(_AT_START)
 
 
 def keep_freed_memory() -> None:
-    """Return to the system what start-up has freed, and keep memory freed from now on, if the C library is glibc.
+    """Return to the system what start-up has freed, and from now on keep freed memory, if the C library is glibc.
 
-    Pages returned while serving would have to be fetched again, at microseconds per page.
+    Pages that are returned while the sidecar serves would have to be fetched again, at microseconds per page.
     """
     _set(_WHILE_SERVING)
 

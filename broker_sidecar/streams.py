@@ -15,6 +15,7 @@ from broker_sidecar.connections import taken_from
 from broker_sidecar.rpc import Context, abort, encoded, method_of_call, parse_small
 from broker_sidecar.security.permissions import Permissions, allowed_so_far
 from broker_sidecar.security.subject import ANONYMOUS, Subject, caller
+from broker_sidecar.security.tokens import LEEWAY_SECONDS, expired
 from broker_sidecar.shares import (
     MAX_HELD_BYTES,
     OF_NOBODY,
@@ -28,6 +29,7 @@ from broker_sidecar.shares import (
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.tasks import retrieve
 from seqdedupe.topic.message_search import LOOK_BYTES
+from seqdedupe.wording import counted
 
 M = TypeVar("M", bound=Message)
 
@@ -404,7 +406,7 @@ class Streams:
         # A Unix socket does not identify connections.
         new.use.check("connections", len({stream.connection for stream in (*own, new)}))
         if (limit := new.use.limits.streams) is not None and len(own) >= limit and not self._gives_way(own, limit):
-            raise new.use.exceeded("streams", f"{len(own)} streams are open")
+            raise new.use.exceeded("streams", f"{counted(len(own), 'stream is', 'streams are')} open")
 
     def _make_room(self, new: Stream) -> None:
         """End another stream if necessary. Raises TOO_MANY_STREAMS."""
@@ -451,7 +453,8 @@ class Streams:
             longest = min(most, key=lambda stream: (stream.frames_in_flight > 0, stream.moved_at))
             self._end(
                 longest,
-                f"this stream gave way to another caller's: its caller has {len(most)} of {self._limit} streams",
+                "this stream gave way to another caller's: its caller has "
+                f"{len(most)} of {counted(self._limit, 'stream')}",
             )
         return True
 
@@ -513,14 +516,16 @@ class Streams:
 
 
 def _too_many(limit: int) -> SeqdedupeError:
-    return error("TOO_MANY_STREAMS", f"{limit} streams are open: that is the limit", limit=limit)
+    return error(
+        "TOO_MANY_STREAMS", f"{counted(limit, 'stream is', 'streams are')} open: that is the limit", limit=limit
+    )
 
 
 def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:
     """End the stream when its caller's token expires, if it expires."""
     if (expires_at_seconds := stream.subject.expires_at_seconds) is None:
         return None
-    why = error("TOKEN_EXPIRED", f"the token of {stream.subject.name} has expired: this stream ends with it")
+    why = expired(stream.subject.name, expires_at_seconds - LEEWAY_SECONDS)
     return asyncio.get_running_loop().call_later(expires_at_seconds - time.time(), stream.end, why)
 
 

@@ -36,6 +36,10 @@ _OURS = ("seqdedupe", "broker_sidecar", "seqdedupe_spark")
 _NOT_PRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal may act on (except the tab): control characters, and those that change text direction."""
 
+_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2}[^\s/:@]*:)\S*@")
+"""The password of a URL, up to the last @. A URL that was taken as a path has one slash. A password may contain any
+other character, also a slash or an @ that should be %2F or %40."""
+
 _OS_HINTS = {
     errno.ENOSPC: "Make room on the disk, or choose a place on another one.",
     errno.EDQUOT: "Make room within the quota, or choose a place on another disk.",
@@ -149,7 +153,16 @@ def say_foreign(name: str, reason: str, message: str, *, as_json: bool, hint: st
 
 def _say_json(**values: Any) -> None:
     """Print the error in its documented form. Keep that form stable."""
-    click.echo(json_text({"error": values}), err=True)
+    click.echo(json_text({"error": without_passwords_in(values)}), err=True)
+
+
+def without_passwords_in(value: Any) -> Any:
+    """Do as `without_passwords` to all texts in a value of JSON."""
+    if isinstance(value, dict):
+        return {name: without_passwords_in(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [without_passwords_in(one) for one in value]
+    return without_passwords(value) if isinstance(value, str) else value
 
 
 def tell_waiting(topic: str, as_json: bool, why: UnavailableError) -> None:
@@ -190,7 +203,12 @@ def echo(text: str) -> None:
 
 def say(name: str, message: str) -> None:
     """Print one line on stderr."""
-    click.echo(f"{name}: " + printable(" ".join(message.split())), err=True)
+    click.echo(f"{name}: " + printable(without_passwords(" ".join(message.split()))), err=True)
+
+
+def without_passwords(text: str) -> str:
+    """Return the text with *** in place of the passwords in URLs: people paste URLs where a path or address belongs."""
+    return _PASSWORD.sub(r"\1***@", text)
 
 
 def printable(text: str) -> str:

@@ -1,6 +1,6 @@
-"""Other sidecars, and the calls and topics that go to them and come from them.
+"""Other sidecars: calls to them, and topics that move from or to them.
 
 Begin with `peers.py`: the processes among which the shards of topics are divided, and the calls to any other sidecar.
-`pulsar_cluster.py` is the Pulsar cluster that holds the logs, if there is one. `departures.py` moves a topic of this
-sidecar's own log to another one (`services/arrival_calls.py` receives it).
+`pulsar_cluster.py` is the Pulsar cluster that stores the logs, if there is one. `departures.py` moves a topic of this
+sidecar's own log to another sidecar (`services/arrival_calls.py` receives the topic).
 """

@@ -1,9 +1,9 @@
 """Moving a topic of this sidecar's own log to another sidecar, while producers and readers continue.
 
-Most of the log and a snapshot are copied while the topic serves. Then the topic takes no messages, and the rest of the
-log follows. A file in the log's folder then says that the topic is leaving. From then on only the other sidecar decides
-who has the topic. Every failure before that file leaves the topic as it was. After it, this sidecar asks the other one
-until it answers.
+Most of the log and a snapshot are copied while the topic serves. Then the topic accepts no messages, and the rest of
+the log is copied. A file in the log's folder then states that the topic is leaving. From then on only the other sidecar
+decides which sidecar has the topic. A failure before this file leaves the topic unchanged. After this file, this
+sidecar asks the other sidecar until it answers.
 """
 
 import asyncio
@@ -47,22 +47,22 @@ PIECE_BYTES = 1024 * 1024 - 1024
 ROUNDS = 20
 """The most rounds that copy newly arrived messages while the topic serves, until little is left."""
 SLOW_ROUND = 3
-"""From this round on, publishers wait every other TURN_SECONDS. Otherwise the copy would never catch up with publishers
-that use the whole machine."""
+"""From this round on, publishers wait in every second period of TURN_SECONDS. Otherwise the copy would never catch up
+with publishers that use the whole machine."""
 TURN_SECONDS = 0.25
 READ_SECONDS = 600.0
 """The time for the other sidecar to read the snapshot, while the topic serves here."""
 REST_BYTES = 4 * 1024 * 1024
 """A rest of this size counts as little."""
 MAX_REST_BYTES = 64 * 1024 * 1024
-"""The most bytes that may be left when the topic stops taking messages. If there are more, the log grows faster than it
-is copied."""
+"""The maximum number of bytes that may remain when the topic stops accepting messages. If more bytes remain, the log
+grows faster than it is copied."""
 REST_SECONDS = 10.0
 """The time to copy the rest. After that the move ends, and the topic continues here."""
 
 
 class Giving:
-    """The data of a topic, sent on a call of ReceiveTopic."""
+    """Sends the data of a topic on a call of ReceiveTopic."""
 
     def __init__(self, logs: EmbeddedLogs, store: Store, record: TopicRecord, call: Any) -> None:
         self._logs = logs
@@ -70,17 +70,19 @@ class Giving:
         self._record = record
         self._call = call
         self._sent: dict[int, int] = {}
-        """For each segment, by its first index: the number of bytes sent."""
+        """For each segment, by the segment's first index: the number of bytes sent."""
         self._slowed: Topic | None = None
         self._turn: asyncio.TimerHandle | None = None
         self._why = giving_away(record.name)
         self._reads_snapshot = False
-        """Whether the other sidecar confirms that it has read the snapshot. An earlier version reads it at the end."""
+        """Whether the other sidecar confirms that it has read the snapshot. An earlier version reads the snapshot only
+        at the end."""
         self._imported: ImportedWindow | None = None
         """The imported window in the store when its records were sent."""
 
     async def begin(self) -> str:
-        """Return the data directory that takes the topic, and the move. Raises the other sidecar's refusal."""
+        """Begin the move. Return the identity of the data directory that receives the topic, and of the move. Raises
+        the other sidecar's refusal."""
         record = self._record
         secret = await asyncio.to_thread(self._logs.secret_of, record.incarnation, record.secret)
         head = admin_pb2.MovedTopic(
@@ -99,9 +101,10 @@ class Giving:
         return receiver
 
     async def copy_while_it_serves(self, topic: Topic) -> None:
-        """Copy log and snapshot until the other sidecar has read the snapshot, and little of the log is left.
+        """Copy log and snapshot until the other sidecar has read the snapshot and only a small part of the log remains.
 
-        Raises MOVE_FAILED if the log grows faster than it is copied."""
+        Raises MOVE_FAILED if the log grows faster than it is copied.
+        """
         await self._catch_up(topic)
         await topic.keeper.snapshot()
         self._imported = topic.policy.imported
@@ -127,8 +130,8 @@ class Giving:
             raise error("MOVE_FAILED", f"its log grows faster than it is copied: {size_bytes} bytes came meanwhile")
 
     async def copy_rest(self, topic: Topic) -> None:
-        """Wait until messages in flight settle, and copy the rest. Raises MOVE_FAILED if this takes long, or a window
-        was imported."""
+        """Wait until messages in flight settle, and copy the rest. Raises MOVE_FAILED if this takes too long, or if a
+        window was imported meanwhile."""
         try:
             async with asyncio.timeout(REST_SECONDS):
                 await topic.all_settled()
@@ -151,7 +154,7 @@ class Giving:
                 await asyncio.to_thread(_check, part)
                 at = 0
                 if not part.end:
-                    # An empty segment is sent too: its base index counts.
+                    # An empty segment is sent too, because its base index is needed.
                     await self._send_log(part.base_index, 0, b"")
             while at < part.end:
                 data = await asyncio.to_thread(_read, part, at)
@@ -167,8 +170,8 @@ class Giving:
         self._sent[base_index] = offset + len(data)
 
     def _take_turn(self, topic: Topic) -> None:
-        """Hold the topic until this turn is over, if it is a turn of the copy. The hold ends on time even if the other
-        sidecar does not answer."""
+        """Hold the topic until the end of this period, if the period belongs to the copy. The hold ends in time even if
+        the other sidecar does not answer."""
         self._end_turn(topic)
         turns = time.monotonic() / TURN_SECONDS
         if int(turns) % 2:
@@ -182,7 +185,7 @@ class Giving:
         topic.release(self._why)
 
     async def end(self, next_index: int) -> None:
-        """Say that everything was sent. On return, the other sidecar has the topic and serves it."""
+        """Report that everything was sent. When this returns, the other sidecar has the topic and serves it."""
         await self._send(end=admin_pb2.MovedEnd(next_index=next_index))
         await self._answer(TAKE_SECONDS)
 
@@ -205,7 +208,7 @@ class Giving:
 
 
 def giving_away(name: str) -> SeqdedupeError:
-    """Return the error that publishers of the topic receive."""
+    """Return the error that publishers receive while the topic is moving."""
     return error("RECOVERING", f"topic {name} is being moved to another sidecar")
 
 
@@ -256,7 +259,8 @@ class Departures:
     - served here -> leaving: the move has stopped the topic (`log_folder.leave`).
     - leaving -> served here: the other sidecar does not have the topic (`log_folder.stays`).
     - leaving -> moved: the other sidecar has the topic (`log_folder.has_left`).
-    - moved -> only the topic's new place: the other sidecar serves the topic, and has learned of the state "moved".
+    - moved -> only the topic's new address: the other sidecar serves the topic, and has been notified of the state
+      "moved".
     """
 
     def __init__(self, logs: EmbeddedLogs, topics: Topics[Topic], others: Neighbours) -> None:
@@ -267,7 +271,8 @@ class Departures:
         self._others = others
 
     def go_on(self) -> None:
-        """After a start: ask about topics that were leaving, and remove data that is no longer needed."""
+        """After a start: ask other sidecars about topics that were leaving, and remove data that is no longer
+        needed."""
         self._topics.in_background(self._go_on())
 
     async def _go_on(self) -> None:
@@ -287,8 +292,8 @@ class Departures:
         return found
 
     async def move(self, name: str, to: str) -> str:
-        """Move the topic to the sidecar at this address; it serves the topic on return. If `to` is this sidecar, do
-        nothing.
+        """Move the topic to the sidecar at this address. When this returns, that sidecar serves the topic. If `to` is
+        this sidecar, do nothing.
 
         The move continues if the caller disconnects.
 
@@ -311,7 +316,8 @@ class Departures:
         if str(SidecarAddress.parse(to)) == self.address:
             return to
         if self._logs.has_arrived(topic.incarnation):
-            # The previous sidecar asks here whether the topic came. If it had moved on, the answer would be no.
+            # The previous sidecar of the topic still asks here whether the topic arrived. If the topic had moved on,
+            # the answer would be no.
             why = f"topic {topic.name} cannot be moved yet: the sidecar that it came from has not recorded its arrival"
             raise error("RECOVERING", why)
         if (address := self._others.allowed(to)) is None:
@@ -343,17 +349,17 @@ class Departures:
         retrieve(moving)
 
     async def _move(self, topic: Topic, address: str) -> None:
-        """Move the topic. The other sidecar serves it on return:
+        """Move the topic. When this returns, the other sidecar serves the topic. The steps are:
 
-        1. The other sidecar says which data directory takes the topic.
+        1. The other sidecar states which data directory receives the topic.
         2. Log and snapshot are copied while the topic serves here.
-        3. The topic takes no more messages. Messages in flight settle, and the rest of the log follows.
-        4. A file in the log's folder says that the topic is leaving, durably.
-        5. The other sidecar makes the topic its own.
-        6. The topic is closed here, and the other sidecar is asked until it is certain who has it.
+        3. The topic accepts no more messages. Messages in flight settle, and the rest of the log is copied.
+        4. A file in the log's folder states durably that the topic is leaving.
+        5. The other sidecar becomes the owner of the topic.
+        6. The topic is closed here, and the other sidecar is asked until it is certain which sidecar has the topic.
 
-        A failure up to step 3 leaves the topic here as it was. After step 4 only the other sidecar decides who has it.
-        Raises MOVE_FAILED.
+        A failure up to step 3 leaves the topic here unchanged. After step 4 only the other sidecar decides which
+        sidecar has the topic. Raises MOVE_FAILED.
         """
         if (record := self._topics.registry.record(topic.name)) is None:
             raise self._topics.ownership.missing(topic.name)
@@ -372,7 +378,7 @@ class Departures:
                     await giving.copy_rest(topic)  # 3
                     if topic.state is not State.SERVING or topic.term != term:
                         raise error("MOVE_FAILED", f"its log has failed meanwhile: {topic.state.name} {topic.why}")
-                    # From here on the topic may have left, after any error.
+                    # From here on the topic may have left, whatever error occurs.
                     to = To(address, receiver)
                     await asyncio.to_thread(log_folder.leave, folder, to)  # 4
                     await giving.end(topic.confirmed_index)  # 5
@@ -382,7 +388,7 @@ class Departures:
         except Exception as e:
             if not isinstance(e, SeqdedupeError | OSError | grpc.aio.AioRpcError | asyncio.InvalidStateError):
                 logger.error("topic %s could not be moved", topic.name, exc_info=e)
-            # For any error: release a topic that may have left, and serve one that has not.
+            # After any error: release a topic that may have left, and serve a topic that has not left.
             why = e.message if isinstance(e, SeqdedupeError) else f"{type(e).__name__}: {e}"
             if to is None:
                 raise error("MOVE_FAILED", f"topic {topic.name} stays here: {why}") from e
@@ -397,7 +403,7 @@ class Departures:
             await self._found_out(record, to)
 
     async def _let_go(self, topic: Topic, record: TopicRecord, to: To) -> None:
-        """Close the topic here. Its clients come again, and the error then says where it is."""
+        """Close the topic here. Its clients call again, and the error then contains the topic's new address."""
         why = log_folder.not_here(to, "has it, or is being asked whether it has it")
         async with self._topics.registry.locked(record.name) as entry:
             entry.found = Closed(record, why, State.STANDBY)
@@ -406,12 +412,12 @@ class Departures:
             await topic.close("it was moved to another sidecar")
 
     async def _found_out(self, record: TopicRecord, to: To) -> None:
-        """Return when the other sidecar has the topic. Raises MOVE_FAILED if it does not have it, or does not answer
-        soon."""
+        """Return when the other sidecar has the topic. Raises MOVE_FAILED if the other sidecar does not have the topic,
+        or does not answer soon."""
         settling = self._topics.in_background(self._settle(record, to))
         await asyncio.wait({settling}, timeout=TAKE_SECONDS)
         folder = self._logs.folder_of(record.incarnation)
-        # Or it was moved there, and has come back.
+        # Or the topic was moved there, and has come back.
         if log_folder.moved_to(folder) is not None or self._is_gone(record):
             return
         why = "does not say whether it has the topic; this sidecar keeps asking"
@@ -420,10 +426,11 @@ class Departures:
         raise error("MOVE_FAILED", f"topic {record.name}: the sidecar at {to.address} {why}")
 
     async def _settle(self, record: TopicRecord, to: To) -> None:
-        """Ask until it is certain who has the topic.
+        """Ask until it is certain which sidecar has the topic.
 
-        If the other sidecar does not have it, open it here again. Otherwise remove it here once the other sidecar
-        serves it."""
+        If the other sidecar does not have the topic, open the topic here again. Otherwise remove the topic here once
+        the other sidecar serves it.
+        """
         said = ""
 
         async def is_settled() -> bool:
@@ -431,7 +438,7 @@ class Departures:
             try:
                 return await self._is_settled(record, to)
             except Exception as e:
-                # Continue after any error. If this sidecar stopped asking, nobody would have the topic.
+                # Continue after any error. If this sidecar stopped asking, no sidecar might have the topic.
                 if f"{type(e).__name__}: {e}" != said:
                     said = f"{type(e).__name__}: {e}"
                     is_defect = not isinstance(e, SeqdedupeError | OSError)
@@ -481,6 +488,6 @@ class Departures:
         return answer
 
     def _is_gone(self, record: TopicRecord) -> bool:
-        """Return whether the name now belongs to another record than the moved topic's, for example because it came
-        back."""
+        """Return whether the name now belongs to a record other than the moved topic's, for example because the topic
+        came back."""
         return self._topics.registry.record(record.name) is not record

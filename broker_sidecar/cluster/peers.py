@@ -1,6 +1,7 @@
-"""The processes among which a cluster's shards are divided: the owner of a topic, and their combined answers.
+"""The processes among which a cluster's shards are divided: which process owns a topic, and the combined answers of all
+processes.
 
-`Neighbours` has the calls to other sidecars, with or without shards, and the credentials that `listed` gives for them.
+`Neighbours` makes the calls to other sidecars, with or without shards, with the credentials that `listed` returns.
 `Peers` knows which process has which shard.
 """
 
@@ -44,7 +45,8 @@ logger = logging.getLogger("seqdedupe.server")
 
 
 def listed(config: Config) -> Sidecars | None:
-    """Return the sidecars among `peers`, with the credentials to show them; None if there are none.
+    """Return the sidecars listed in `peers`, with the credentials that this sidecar presents to them; None if none are
+    listed.
 
     Raises INVALID_CONFIGURATION for files that cannot be read.
     """
@@ -55,8 +57,8 @@ def listed(config: Config) -> Sidecars | None:
 
 
 def _credentials(config: Config) -> Credentials:
-    """Return the credentials, with the token of `peer_token_file`. Workers of one data directory use its common
-    token."""
+    """Return the credentials, including the token of `peer_token_file`. Workers of the same data directory use that
+    directory's token."""
     token_file: str | Path | None = config.peer_token_file or None
     folder = Path(config.data_directory)
     if token_file is None and config.authentication == "token" and whole_of(folder) is not None:
@@ -76,21 +78,21 @@ def _credentials(config: Config) -> Credentials:
 
 ANSWER_SECONDS = 5.0
 OF_ALL_SECONDS = 12.0
-"""The time to answer where all processes must answer. The caller waits for half a minute."""
+"""The time limit for answers that need all processes. The caller waits for half a minute."""
 TAKE_SECONDS = 15.0
 """The time to take over a topic: a part of it may have to be read."""
 SILENT_SECONDS = 30.0
-"""The longest pause within a snapshot."""
+"""The maximum pause between two parts of a snapshot."""
 TURN_SECONDS = 180.0
-"""The longest wait for the first part of a snapshot. The owner waits for a place among its exports and for memory, and
-copies the whole snapshot before it sends parts."""
+"""The maximum wait for the first part of a snapshot. The owner waits until few exports run and memory is free, and
+copies the whole snapshot before it sends the first part."""
 
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _EXPORT = "/seqdedupe.v1.AdminService/ExportSnapshot"
 
 
 class Neighbours:
-    """The calls to other sidecars. Listed sidecars see this sidecar's token and certificate. Others see no token."""
+    """The calls to other sidecars. This sidecar presents its token and certificate only to listed sidecars."""
 
     def __init__(self, listed: Sidecars | None = None) -> None:
         """Make the calls. None: no sidecar is listed, and every owner counts as a sidecar."""
@@ -109,7 +111,9 @@ class Neighbours:
     async def answers(self, address: str) -> bool:
         """Return whether the sidecar at this address gives any answer.
 
-        A stopped sidecar, or one with a blocked event loop, does not. A failed TLS handshake counts as an answer."""
+        A sidecar that has stopped, or whose event loop is blocked, gives no answer. A failed TLS handshake counts as an
+        answer.
+        """
         async with self._channel(SidecarAddress.parse(address)) as channel:
             try:
                 health: Any = health_pb2_grpc.HealthStub(channel)
@@ -125,7 +129,7 @@ class Neighbours:
         return claimed
 
     async def topics(self, address: str, after: str) -> admin_pb2.ListTopicsResponse:
-        """Return a page of the topics that the process at this address has itself. Raises UNREACHABLE."""
+        """Return a page of the topics that belong to the process at this address. Raises UNREACHABLE."""
         request = admin_pb2.ListTopicsRequest(after=after, only_here=True)
         page: admin_pb2.ListTopicsResponse = await self.ask(address, "ListTopics", request, OF_ALL_SECONDS)
         return page
@@ -145,7 +149,8 @@ class Neighbours:
         return found
 
     async def take(self, address: str, name: str) -> None:
-        """Make the sidecar at this address take the topic; it serves it on return. Raises as `topic`, NOT_OWNER."""
+        """Make the sidecar at this address take over the topic. When this returns, that sidecar serves the topic.
+        Raises the errors of `topic`, NOT_OWNER."""
         await self.ask(address, "TakeTopic", admin_pb2.TakeTopicRequest(topic=name), TAKE_SECONDS)
 
     @asynccontextmanager
@@ -171,7 +176,7 @@ class Neighbours:
                 return await answer_of(channel, getattr(AdminServiceStub(channel), name), request, timeout_seconds)
 
     async def snapshot_of(self, address: str, topic: str) -> tuple[int, Loaded]:
-        """Return the incarnation and the present snapshot of a topic, from its owner.
+        """Return the incarnation and the current snapshot of a topic, from the topic's owner.
 
         If sidecars are listed, the owner must be one of them, or in one of their domains; otherwise this raises
         INVALID_ADDRESS. Raises UNREACHABLE, OUTCOME_UNKNOWN if the call breaks, the owner's refusal, and the errors of
@@ -204,9 +209,9 @@ async def _next(coming: Any, owner: SidecarAddress, seconds: float) -> Any:
 
 
 LOOK_SECONDS = 5.0
-"""The interval at which the others are asked for their claims."""
+"""The interval at which the other processes are asked for their claims."""
 FIRST_LOOK_SECONDS = 0.2
-"""The same while the process of some shard is unknown."""
+"""The interval while the process of some shard is unknown."""
 
 THIS = "this process"
 
@@ -214,9 +219,10 @@ R = TypeVar("R", admin_pb2.SetNamespacePolicyResponse, admin_pb2.RemoveNamespace
 
 
 def claim_of(config: Config) -> tuple[Claim | None, bool]:
-    """Return the present or future claim of the data directory, and whether it is recorded there already.
+    """Return the current or future claim of the data directory, and whether the claim is already recorded there.
 
-    Raises INVALID_CONFIGURATION if the configuration differs from it, STORE_DAMAGED, NEWER_FORMAT; OSError.
+    Raises INVALID_CONFIGURATION if the configuration differs from the recorded claim, STORE_DAMAGED, NEWER_FORMAT,
+    OSError.
     """
     said = read_claim(Path(config.data_directory))
     wanted = from_text(config.shards) if config.shards else None
@@ -233,23 +239,24 @@ def claim_of(config: Config) -> tuple[Claim | None, bool]:
 
 
 class Peers(Ownership):
-    """The claims of this process, and of the processes at `addresses`. This process may be among them."""
+    """The claims of this process, and of the processes at `addresses`, which may include this process."""
 
     def __init__(self, claim: Claim, addresses: Sidecars | None) -> None:
         self.claim = claim
         self._neighbours = Neighbours(addresses)
         self.process_id = secrets.token_hex(8)
         self.own_address = ""
-        """The address at which the others reach this process."""
+        """The address at which the other processes reach this process."""
         self._addresses = [str(address) for address in addresses.addresses] if addresses else []
         self._known: dict[str, Claim] = {}
-        """The last known claims of the others, by address."""
+        """The last known claims of the other processes, by address."""
         self._one_at_a_time = asyncio.Lock()
 
     # -- the owner of a topic ----------------------------------------------------------------------------------
 
     def check(self, topic: str) -> None:
-        """Raise NOT_OWNER with the owner's address, if it is known; SHARD_CLAIMED_TWICE if there are two owners."""
+        """Raise NOT_OWNER, with the owner's address if it is known. Raise SHARD_CLAIMED_TWICE if there are two
+        owners."""
         shard = shard_of(topic)
         if shard in self.claim.shards:
             return
@@ -271,16 +278,18 @@ class Peers(Ownership):
                 )
 
     def missing(self, topic: str) -> SeqdedupeError:
-        # With its shard: the answer of the shard's process is final, and no other process need be asked.
+        # Include the shard in the error: the answer of the shard's process is final, so the client need not ask another
+        # process.
         return error("TOPIC_NOT_FOUND", f"there is no topic {topic}", topic=topic, shard=shard_of(topic))
 
     # -- the other processes -----------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Ask the others for their claims. The last known claim of a process that does not answer remains.
+        """Ask the other processes for their claims. If a process does not answer, its last known claim remains valid.
 
-        Raises SHARD_CLAIMED_TWICE if one claims a shard that is claimed here, INVALID_CONFIGURATION if one is of
-        another cluster."""
+        Raises SHARD_CLAIMED_TWICE if another process claims a shard that is claimed here, and INVALID_CONFIGURATION if
+        another process belongs to another cluster.
+        """
         answers = await self._ask()
         for address, answer in answers.items():
             if not isinstance(answer, SeqdedupeError):
@@ -289,7 +298,7 @@ class Peers(Ownership):
             check_once({THIS: self.claim, address: claim})
 
     async def keep_looking(self, fatal: Callable[[str], None]) -> None:
-        """Call `look` repeatedly. Its errors are fatal, because it cannot be decided who is right."""
+        """Call `look` repeatedly. Its errors are fatal, because this process cannot decide which process is right."""
         while True:
             await asyncio.sleep(FIRST_LOOK_SECONDS if unclaimed({THIS: self.claim, **self._known}) else LOOK_SECONDS)
             try:

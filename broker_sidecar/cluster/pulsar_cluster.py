@@ -1,4 +1,4 @@
-"""The Pulsar cluster that holds the logs, reached as configured."""
+"""The Pulsar cluster that stores the logs, with the configured connections."""
 
 import asyncio
 import ssl
@@ -34,7 +34,7 @@ LOOK_PAUSE_SECONDS = 0.05
 topics."""
 
 STANDBYS = 2
-"""The number of sidecars that follow a topic, including its owner. Clients try these first."""
+"""The number of sidecars that follow a topic, including its owner. Clients ask these sidecars first."""
 
 
 class LogCluster:
@@ -69,8 +69,8 @@ class LogCluster:
         )
 
     def is_near(self, topic: str) -> bool:
-        """Return whether this sidecar is the first or the second that clients try for the topic. True if no sidecars
-        are listed."""
+        """Return whether this sidecar is the first or the second sidecar that clients ask for the topic. Return true if
+        no sidecars are listed."""
         own = SidecarAddress.parse(self.shared.address)
         return self._sidecars is None or own in self._sidecars.in_order(topic)[:STANDBYS]
 

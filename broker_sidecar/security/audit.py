@@ -1,6 +1,7 @@
-"""The audit trail: who changed the sidecar and how, and who was refused. docs/guides/audit.md lists the events.
+"""The audit trail: who changed the sidecar and how, and which callers were refused. docs/guides/audit.md lists the
+events.
 
-Begin with `Trail`, which decides what the trail says about calls. `Audit` writes the file.
+Begin with `Trail`, which decides what is recorded about calls. `Audit` writes the file.
 """
 
 import asyncio
@@ -39,7 +40,8 @@ T = TypeVar("T", bound=Hashable)
 C = TypeVar("C", bound=Hashable)
 
 MOST_OF_CALLER = 20
-"""The most different events of one caller that are written. All others of the caller are counted together."""
+"""The maximum number of different events of one caller that are written separately. All other events of the caller are
+counted together."""
 
 MOST_CALLERS = 1_000
 """The most callers that are counted separately. Events of all other callers are counted together."""
@@ -144,13 +146,14 @@ class Audit:
         await self._put(event, fields).written
 
     def tell(self, event: str, **fields: object) -> None:
-        """Write a line soon, without waiting for it. Lines of refusals cannot take its place."""
+        """Write a line soon, without waiting for it. Lines about refusals cannot displace it."""
         self._put_untold(event, fields, MAX_WAITING)
 
     def refused(self, event: str, network: str, **fields: object) -> None:
-        """Write a line soon about a caller (its `subject`, if it is known) in this network.
+        """Write a line soon about a caller in this network (and the caller's `subject`, if it is known).
 
-        If the lines of a caller are equal, write only the first one, and later the number of the others."""
+        If the lines of a caller are equal, write only the first line, and later the number of repetitions.
+        """
         if self._counted is None:
             self._counted = asyncio.get_running_loop().call_later(REPEATS_SECONDS, self._tell_counts)
         whose = _Caller(str(fields.get("subject", "")), network)
@@ -158,7 +161,7 @@ class Audit:
             self._put_untold(event, fields, MAX_WAITING_REFUSALS)
 
     def reopen(self) -> None:
-        """Note that the file may have been moved. Write to the file that has its name now, and continue the chain."""
+        """Note that the file may have been moved. Write to the file that now has this name, and continue the chain."""
         self._is_moved = True
 
     async def close(self) -> None:
@@ -273,12 +276,14 @@ class Audit:
 # -- The previous owners of producer names.
 
 MAX_OPENS = 100_000
-"""The most remembered opens, of all topics together. Beyond that, the subject with the most opens loses its oldest
-one. So a subject that opens repeatedly cannot displace the opens of others."""
+"""The maximum number of opens that are remembered, for all topics together. Above this number, the oldest open of the
+subject with the most opens is forgotten. So a subject that opens repeatedly cannot displace the opens of other
+subjects."""
 
 
 class Openers:
-    """The subjects that have opened sessions since the sidecar started. One call of Open gives many names one epoch."""
+    """The subjects that have opened sessions since the sidecar started. One call of Open assigns the same epoch to all
+    its names."""
 
     def __init__(self) -> None:
         self._subjects: dict[tuple[int, int], str] = {}
@@ -303,8 +308,8 @@ class Openers:
 
 MAX_NAME_BYTES_TOLD = 64
 MAX_NAMES_BYTES_TOLD = 512
-"""The most bytes of a producer name or cursor, and of all names in a line. The rest is cut: refused callers may choose
-these names."""
+"""The maximum size of a producer name or cursor, and of all names in a line. The rest is cut, because refused callers
+may choose these names."""
 
 MAX_REQUEST_BYTES_TOLD = 640
 """The most bytes of a request. The rest is cut."""
@@ -319,8 +324,8 @@ MAX_LINE_BYTES_TOLD = 1280
 """The most bytes of a line about a call, in addition to the names of subjects and of rules."""
 
 MOST_FAILED = 1_000
-"""The most failed changes in `REPEATS_SECONDS` of one caller for whom rules count. Each takes two lines. A script may
-try to create this many existing topics at once."""
+"""The maximum number of failed changes in `REPEATS_SECONDS` for one caller to whom rules apply. Each such change takes
+two lines. A script may try to create this many existing topics in a short time."""
 
 _AFTERWARDS = "the call was carried out, but "
 """The text before the reason why a completed change could not be written."""
@@ -333,11 +338,13 @@ class Trail:
         self._audit = audit
         self._openers = Openers()
         self._failed: Counter[str] = Counter()
-        """For each caller for whom rules count: the number of its changes that have failed since `_failed_since`."""
+        """For each caller to whom rules apply: the number of the caller's changes that have failed since
+        `_failed_since`."""
         self._failed_since = -math.inf
 
     def unauthenticated(self, call: str, address: str, e: SeqdedupeError) -> None:
-        """Record a caller that showed no credential or an invalid one. The error names the subject if it is proven."""
+        """Record a caller that presented no credential or an invalid credential. The error names the subject if it is
+        proven."""
         if self._audit is not None:
             what = {"address": host_of(address), "call": _short(call), "reason": e.reason}
             what |= {name: e.numbers[name] for name in ("subject", "kind") if name in e.numbers}
@@ -350,7 +357,7 @@ class Trail:
                 "denied",
                 network_of(denial.subject.address),
                 **_who(denial.subject),
-                action=denial.action.value,
+                action=denial.action,
                 topic=denial.topic,
                 **_names(denial.producer_names),
                 **({"cursor": cut(denial.cursor, MAX_NAME_BYTES_TOLD)} if denial.cursor else {}),

@@ -1,7 +1,7 @@
 """Authentication of a caller by its token, or by the certificate of its connection.
 
-`Authentication` joins both, as configured. `Certificates` is TLS; `Revoked` holds the certificates that authorities
-have revoked. Tokens are in `tokens.py`.
+`Authentication` combines both, as configured. `Certificates` handles TLS; `Revoked` contains the certificates that
+authorities have revoked. Tokens are in `tokens.py`.
 """
 
 import math
@@ -37,14 +37,15 @@ from seqdedupe.limits import MIN_RSA_BITS
 # -- TLS: the sidecar's certificate, read again when its files change; and the subject of a client's certificate.
 
 MAX_CONNECTION_AGE_SECONDS = 3600
-"""The age at which a connection ends, within 10 %. The client must then show its certificate again."""
+"""The age at which a connection ends, within 10 %. The client must then connect again and present its certificate
+again."""
 
 CONNECTION_GRACE_SECONDS = 30
-"""The time for which calls and streams may continue after that."""
+"""After a connection's age limit, calls and streams on it may continue for this time."""
 
 LONGEST_CONNECTION_SECONDS = 1.1 * MAX_CONNECTION_AGE_SECONDS + CONNECTION_GRACE_SECONDS
-"""The longest time since a client showed its certificate. An exception is a resumed TLS session: TLS does not judge the
-certificate again."""
+"""The maximum time since a client presented its certificate. A resumed TLS session is an exception, because TLS does
+not verify the certificate again."""
 
 CERTIFICATES_KNOWN = 1024
 """The number of parsed certificates that are cached, so that not every call parses them again."""
@@ -62,7 +63,8 @@ def connection_age() -> tuple[tuple[str, int], ...]:
 
 
 class Certificates:
-    """The sidecar's present certificate. `takes_clients`: clients need a certificate too, of `tls_client_ca_file`."""
+    """The sidecar's current certificate. `takes_clients`: clients must present a certificate too, issued by an
+    authority in `tls_client_ca_file`."""
 
     def __init__(self, config: Config) -> None:
         """Read the files. Raises INVALID_CONFIGURATION."""
@@ -78,7 +80,7 @@ class Certificates:
         self._news = self.watched.value.configuration
 
     def _take_news(self) -> "grpc.ServerCertificateConfiguration | None":
-        """Return the new configuration, or None if it is unchanged. gRPC calls this at each new connection, in a
+        """Return the new configuration, or None if it has not changed. gRPC calls this at each new connection, in a
         separate thread."""
         news, self._news = self._news, None
         return news
@@ -86,8 +88,9 @@ class Certificates:
     def check(self, peer: Mapping[str, Iterable[bytes]]) -> None:
         """Check a connection, given its `auth_context` of gRPC.
 
-        Raises UNAUTHENTICATED if its certificate expired before any connection can have begun. Otherwise a resumed TLS
-        session would be valid for months."""
+        Raises UNAUTHENTICATED if the client's certificate expired before the connection can have begun. Without this
+        check, a resumed TLS session would be valid for months.
+        """
         for pem in peer.get("x509_pem_cert", ()):
             if time.time() >= _end_of(pem) + LONGEST_CONNECTION_SECONDS:
                 raise error("UNAUTHENTICATED", "the client's certificate has expired")
@@ -126,9 +129,9 @@ class _Loaded(NamedTuple):
 
     configuration: grpc.ServerCertificateConfiguration
     own: Validity
-    """The validity that ends first, in the chain of the sidecar's certificate."""
+    """In the chain of the sidecar's certificate: the validity that ends first."""
     authorities: Validity | None
-    """The same for the authorities of clients. None: clients need no certificates."""
+    """For the authorities of clients: the validity that ends first. None: clients need no certificates."""
 
 
 def _read(certificate: Path, key: Path, authorities: Path | None) -> _Loaded:
@@ -244,8 +247,9 @@ class Revoked:
     def check(self, peer: Mapping[str, Iterable[bytes]]) -> None:
         """Check a connection, given its `auth_context` of gRPC.
 
-        Raises UNAUTHENTICATED if its certificate or another one that the client has shown was revoked. TLS has found
-        the chain to an authority of the file among these."""
+        Raises UNAUTHENTICATED if the client's certificate, or another certificate that the client has presented, was
+        revoked. One of the presented certificates leads to an authority in the file, as TLS has verified.
+        """
         own = b"".join(peer.get("x509_pem_cert", ()))
         shown = own + b"".join(peer.get("x509_pem_cert_chain", ()))
         if not shown:  # a connection over a Unix socket has no certificate
@@ -353,8 +357,8 @@ EndStreams = Callable[[Callable[[Subject], SeqdedupeError | None]], None]
 
 
 class Authentication:
-    """Authentication of each call, as configured. When a caller's credential becomes invalid, its streams end with
-    TOKEN_EXPIRED. The caller then shows a valid one."""
+    """Authentication of each call, as configured. When a caller's credential becomes invalid, the caller's streams end
+    with TOKEN_EXPIRED. The caller must then present a valid credential."""
 
     def __init__(self, config: Config, end_streams: EndStreams) -> None:
         """Make the data directory's token if there is none. Raises INVALID_CONFIGURATION; OSError."""
@@ -401,7 +405,7 @@ class Authentication:
         return _check_name(subject)
 
     def _takes_certificate_of(self, context: Context) -> bool:
-        """Return whether the connection needed a certificate. A connection over a Unix socket does not."""
+        """Return whether the connection required a certificate. A connection over a Unix socket does not."""
         is_wanted = self._certificates is not None and self._certificates.takes_clients
         return is_wanted and "x509_pem_cert" in context.auth_context()
 
@@ -456,7 +460,8 @@ class Authentication:
         return lambda: self._end_streams(why)
 
     def _end_all(self) -> None:
-        """End all streams. A stream does not know the certificate of its connection, and is judged when it begins."""
+        """End all streams, because a stream does not record the certificate of its connection. Each stream is judged
+        again when it begins."""
         self._end_streams(
             lambda _: error("TOKEN_EXPIRED", "the list of revoked certificates has changed: open the stream again")
         )

@@ -25,15 +25,16 @@ from seqdedupe.names import check_cursor_name, namespace_name, producer_name, to
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Allowing, NamesJudge
 from seqdedupe.topic.topic import Topic
+from seqdedupe.wording import counted
 
 # -- The needs of each call, by its full name. A call that is not listed is refused to callers for whom rules count.
 
 ALL_SHARDS = "shards"
-"""The health of all processes that have topics of the cluster."""
+"""The name for the health of all processes that have topics of the cluster."""
 CONFIGURATION = "configuration"
-"""Whether the files that an operator may replace are in force in their present version."""
+"""The name for this check: whether the current versions of the files that an operator may replace are in force."""
 HEALTH_OF_THE_WHOLE = ("", ALL_SHARDS, CONFIGURATION)
-"""Names that health checks may ask for in addition to topics. No topic has such a full name. "" is this process."""
+"""Names that health checks may ask for in addition to topics. No topic has such a full name. "" means this process."""
 
 
 class On(Enum):
@@ -52,7 +53,7 @@ class On(Enum):
 
 
 class Effect(Enum):
-    """The widest effect of a call. An effect wider than a name needs a right on the whole object."""
+    """The widest effect of a call. If a call affects more than a name, the caller needs a right on the whole object."""
 
     NOTHING = "nothing"
     OWN_NAMES = "own producer names"
@@ -65,7 +66,7 @@ class Effect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A right to one of these actions on this object."""
+    """Require a right to one of these actions on this object."""
 
     on: On
     actions: tuple[Action, ...]
@@ -191,7 +192,7 @@ CHANGES = frozenset(method for method, need in CALLS.items() if _is_change(need)
 NO_RULES = RulesFile()
 
 Again: TypeAlias = Callable[[], object]
-"""Judges again what was allowed; raises NOT_ALLOWED."""
+"""A function that judges again a call that was allowed. It raises NOT_ALLOWED."""
 
 _NAMES_AT_ONCE = 1_000
 
@@ -210,7 +211,8 @@ class Denial:
     """A denied action, and the rule that denies it. None: no rule allows it."""
 
     subject: Subject
-    action: Action
+    action: str
+    """All actions if each of them would be enough: `observe or attach`."""
     topic: str
     """A full name, or a namespace, or `*`: all topics."""
     producer_names: Sequence[str]
@@ -220,8 +222,8 @@ class Denial:
 
 
 def allowed_so_far() -> list[Again]:
-    """Return the rights granted in the present call, to be judged again when the rules change. Outside a call the list
-    is empty."""
+    """Return the rights granted in the current call, which are judged again when the rules change. Outside a call the
+    list is empty."""
     return _allowed.get([])
 
 
@@ -260,7 +262,7 @@ class Permissions:
         if isinstance(need, Other) or caller().is_unrestricted:
             return
         if need is None:
-            raise self._denied(caller(), Action.ADMINISTER, "*", None)
+            raise self._denied(caller(), (Action.ADMINISTER,), "*", None)
         if need.is_judged_by_handler:
             return
         if need.on in (On.TOPIC, On.CURSOR, On.NAMESPACE):
@@ -291,7 +293,8 @@ class Permissions:
         for decision in decisions:
             if decision.is_allowed and decision.rule is not None:
                 return decision.rule.name
-        raise self._denied(subject, need.actions[0], name, decisions[0].rule)
+        rule = next((decision.rule for decision in decisions if decision.rule is not None), None)
+        raise self._denied(subject, need.actions, name, rule)
 
     def _decide(self, subject: str, action: Action, on: On, name: str) -> RuleDecision:
         if not subject:
@@ -306,9 +309,11 @@ class Permissions:
         return self._rules.decide_anything(subject, action)
 
     def check_creates(self, topic: str, there: Iterable[str], more: int = 1) -> None:
-        """Raise NOT_ALLOWED if the caller may not create the topic; SHARE_EXCEEDED if it would have too many topics.
+        """Raise NOT_ALLOWED if the caller may not create the topic, and SHARE_EXCEEDED if the caller would have too
+        many topics.
 
-        This counts the topics in `there` that the rules would let the caller create, and `more` new ones."""
+        The count includes `more` new topics, and the topics in `there` that the rules would allow the caller to create.
+        """
         self.check_topic(Action.CREATE, topic)
         subject = caller()
         use = self.shares.of(subject.name)
@@ -318,9 +323,11 @@ class Permissions:
             use.check("topics", int(np.count_nonzero(self._may_have_created(subject, names))) + more)
 
     def check_disk(self, topics: Topics[Topic]) -> None:
-        """Raise SHARE_EXCEEDED if the logs of the caller's topics hold more bytes than its share.
+        """Raise SHARE_EXCEEDED if the logs of the caller's topics have more bytes than the caller's share.
 
-        The caller's topics are those that it might have created. They are counted at most once in `DISK_SECONDS`."""
+        The caller's topics are all topics that the caller might have created. They are counted at most once in
+        `DISK_SECONDS`.
+        """
         use = self.shares.of(caller().name)
         if use.limits.bytes_on_disk is None:
             return
@@ -339,7 +346,8 @@ class Permissions:
     # -- producer names ----------------------------------------------------------------------------------------
 
     async def denied_names(self, topic: str, names: Sequence[str]) -> tuple[list[int], SeqdedupeError | None]:
-        """Return the places of those names as which the caller may not publish to the topic, and one error for all.
+        """Return the places of those names under which the caller may not publish to the topic, and one error for all
+        of them.
 
         Other calls are served meanwhile, for any number of names and patterns. Raises INVALID_NAME for a name that no
         producer can have, because denied names are reported and recorded.
@@ -372,7 +380,7 @@ class Permissions:
             raise self.deny_names(subject, topic, [""])
 
     def allowing(self, topic: str, producers: Producers) -> Allowing | None:
-        """Return which of a topic's producers the caller may publish as; None if rules do not count for the caller."""
+        """Return the producers of a topic under which the caller may publish; None if no rules apply to the caller."""
         subject = caller()
         if subject.is_unrestricted:
             return None
@@ -385,7 +393,7 @@ class Permissions:
     def check_new_names(
         self, topic: str, producers: Producers, names: Sequence[bytes], *, are_all_its: bool = False
     ) -> None:
-        """Raise SHARE_EXCEEDED if the topic would know too many names, including those of `names` that are new to it.
+        """Raise SHARE_EXCEEDED if the topic would know too many names, including the new names in `names`.
 
         With `are_all_its`, all names of the topic belong to the caller, independent of the rules for publishing.
         """
@@ -399,8 +407,8 @@ class Permissions:
                 use.check("producer_names", its + new)
 
     async def judge_known_names(self, topic: str, producers: Producers) -> Allowing | None:
-        """Judge all producer names that the topic knows, so that `check_new_names` can count them. Skip names already
-        judged. Other calls run between groups of names.
+        """Judge all producer names that the topic knows, so that `check_new_names` can count them. Names that are
+        already judged are skipped. Other calls run between groups of names.
 
         The caller must keep the returned object: the results are lost when it is freed.
         """
@@ -426,10 +434,11 @@ class Permissions:
         check_cursor_name(name)
         decision = self._rules.decide(subject.name, Action.READ, topic, name)
         if not decision.is_allowed:
-            raise self._denied(subject, Action.READ, topic, decision.rule, cursor=name)
+            raise self._denied(subject, (Action.READ,), topic, decision.rule, cursor=name)
 
     def check_new_cursor(self, topic: str, there: Sequence[str]) -> None:
-        """Raise SHARE_EXCEEDED if one more cursor would be too many of the caller's. `there`: the topic's cursors."""
+        """Raise SHARE_EXCEEDED if the caller would have too many cursors with one more. `there`: the topic's
+        cursors."""
         subject = caller()
         use = self.shares.of(subject.name)
         if subject.is_unrestricted:
@@ -446,31 +455,33 @@ class Permissions:
     def deny_names(self, subject: Subject, topic: str, names: list[str]) -> SeqdedupeError:
         """Return the error for these names. It names the first ones."""
         rule = self._rules.decide(subject.name, Action.PUBLISH, topic, names[0]).rule
-        return self._denied(subject, Action.PUBLISH, topic, rule, names)
+        return self._denied(subject, (Action.PUBLISH,), topic, rule, names)
 
     def _denied(
         self,
         subject: Subject,
-        action: Action,
+        actions: Sequence[Action],
         topic: str,
         rule: Rule | None,
         names: Sequence[str] = (),
         cursor: str = "",
     ) -> SeqdedupeError:
-        self._on_denied(Denial(subject, action, topic, names, rule, cursor))
+        *others, last = (action.value for action in actions)
+        wanted = f"{', '.join(others)} or {last}" if others else last
+        self._on_denied(Denial(subject, wanted, topic, names, rule, cursor))
         where = "every topic" if topic == "*" else topic
         under = f" by cursor {cursor!r}" if cursor else ""
         if names:
-            more = f" and {len(names) - MAX_NAMES_TOLD} others" if len(names) > MAX_NAMES_TOLD else ""
+            more = f" and {counted(len(names) - MAX_NAMES_TOLD, 'other')}" if len(names) > MAX_NAMES_TOLD else ""
             # A single name is shown in full. Several names are cut to the size of a gRPC status.
             told = [name[:_CHARACTERS_TOLD] for name in names[:MAX_NAMES_TOLD]] if len(names) > 1 else names
             under = f" as producer {', '.join(map(repr, told))}{more}"
-        numbers: dict[str, Any] = {"subject": subject.name, "action": action.value, "topic": topic}
+        numbers: dict[str, Any] = {"subject": subject.name, "action": wanted, "topic": topic}
         if cursor:
             numbers["cursor"] = cursor
         if names:
             numbers["producer_name"] = names[0]
-        return error("NOT_ALLOWED", f"{subject.name!r} may not {action.value} {where}{under}", **numbers)
+        return error("NOT_ALLOWED", f"{subject.name!r} may not {wanted} {where}{under}", **numbers)
 
 
 class _Allowing(Allowing):

@@ -25,10 +25,10 @@ SUBJECT = "sub"
 """In a pattern of topics or producers, `${sub}` is the caller's unchanged name."""
 
 MAX_REMEMBERED = 4_096
-"""The most combinations of caller, action and topic whose rules are cached."""
+"""The maximum number of combinations of caller, action and topic for which the applicable rules are cached."""
 
 _WORK_AT_ONCE = 500_000
-"""The most work in one step: bytes of names, multiplied by the work of the patterns for each byte."""
+"""The maximum work in one step: bytes of names, multiplied by the work of the patterns for each byte."""
 
 _ANY = b"\xff"
 """A placeholder for any name. It occurs in no pattern and in no name, so that only a `*` matches it."""
@@ -54,15 +54,15 @@ class Rule:
     for publishing, and to some cursors for reading."""
 
     name: str
-    """The name by which an operator finds it: its `name`, or its kind and place in the file."""
+    """The name by which an operator finds the rule: its `name`, or its kind and place in the file."""
     denies: bool
     subjects: tuple[str, ...]
     actions: frozenset[Action]
     topics: tuple[str, ...]
     producers: tuple[str, ...] = ("*",)
-    """The producer names. They count only for publishing."""
+    """The producer names to which the rule applies. They matter only for publishing."""
     cursors: tuple[str, ...] = ("*",)
-    """The cursors that readers may move. They count only for reading."""
+    """The cursors that readers may move. They matter only for reading."""
 
     def names(self, action: Action) -> tuple[str, ...]:
         """Return the patterns of names to which the rule applies for this action."""
@@ -135,7 +135,7 @@ class Rules:
         self._granted: dict[tuple[str, Action, str], Granted] = {}
 
     def on(self, subject: str, action: Action, topic: str) -> Granted:
-        """Return the rules for a topic by its full name, as `_judged_as`."""
+        """Return the rules for a topic, given by its full name and judged under the names of `_judged_as`."""
         key = subject, action, topic
         if (granted := self._granted.get(key)) is None:
             if len(self._granted) >= MAX_REMEMBERED:
@@ -201,11 +201,11 @@ class Rules:
 
 
 def _judged_as(topic: str, action: Action, denies: bool) -> tuple[str, ...]:
-    """Return the names by which a rule may match a topic. A partition is judged as its partitioned topic.
+    """Return the names under which a rule may match a topic. A partition is judged as its partitioned topic.
 
-    A separate topic can have a partition's name too. Only a rule that matches this very name allows its creation.
-    Otherwise a caller that may create one topic could create any number. A rule that denies the partitioned topic also
-    denies its creation.
+    A separate topic can have a partition's name too. Only a rule that matches exactly this name allows its creation.
+    Otherwise a caller with permission to create one topic could create any number of topics. A rule that denies the
+    partitioned topic also denies the creation of this topic.
     """
     whole = whole_of(topic)
     if whole is None:
@@ -230,7 +230,7 @@ def _matches(topics: Sequence[str], name: bytes, subject: str) -> bool:
 _ALL = "all"
 _OF_RULES = ("name", "subjects", "actions", "topics", "producers", "cursors")
 _OF_NAMES = {"producers": Action.PUBLISH, "cursors": Action.READ}
-"""Keys of rules that have only this action."""
+"""Keys of rules that apply only to this action."""
 _OWN_NAMES = ("${sub}", "${sub}/*")
 _LIMITS = tuple(one.name for one in fields(CallerLimits))
 _KEYS = {"allow": _OF_RULES, "deny": _OF_RULES, "share": ("name", "subjects", *_LIMITS)}

@@ -16,7 +16,8 @@ RESERVED = frozenset({OPERATOR, ANONYMOUS})
 MAX_NAME_BYTES = 255
 
 _NETWORK_BYTES = 8
-"""The leading bytes of an IPv6 address. A client that has one address has all addresses with these bytes."""
+"""The number of leading bytes of an IPv6 address that identify a network. A client with one address has all addresses
+with the same leading bytes."""
 
 
 def can_be_name(name: str) -> bool:
@@ -31,7 +32,7 @@ def host_of(address: str) -> str:
 
 
 def network_of(address: str) -> str:
-    """Return the host; for IPv6, the network in which the host can have any address."""
+    """Return the host. For IPv6, return the network in which the host can have any address."""
     host = host_of(address)
     if not host.startswith("ipv6:"):
         return host
@@ -47,10 +48,10 @@ def network_of(address: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The caller, and the kind of credential that identifies it."""
+    """The caller, and the kind of credential that identifies the caller."""
 
     name: str
-    """Empty for an unknown caller, who may ask only for the health of the whole."""
+    """The caller's name. Empty for an unknown caller, who may only ask for the health of the whole sidecar."""
     kind: Literal["token", "jwt", "certificate", "nobody"]
     """`token` is the token of the data directory."""
     expires_at_seconds: float | None
@@ -60,7 +61,7 @@ class Subject:
 
     @property
     def is_unrestricted(self) -> bool:
-        """Whether no rules apply: to the operator, and to every caller without authentication."""
+        """Whether no rules apply to the caller: to the operator, and to every caller if authentication is disabled."""
         return self.kind == "token" or (self.kind == "nobody" and self.name == ANONYMOUS)
 
 

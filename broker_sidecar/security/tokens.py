@@ -17,6 +17,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,10 +37,12 @@ logger = logging.getLogger("seqdedupe.security")
 # -- Refused tokens. A caller that shows the same token repeatedly costs no signature check.
 
 MAX_HOSTS = 1_024
-"""The most hosts whose tokens are remembered. The host that showed none for the longest time makes room."""
+"""The maximum number of hosts whose tokens are remembered. Above this number, the host that has not presented a token
+for the longest time is forgotten."""
 
 MAX_TOKENS = 16
-"""The most tokens remembered for one host. So its tokens displace none of other hosts."""
+"""The maximum number of tokens remembered for one host. So the tokens of one host cannot displace the tokens of other
+hosts."""
 
 MAX_WHY_LETTERS = 200
 """The most characters kept of the reason of a refusal. A part of it comes from the token."""
@@ -77,7 +80,8 @@ class RefusedTokens:
         raise error(refusal.reason, refusal.why, **refusal.numbers)
 
     def add(self, token: bytes, address: str, e: SeqdedupeError, since_seconds: float, until_seconds: float) -> None:
-        """Refuse the token with this error from now on. At a time outside the interval it is checked again."""
+        """Refuse the token with this error from now on, within this interval of time. Outside the interval the token is
+        checked again."""
         host = network_of(address)
         tokens = self._of_hosts.setdefault(host, OrderedDict())
         self._of_hosts.move_to_end(host)
@@ -111,6 +115,9 @@ MAX_REMEMBERED = 1024
 
 EARLY_SECONDS = 1.0
 """The interval after which a token that is not valid yet is checked again."""
+
+_EARLIEST_SECONDS = -62_135_596_800
+"""The beginning of the year 1."""
 
 _LATEST_SECONDS = 253_402_300_799
 """The end of the year 9999."""
@@ -178,6 +185,14 @@ def _unusable(path: Path, why: str) -> SeqdedupeError:
     return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint, key="token_keys_file")
 
 
+def expired(subject: str, at_seconds: float) -> SeqdedupeError:
+    """Return TOKEN_EXPIRED for a token whose signature was verified. `at_seconds` is its `exp`."""
+    # The time comes first: the memory of refused tokens keeps only the beginning of the text.
+    at = datetime.fromtimestamp(at_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    what = f"the token expired at {at}; its subject is {subject!r}"
+    return error("TOKEN_EXPIRED", what, subject=subject, kind="jwt", expired_at=at)
+
+
 def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float = math.inf) -> Claims:
     """Return the contents of a token with a valid signature for this audience.
 
@@ -206,10 +221,10 @@ def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float 
     for name, value in times.items():
         if type(value) not in (int, float) or not -math.inf < value < math.inf:
             raise error("UNAUTHENTICATED", f"the token's `{name}` is not a finite number", **proven)
-        times[name] = max(-_LATEST_SECONDS, min(value, _LATEST_SECONDS))
+        times[name] = max(_EARLIEST_SECONDS, min(value, _LATEST_SECONDS))
     ends_at_seconds = times["exp"] + LEEWAY_SECONDS
     if ends_at_seconds <= time.time():
-        raise error("TOKEN_EXPIRED", "the token has expired", **proven)
+        raise expired(subject, times["exp"])
     if max_lifetime_seconds < math.inf:
         if "iat" not in times:
             raise error("UNAUTHENTICATED", "the token has no `iat`, so its lifetime is unknown", **proven)
@@ -263,9 +278,10 @@ class SignedTokens:
         return claims
 
     def credentials(self, now_seconds: float) -> list[Credential]:
-        """Return the valid tokens that were shown: the latest of each subject. May be called from any thread.
+        """Return the valid tokens that were presented: the latest token of each subject. May be called from any thread.
 
-        If there are more than `MAX_SUBJECTS`, return those with the smallest remaining part of their lifetime."""
+        If there are more than `MAX_SUBJECTS`, return the tokens with the smallest remaining part of their lifetime.
+        """
         latest: dict[str, Validity] = {}
         for subject, ends_seconds, starts_seconds in list(self._verified.values()):
             known = latest.get(subject)
@@ -299,7 +315,8 @@ def path_of(data_directory: Path) -> Path:
 
 
 def make(data_directory: Path) -> Path:
-    """Make the token if there is none; it is complete and durable on return. Return its file. Raises OSError."""
+    """Create the token if there is none. When this returns, the token is complete and durable. Return its file. Raises
+    OSError."""
     path = path_of(data_directory)
     if not os.path.lexists(path):
         new = path.with_name(f"{TOKEN_FILE}.{secrets.token_hex(4)}.new")
@@ -316,7 +333,8 @@ def make(data_directory: Path) -> Path:
 
 
 def tell(data_directory: Path, log_format: str) -> None:
-    """Tell people how clients get the token: a shell command on a terminal or in text logs, otherwise a log entry."""
+    """Tell people how clients get the token: print a shell command on a terminal or in text logs, otherwise write a log
+    entry."""
     line = f"export SEQDEDUPE_TOKEN_FILE={shlex.quote(str(path_of(data_directory).absolute()))}"
     if log_format == "text" or sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)

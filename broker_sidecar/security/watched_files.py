@@ -14,8 +14,8 @@ from seqdedupe.errors import SeqdedupeError
 logger = logging.getLogger("seqdedupe.security")
 
 LOOK_SECONDS = 1.0
-"""The interval at which the files are checked. A change takes effect if two checks have found it: an operator replaces
-several files one after the other, and a file may be in the middle of a write."""
+"""The interval at which the files are checked. A change takes effect after two checks have found it, because an
+operator replaces several files one after the other, and a file may be only partly written."""
 
 REMIND_SECONDS = 600.0
 """The interval at which the log repeats that the files cannot be used."""
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 class Watched(Generic[T]):
-    """`value` is the result of `load` for the files. It is loaded again when a file changes.
+    """`value` is the result of `load` for the files. The files are loaded again when one of them changes.
 
-    Invalid files change nothing: `value` stays, `problem` has the reason, and the log repeats it.
+    Invalid files change nothing: `value` is kept, `problem` contains the reason, and the log repeats the reason.
     """
 
     def __init__(self, what: str, paths: Sequence[Path], load: Callable[[], T], on_change: Callable[[], None]) -> None:
@@ -43,7 +43,8 @@ class Watched(Generic[T]):
         self.value = load()
 
     def look(self, *, at_once: bool = False) -> None:
-        """Load the files if they changed before the previous look; with `at_once`, if they have changed by now."""
+        """Load the files if they changed before the previous look. With `at_once`, load them if they have changed by
+        now."""
         signature = self._signature()
         if signature == self._tried:
             self._remind()

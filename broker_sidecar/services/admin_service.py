@@ -1,8 +1,8 @@
-"""AdminService: the calls about topics and their policies, and all others from the files of their groups.
+"""AdminService: the calls about topics and their policies. This file also combines the calls of the other groups.
 
-This file has `CreateTopic` to `GetTopic`, the policies of topics and namespaces, `Snapshot` and `GetVersion`. Producers
-and single messages are in `producer_calls.py`, cursors in `read_service.py`, exports, imports and backups in
-`transfer_calls.py`. Other sidecars and moves are in `cluster_calls.py` and `arrival_calls.py`, the rest in
+This file contains `CreateTopic` to `GetTopic`, the policies of topics and namespaces, `Snapshot` and `GetVersion`.
+Producers and single messages are in `producer_calls.py`, cursors in `read_service.py`, exports, imports and backups in
+`transfer_calls.py`. Other sidecars and moves are in `cluster_calls.py` and `arrival_calls.py`, and statistics in
 `statistics.py`.
 """
 
@@ -277,7 +277,8 @@ def _mode_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> bool:
 
 
 def _route_of(request: admin_pb2.CreateTopicRequest) -> DeduplicationRoute | None:
-    """Return how messages find their partitions; None if there is no choice. Raises INVALID_REQUEST."""
+    """Return the value by which messages are assigned to partitions; None if the request has no such choice. Raises
+    INVALID_REQUEST."""
     by_id = request.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
     if by_id and request.partitions:
         try:

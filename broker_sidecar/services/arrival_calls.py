@@ -1,10 +1,12 @@
-"""A topic that comes from another sidecar: the calls ReceiveTopic and SettleMove.
+"""The arrival of a topic from another sidecar: the calls ReceiveTopic and SettleMove.
 
-Begin with `ArrivalCalls`. `Coming` is an arriving topic. It ends as a topic of this sidecar, or without a trace.
+Begin with `ArrivalCalls`. `Coming` is an arriving topic. In the end it is a topic of this sidecar, or it is removed
+without a trace.
 
-The log is written next to the other logs, where no start of the sidecar looks. The snapshot is written into the store
-under an incarnation that is no topic of this sidecar. It is read before the other sidecar stops taking messages; later
-messages are read from the log. The topic belongs to this sidecar from the moment that its record says so.
+The log is written next to the other logs, in a place where no start of the sidecar looks. The snapshot is written into
+the store, under an incarnation that belongs to no topic of this sidecar. The snapshot is read before the other sidecar
+stops accepting messages; later messages are read from the log. The topic belongs to this sidecar from the moment at
+which its record states so.
 """
 
 import asyncio
@@ -65,9 +67,9 @@ class Coming:
     receiver: bytes = b""
     """The answer to the sending sidecar: the identity of this data directory, and the move."""
     stored: RestoredState | None = None
-    """The snapshot, once it has arrived completely."""
+    """The snapshot, once all of it has arrived."""
     is_taken: bool = False
-    """Whether this sidecar is taking the topic. It continues even if the call ends."""
+    """Whether this sidecar is taking over the topic. The takeover continues even if the call ends."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "seqdedupe-arriving"))
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -78,7 +80,7 @@ class Coming:
             raise error("MOVE_FAILED", f"topic {self.record.name} cannot be written here: {e}") from e
 
     async def read(self, kind: TopicKind[Topic]) -> RestoredState:
-        """Return the complete snapshot; read it at the first call. Raises the reason if it is invalid,
+        """Return the complete snapshot, which is read at the first call. Raises the reason if the snapshot is invalid,
         STORE_UNAVAILABLE."""
         if self.stored is None:
             await self.snapshot.finish()
@@ -86,7 +88,8 @@ class Coming:
         return self.stored
 
     def end(self, topics: Topics[Topic]) -> None:
-        """Remove everything, soon or after the next start, unless it is a topic by now."""
+        """Remove all data of the arriving topic, now or after the next start, unless it is a topic of this sidecar by
+        now."""
         if topics.is_draining:
             self._thread.shutdown(wait=False)
         else:
@@ -116,11 +119,12 @@ class Coming:
 
 
 SILENT_SECONDS = 60.0
-"""The longest silence of the other sidecar. It may wait for its disk, and copies while its clients leave it time."""
+"""The maximum time without a message from the other sidecar. It may wait for its disk, and its clients may slow down
+the copy."""
 
 
 class ArrivalCalls:
-    """The handlers. Only a sidecar with its own logs takes topics, and not if it has only some of the shards."""
+    """The handlers. A sidecar accepts arriving topics only if it has its own logs and all shards."""
 
     def __init__(self, data: Data, streams: Streams, guard: Guard) -> None:
         self._logs = data.logs if data.peers is None else None
@@ -138,9 +142,10 @@ class ArrivalCalls:
         }
 
     def check_is_known(self, name: str) -> None:
-        """Raise RECOVERING if the sidecar from which this topic came may not know yet that it is here.
+        """Raise RECOVERING if the sidecar from which this topic came may not have recorded yet that the topic arrived.
 
-        If the topic were deleted or moved on now, that sidecar would take it again."""
+        If the topic were deleted or moved on now, that sidecar would take it over again.
+        """
         record = self._topics.registry.record(name) if self._topics is not None else None
         if self._logs is not None and record is not None and self._logs.has_arrived(record.incarnation):
             raise error(
@@ -154,15 +159,15 @@ class ArrivalCalls:
         return self._logs, self._topics
 
     async def _receive_topic(self, _requests: object, _context: Context, stream: Stream) -> None:
-        """Receive a topic. This sidecar has it and serves it when the last answer is written:
+        """Receive a topic. When the last answer is written, this sidecar has the topic and serves it. The steps are:
 
         1. The first message names the topic. No other topic of that name can arrive meanwhile.
         2. The answer identifies this data directory, and the move.
         3. Parts of the log and pieces of the snapshot arrive. The snapshot is read when it is complete.
-        4. The topic's record says that it is this sidecar's, unless the other sidecar has meanwhile asked for the
-           outcome.
+        4. The topic's record states that the topic belongs to this sidecar, unless the other sidecar has meanwhile
+           asked for the outcome.
 
-        A failure up to step 3 leaves nothing of the topic.
+        A failure up to step 3 leaves no data of the topic.
         """
         logs, topics = self._own()
         head = parse_small(admin_pb2.ReceiveTopicRequest, await stream.read_first() or b"").head
@@ -201,8 +206,9 @@ class ArrivalCalls:
     def _begun(self, logs: EmbeddedLogs, topics: Topics[Topic], head: Any, stream: Stream) -> Coming:
         """Begin an arrival. From now on no other sidecar can move a topic of that name here.
 
-        Raises TOPIC_EXISTS, TOO_MANY_TOPICS, NEWER_FORMAT, OLDER_FORMAT, INVALID_REQUEST; MOVE_FAILED if it is arriving
-        already."""
+        Raises TOPIC_EXISTS, TOO_MANY_TOPICS, NEWER_FORMAT, OLDER_FORMAT, INVALID_REQUEST; MOVE_FAILED if the topic is
+        already arriving.
+        """
         name = topic_name(head.topic)
         if len(head.secret) != SECRET_BYTES:
             raise error("INVALID_REQUEST", f"the secret of a log has {SECRET_BYTES} bytes")
@@ -289,7 +295,7 @@ async def _next(stream: Stream) -> admin_pb2.ReceiveTopicRequest:
 
 
 async def _keep_from_who_had_it(topics: Topics[Topic], record: TopicRecord) -> None:
-    """Make a pending removal of this moved topic's remains do nothing from now on, because the topic comes back."""
+    """Make a pending removal of this moved topic's remains ineffective, because the topic comes back."""
     # A topic that was not used since the start is looked at now, so that its record shows where it went.
     await topics.waiting.use(record.name)
     async with topics.registry.locked(record.name) as entry:
@@ -298,7 +304,8 @@ async def _keep_from_who_had_it(topics: Topics[Topic], record: TopicRecord) -> N
 
 
 def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecord) -> None:
-    """Raise TOPIC_EXISTS and other errors if the topic cannot be taken. The place of a moved topic is free."""
+    """Raise TOPIC_EXISTS and other errors if the topic cannot be accepted. The name of a topic that moved away is
+    free."""
     name = record.name
     topics.check_takes_changes(name)
     topics.partitions.check_is_free(name)
@@ -314,7 +321,7 @@ def _check_is_free(logs: EmbeddedLogs, topics: Topics[Topic], record: TopicRecor
 
 
 async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, next_index: int) -> Topic:
-    """Make the topic this sidecar's own. On return, this sidecar serves it."""
+    """Make the topic this sidecar's own. When this returns, this sidecar serves the topic."""
 
     def check_is_whole(topic: Topic) -> None:
         # A crash may leave a half-written record. The other sidecar has not sent one.
@@ -342,9 +349,10 @@ async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, ne
 
 
 async def _forgotten(topics: Topics[Topic], record: TopicRecord) -> bool:
-    """Forget a moved topic of this name, of which only the new place is stored.
+    """Forget a topic of this name that moved away and of which only the new address is stored.
 
-    Return whether it had the same incarnation. Then its place is still to be removed."""
+    Return whether it had the same incarnation. If so, the stored address must still be removed.
+    """
     former = topics.registry.record(record.name)
     if former is None:
         return False

@@ -1,8 +1,8 @@
-"""The calls of AdminService about other sidecars, and about topics that move from one to another.
+"""The calls of AdminService about other sidecars, and about topics that move from one sidecar to another.
 
-Begin with `ClusterCalls`: it lists sidecars, forgets lost ones, finds the owner of a topic and moves it. In front of a
-Pulsar cluster, `Moves` releases a topic here and waits until another sidecar takes it. A topic on a sidecar's own log
-is sent by `cluster/departures.py`, and received by the calls of `arrival_calls.py`.
+Begin with `ClusterCalls`: it lists sidecars, forgets lost sidecars, finds the owner of a topic and moves the topic.
+With a Pulsar cluster, `Moves` releases a topic here and waits until another sidecar takes it over. A topic on a
+sidecar's own log is sent by `cluster/departures.py`, and received by the calls of `arrival_calls.py`.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ logger = logging.getLogger("seqdedupe.server")
 # -- Moving a topic of a cluster from this sidecar to another one.
 
 AWAY_SECONDS = 2 * TAKE_SECONDS
-"""The time for which this sidecar keeps away from a released topic. Another sidecar must serve it within half of that,
-and a client waits longer."""
+"""The time for which this sidecar does not take over a released topic. Another sidecar must serve the topic within half
+of this time. Clients wait for longer than this time."""
 POLL_SECONDS = 0.1
 
 
@@ -44,9 +44,9 @@ class Moves:
         self._under_way: dict[str, asyncio.Task[str]] = {}
 
     async def move(self, topic: Topic, to: str, cluster: "LogCluster") -> str:
-        """Release a topic, unless it is already at `to`. Return the address at which it is served then.
+        """Release a topic, unless it is already at `to`. Return the address at which the topic is served afterwards.
 
-        Raises NOT_OWNER and other reasons why it is not served here, INVALID_ADDRESS, MOVE_FAILED.
+        Raises NOT_OWNER and other reasons why the topic is not served here, INVALID_ADDRESS, MOVE_FAILED.
         """
         topic.check_serving()
         to = str(SidecarAddress.parse(to)) if to else ""
@@ -74,7 +74,7 @@ async def _move(topic: Topic, to: str, cluster: "LogCluster") -> str:
 
 
 async def _check_can_have(topic: Topic, address: str, others: Neighbours) -> None:
-    """Raise MOVE_FAILED unless the sidecar there knows this topic, and stands by."""
+    """Raise MOVE_FAILED unless the sidecar at this address knows the topic and is a standby for it."""
     try:
         known = await others.topic(address, topic.name)
     except SeqdedupeError as e:
@@ -88,9 +88,10 @@ async def _check_can_have(topic: Topic, address: str, others: Neighbours) -> Non
 
 
 async def _taken(topic: Topic, to: str, cluster: "LogCluster", said: list[str]) -> str:
-    """Return the address of the sidecar that serves the topic, once one does: `to`, or if that is empty, any owner.
+    """Return the address of the sidecar that serves the topic, once a sidecar does: the sidecar at `to`, or with an
+    empty `to` any owner.
 
-    Raises the reason why the sidecar at `to` does not serve it. The last element of `said` is the last error.
+    Raises the reason why the sidecar at `to` does not serve the topic. The last element of `said` is the last error.
     """
     while True:
         try:

@@ -61,14 +61,16 @@ SERVICE = "seqdedupe.v1.DedupeService"
 MAX_TOKEN = 2**64 - 1
 
 MAX_UNSENT_BYTES = 256 * 1024
-"""The most bytes of unsent answers. Above that, the sidecar reads no messages of the broker until it has sent them."""
+"""The maximum size of unsent answers. Above this size, the sidecar reads no messages of the broker until answers are
+sent."""
 
 TRIM_NEWS_SECONDS = 0.1
-"""The time for which news of the trim position waits, to be sent with an answer. To a busy broker it is never sent
-alone."""
+"""A change of the trim position waits for this time, to be sent together with an answer. While the broker is busy, it
+is never sent alone."""
 
 END_SECONDS = 1.0
-"""The time to send the reason when an attachment ends. A client that does not read meanwhile does not get it."""
+"""The time for sending the reason when an attachment ends. A client that does not read during this time does not get
+the reason."""
 
 
 class DedupeService:
@@ -112,7 +114,7 @@ class DedupeService:
             hold.close()
 
     async def _topic_of(self, name: str) -> AttachedTopic:
-        """Return the topic to attach. Create it if necessary."""
+        """Return the topic to attach. If it does not exist, create it."""
         # Its replay and reports are the truth of the whole topic, for all producer names in them.
         self._permissions.check_topic(Action.ATTACH, name)
         await self._topics.waiting.use(name)
@@ -124,10 +126,10 @@ class DedupeService:
 
 
 class _Hold:
-    """One attachment, as messages of its stream.
+    """One attachment, as the messages of its stream.
 
-    Only one task writes. The end of the attachment cancels the other task, so it cuts no message off, and the end is
-    the last message.
+    Only one task writes. The end of the attachment cancels only the other task. So no message is cut off, and the end
+    is the last message.
     """
 
     def __init__(self, topic: AttachedTopic, stream: Stream, permissions: Permissions) -> None:
@@ -147,7 +149,8 @@ class _Hold:
         self._writer = unasked(self._send_all())
 
     async def serve(self) -> None:
-        """Answer the broker's messages until it ends its side. Raises the reason if the attachment ends before."""
+        """Answer the broker's messages until the broker ends its side of the stream. If the attachment ends before,
+        raise the reason."""
         try:
             with self._stream.ending():
                 await self._answer_all()
@@ -268,7 +271,7 @@ class _Hold:
             self._news.set()
 
     async def _send_all(self) -> None:
-        """Send the answers and the trim position until no more answers come."""
+        """Send the answers and the trim position until no more answers follow."""
         while not self._has_ended or self._unsent:
             if not self._unsent:
                 await self._news.wait()

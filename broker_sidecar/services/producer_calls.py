@@ -52,8 +52,9 @@ class ProducerCalls:
     async def _owned(self, name: str) -> Any:
         """Return the topic, for answers about its producers.
 
-        Raises TOPIC_NOT_FOUND. Raises NOT_OWNER if the topic is on another sidecar, because the state here may be
-        old."""
+        Raises TOPIC_NOT_FOUND. Raises NOT_OWNER if the topic is on another sidecar, because the state in this sidecar
+        may be outdated.
+        """
         topic = await find(self._all_topics, name)
         if topic.state is State.STANDBY:
             topic.check_may_go_on()
@@ -161,10 +162,10 @@ Page = list[tuple[int, bytes]]
 
 
 class ProducerPages:
-    """Gives each page the place of the next one: the producer number, and an ID of the present numbering.
+    """Assigns to each page the place of the next page: a producer number, and an ID of the current numbering.
 
-    The numbering changes when names of forgotten producers are freed, when a topic is opened again, and with the
-    process.
+    The numbering changes when names of forgotten producers are freed, when a topic is opened again, and when the
+    process restarts.
     """
 
     def __init__(self) -> None:
@@ -173,8 +174,8 @@ class ProducerPages:
     def page(self, producers: Producers, place: int, count: int) -> tuple[Page, int]:
         """Return at most `count` names from a place on (0: the first name), and the next place; 0 at the end.
 
-        Names of forgotten producers are omitted. With a place of another numbering, the pages begin again at the first
-        name, so that none is missed. Raises INVALID_REQUEST.
+        Names of forgotten producers are omitted. If the place belongs to an earlier numbering, the pages restart at the
+        first name, so that no name is missed. Raises INVALID_REQUEST.
         """
         if place < 0:
             raise error("INVALID_REQUEST", f"offset is {place}: it should be 0, or the next_offset of a page")

@@ -1,4 +1,4 @@
-"""PublishService: sessions, and frames from a client to a topic and their answers."""
+"""PublishService: it opens sessions, passes frames from a client to a topic, and returns the answers."""
 
 import asyncio
 import logging
@@ -192,17 +192,18 @@ MAX_RESPONSE_BYTES = 2 * 1024 * 1024
 of 4 MiB."""
 
 LAST_ANSWERS_SECONDS = 1.0
-"""The time for a client to read the waiting answers when the sidecar drains, or another one has taken the topic."""
+"""The time in which a client can read the waiting answers when the sidecar drains, or when another sidecar has taken
+over the topic."""
 
 MAX_ANSWER_FACTOR = 3
-"""The largest ratio of a receipt of old rows to its batch, in bytes. A row takes at least 12 bytes of the batch.
-In the receipt, an old row with a known place takes at most 33 bytes, and a new row that is a separate run takes 25."""
+"""The maximum ratio of a receipt of old rows to its batch, in bytes. A row takes at least 12 bytes of the batch. In the
+receipt, an old row with a known place takes at most 33 bytes, and a new row that is a separate run takes 25 bytes."""
 
 MAX_ANSWER_BYTES = 33 * MAX_BATCH_ROWS
 """The size of the longest receipt."""
 
 FRAME_BYTES = 2048
-"""The memory of a frame in flight in addition to its batch: objects of Python and numpy. For a small batch, it is
+"""The memory of a frame in flight in addition to its batch: objects of Python and numpy. For a small batch, this is
 nearly the whole memory."""
 
 NO_MESSAGE_ID = MessageId(-1, -1, -1).to_proto()
@@ -211,16 +212,17 @@ _STATE_OF_TOPIC = struct.Struct("<BqBq")
 
 
 class _FrameStream:
-    """The frames in flight of one publish stream, and its answers that wait to be sent. A frame passes these steps:
+    """The frames in flight of one publish stream, and the answers that wait to be sent. A frame passes these steps:
 
-    1. The stream reads the message when there is room for one as large as the last. `parse_frames` cuts it into frames.
-    2. The topic looks up on disk which rows it has, while other streams are served (`take`).
-    3. The frame waits until there is room for it and its answer.
-    4. The topic judges it and hands it to its log, all in one step of the event loop (`admit`).
-    5. The topic answers at once or when the frame is stored. The answer takes the frame's room, and is sent
+    1. The stream reads the next message when there is room for a message as large as the previous one. `parse_frames`
+       cuts the message into frames.
+    2. The topic looks up on disk which rows it already has, while other streams are served (`take`).
+    3. The frame waits until there is room for the frame and its answer.
+    4. The topic judges the frame and passes it to its log, all in one step of the event loop (`admit`).
+    5. The topic answers at once or when the frame is stored. The answer takes over the frame's room, and is sent
        (`send_all`).
 
-    `is_early`: receipts may come before their rows are durable.
+    `is_early`: receipts may be sent before their rows are durable.
     """
 
     def __init__(
@@ -239,7 +241,7 @@ class _FrameStream:
         self.news = asyncio.Event()
 
     async def take_all(self, frames: list[tuple[int, bytes]]) -> int:
-        """Admit these frames and empty the list's elements. Return the size of the longest batch."""
+        """Admit these frames, and remove the list's references to them. Return the size of the longest batch."""
         sizes = [len(batch) for _, batch in frames]
         behind_bytes = sum(sizes)
         if frames:
@@ -254,9 +256,10 @@ class _FrameStream:
         return max(sizes, default=0)
 
     async def take(self, frame: int, batch: bytes, behind_bytes: int = 0) -> None:
-        """Admit a frame when there is room for it, in the same step as the end of its lookup.
+        """Admit a frame when there is room for it, in the same step of the event loop in which its lookup ends.
 
-        `behind_bytes` have been read too, and wait until then."""
+        `behind_bytes` is the size of the frames behind it, which have been read too and wait.
+        """
         ids, looked_up, size = self.topic.ids, None, len(batch)
         while True:
             if ids.window is not None:
@@ -272,7 +275,7 @@ class _FrameStream:
         self.admit(frame, batch, looked_up)
 
     def admit(self, frame: int, batch: bytes, looked_up: LookedUp | None = None) -> None:
-        """Hand a frame to the topic. The answer is added to `unsent`. `looked_up`: as of `Topic.admit`."""
+        """Pass a frame to the topic. The answer is added to `unsent`. `looked_up`: see `Topic.admit`."""
         size = FRAME_BYTES + len(batch)
         self.stream.share.take(size)
         self.stream.frames_in_flight += 1
@@ -336,7 +339,8 @@ class _FrameStream:
             await self.topic.flight.wait_for_room()
 
     def take_unsent(self) -> tuple[bytes, int]:
-        """Return a response with the waiting answers, up to the limit of a response, and the size of these answers."""
+        """Return a response with the waiting answers, up to the limit of a response, and the total size of these
+        answers."""
         self._tells_durable = False
         taken: list[bytes] = []
         size = 0
@@ -350,8 +354,8 @@ class _FrameStream:
         return b"".join(taken), size
 
     async def send_all(self) -> None:
-        """Write all answers. Only this task writes to the stream. If the reader wrote, it would stop reading while the
-        client does not read."""
+        """Write all answers. Only this task writes to the stream. If the task that reads also wrote, it would stop
+        reading while the client does not read."""
         while not self.has_ended or self.stream.frames_in_flight or self.unsent:
             await self.news.wait()
             self.news.clear()
@@ -384,17 +388,17 @@ class PublishService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _open(self, request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
-        """Open sessions, or resume those with the given epochs, in these steps:
+        """Open sessions, or resume the sessions with the given epochs, in these steps:
 
-        1. The request counts for the caller's share, because the log gets a record of it.
-        2. Names as which the caller may not publish are set aside and refused at their places. A caller whose disk
-           share is full opens nothing, and resumes only what the log already holds.
+        1. The request counts towards the caller's share, because a record of it is written to the log.
+        2. Names under which the caller may not publish are removed and refused at their places. A caller whose disk
+           share is full can open nothing, and can resume only names that are already in the log.
         3. The topic is found, or created.
-        4. Names that are new to the topic must fit the shares. Resuming makes names known too: the epoch of another
-           name is also accepted.
-        5. The topic gives sessions to the other names. Many names are opened in parts, between which other callers may
-           open names.
-        6. The audit trail records who took over whose names, and the answer is made.
+        4. Names that are new to the topic must fit the shares. Resuming makes names known too, because an epoch of
+           another name is also accepted.
+        5. The topic opens sessions for the remaining names. Many names are opened in parts, between which other callers
+           may open names.
+        6. The audit trail records which caller took over whose names, and the answer is created.
         """
         if len(request.producer_names) > MAX_OPEN_NAMES:  # before Python objects are made of them
             raise wrong_count()
@@ -427,9 +431,10 @@ class PublishService:
         return await _opened_to_proto(topic, opened.among(len(request.producer_names), denied))
 
     async def _denied(self, topic: str, names: list[str]) -> dict[int, SeqdedupeError]:
-        """Return the errors for the names as which the caller may not publish, by place.
+        """Return the errors for the names under which the caller may not publish, by place.
 
-        Raises NOT_ALLOWED, which names the first ones, if all are denied."""
+        Raises NOT_ALLOWED, which names the first of them, if all names are denied.
+        """
         self._permissions.check_topic(Action.PUBLISH, topic)
         places, denial = await self._permissions.denied_names(topic, names)
         if denial is None:
@@ -491,8 +496,8 @@ class PublishService:
             await abort(context, e)
 
     def _check_unnamed(self, topic: Topic) -> None:
-        """Raise NOT_ALLOWED if the topic's messages have no producers, and the caller may publish only as certain
-        ones."""
+        """Raise NOT_ALLOWED if the topic's messages have no producers, and the caller may publish only under certain
+        producer names."""
         if topic.window is not None:
             self._permissions.check_publishes_unnamed(topic.name)
 
@@ -526,7 +531,7 @@ class PublishService:
             publishing.give_up()
 
     async def _take_frames(self, publishing: _FrameStream, frames: list[tuple[int, bytes]]) -> None:
-        """Admit these frames and all later ones, until the client ends its side of the stream."""
+        """Admit these frames and all later frames, until the client ends its side of the stream."""
         topic = publishing.topic
         while True:
             if topic.has_successor:
@@ -586,5 +591,5 @@ def _answer_bytes(size: int) -> int:
 
 
 def _room_for(size: int) -> int:
-    """Return the room that a stream needs for a batch of `size` bytes and for the answer that takes its place."""
+    """Return the room that a stream needs for a batch of `size` bytes, and for the answer that replaces it."""
     return FRAME_BYTES + max(size, COPIES * _answer_bytes(size))

@@ -1,4 +1,5 @@
-"""ReadService: pages, streams, searches for places, and named cursors (also the cursor calls of AdminService)."""
+"""ReadService: pages, streams, searches for positions, and named cursors (including the cursor calls of
+AdminService)."""
 
 import asyncio
 import struct
@@ -27,8 +28,8 @@ from seqdedupe.v1 import admin_pb2, read_pb2
 SERVICE = "seqdedupe.v1.ReadService"
 
 LEAST_PAGE_BYTES = 16 * 1024
-"""The smallest size limit of a page. The largest is PAGE_BYTES, unless a message alone is larger. With this lower
-limit, hundreds of clients that do not read leave some memory."""
+"""The smallest size limit of a page. The largest is PAGE_BYTES, unless a single message is larger. With this small
+limit, hundreds of clients that do not read still leave some memory free."""
 
 _TAIL = struct.Struct("<BqBqBq")
 _SKIPPED = struct.Struct("<HBBqBq")
@@ -90,7 +91,7 @@ class ReadService:
         self._followers = Followers(_encode)
         self.readings: set[Reading] = set()
         self.sent_messages = self.sent_bytes = 0
-        """In pages of all streams and calls."""
+        """The counts in the pages of all streams and calls."""
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
@@ -121,7 +122,7 @@ class ReadService:
         await stream.write_reserved(answer)
 
     async def _page(self, topic: Topic, index: int, stop: int, stream: Stream, *, skip_damaged: bool) -> Page:
-        """Return a page for a call. It does not wait for room. Raises QUEUE_FULL, SHARE_EXCEEDED."""
+        """Return a page for a call, without waiting for room. Raises QUEUE_FULL, SHARE_EXCEEDED."""
         size = _page_bytes(stream.share)
         while True:
             stream.reserve_now(size, "readers hold all the memory for pages")
@@ -148,7 +149,7 @@ class ReadService:
         last_bytes = 0
 
         async def room(least_bytes: int) -> int:
-            """Reserve room before anything is read. A message is probably as large as the one before it."""
+            """Reserve room before a page is read. A message is probably as large as the previous message."""
             size = max(_page_bytes(stream.share), last_bytes, least_bytes)
             return await stream.reserve(size, least_bytes or LEAST_PAGE_BYTES)
 
@@ -210,7 +211,7 @@ class ReadService:
 
 
 async def _keep_alive(stream: Stream, reading: Reading, writing: asyncio.Lock, seconds: float) -> None:
-    """Send an empty page after each `seconds` without another answer; never if it is 0."""
+    """Send an empty page whenever no other answer was sent for `seconds`. With 0, never send one."""
     said_at = stream.moved_at
     while seconds:
         await asyncio.sleep(max(said_at, stream.moved_at) + seconds - time.monotonic())
@@ -224,7 +225,8 @@ async def _keep_alive(stream: Stream, reading: Reading, writing: asyncio.Lock, s
 
 
 def _page_bytes(share: Share) -> int:
-    """Return the size limit of the next page. The less memory is left for the caller, the smaller are its pages."""
+    """Return the size limit of the next page. The less memory remains for the caller, the smaller are the caller's
+    pages."""
     return max(LEAST_PAGE_BYTES, int(PAGE_BYTES * share.free_part**2))
 
 
@@ -241,7 +243,7 @@ RECORD_BYTES = 256
 
 
 class Cursors:
-    """The handlers. `topics` are those on the sidecar's own log; None if it has none."""
+    """The handlers for cursors. `topics` are the topics on the sidecar's own log; None if it has none."""
 
     def __init__(self, topics: Topics[Topic] | None, permissions: Permissions) -> None:
         self._topics = topics
@@ -289,10 +291,11 @@ class Cursors:
         return read_pb2.MoveCursorResponse()
 
     async def _wait_for_turn(self, request: read_pb2.MoveCursorRequest) -> None:
-        """Wait as the caller's shares require, because a caller with only the right to read must not fill the topic's
+        """Wait as the caller's shares require. Otherwise a caller with only the right to read could fill the topic's
         log.
 
-        Raises SHARE_EXCEEDED."""
+        Raises SHARE_EXCEEDED.
+        """
         shares, now_seconds = self._permissions.shares, time.monotonic()
         use = shares.of(caller().name)
         if not caller().is_unrestricted:

@@ -18,6 +18,7 @@ from broker_sidecar.security.subject import Subject, caller
 from broker_sidecar.streams import Stream, Streams, messages
 from seqdedupe.errors import error
 from seqdedupe.names import topic_name
+from seqdedupe.wording import counted
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
@@ -27,11 +28,11 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health:
-    """The states, and the handlers of the calls that ask for them or watch them.
+    """The states, and the handlers of the calls that check or watch them.
 
     `asked` is called with the requested topic's name, to make the topic ready for use. `check_owner` raises NOT_OWNER
-    for a topic of another process. `called` is called with the caller of a check, whose connection may serve for
-    nothing else.
+    for a topic of another process. `called` is called with the caller of a check, because the caller's connection may
+    have no other purpose.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class Health:
         return bool(self._statuses[""] == SERVING)
 
     def summary(self) -> str:
-        """Return the state of this process as a line for people."""
+        """Return the state of this process as a line of text for people."""
         what = "Draining" if self._is_draining else "Serving" if self.is_serving else "Recovering"
         topics = [status for name, status in self._statuses.items() if name not in ("", CONFIGURATION)]
-        return f"{what}: {topics.count(SERVING)} of {len(topics)} topics ready"
+        return f"{what}: {topics.count(SERVING)} of {counted(len(topics), 'topic')} ready"
 
     def drain(self) -> None:
-        """Set everything to NOT_SERVING for good."""
+        """Set all states to NOT_SERVING permanently."""
         for name in list(self._statuses):
             self.set(name, NOT_SERVING)
         self._is_draining = True
@@ -123,7 +124,8 @@ class Health:
 
 
 def _name_in(data: bytes) -> str:
-    """Return the requested name: the whole, or a topic by its full name. Raises INVALID_TOPIC_NAME."""
+    """Return the requested name: the empty name for the whole sidecar, or a topic's full name. Raises
+    INVALID_TOPIC_NAME."""
     name = parse_small(health_pb2.HealthCheckRequest, data).service
     return name if name in HEALTH_OF_THE_WHOLE else topic_name(name)
 

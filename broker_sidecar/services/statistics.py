@@ -1,8 +1,8 @@
 """The sidecar's state for people: the answer of `AdminService.GetStatistics`, which the web page shows too.
 
-`RecentActivity` has the events of the last minutes in the topics, by interval. Topics have counters anyway, and they
-are read once in each interval. So a message costs nothing more, and an idle topic costs almost nothing. `Statistics`
-makes the answer for the requested topics.
+`RecentActivity` contains the events in the topics during the last minutes, by interval. It reads the topics' counters
+once in each interval. So it costs nothing per message, and almost nothing for an idle topic. `Statistics` creates the
+answer for the requested topics.
 """
 
 import asyncio
@@ -35,7 +35,8 @@ INTERVALS = 200
 """The number of intervals that are kept: ten minutes."""
 
 MAX_HISTORIES = 5_000
-"""The most topics with a history, among those with recent events. Others have none. A history takes 4 kB."""
+"""The maximum number of topics with a history, among the topics with recent events. Other topics have none. A history
+takes 4 kB."""
 
 TOPICS_AT_ONCE = 256
 """The number of topics whose counters are read in one step of the event loop."""
@@ -49,7 +50,7 @@ NOT_DUP, DUP, UNKNOWN, REFUSED = range(4)
 _MOST = 2**32 - 1
 _NOTHING = (0,) * len(SERIES)
 _PLACES = INTERVALS + 1
-"""One more than is shown: the place of the interval that is being written."""
+"""One interval more than is shown: the interval that is being written."""
 
 Counts = tuple[int, ...]
 """One count for each series."""
@@ -146,7 +147,7 @@ class RecentActivity:
     # -- the history for answers -------------------------------------------------------------------------------
 
     def past(self, name: str) -> Past | None:
-        """Return the history of a topic by its full name; None if there were no events, or it has no history."""
+        """Return the history of a topic by its full name; None if there were no events, or the topic has no history."""
         return self._pasts.get(name)
 
     def activity(self, past: Past | None = None) -> admin_pb2.Activity:
@@ -282,7 +283,7 @@ def _check(request: admin_pb2.GetStatisticsRequest) -> None:
 
 
 def replay_left_messages(topic: TopicBase | Closed) -> int:
-    """Return the number of messages that the log is known to have, and that recovery has not read yet."""
+    """Return the number of messages that are known to be in the log and that recovery has not read yet."""
     return 0 if isinstance(topic, Closed) or topic.knows_its_end else topic.readable_index - topic.confirmed_index
 
 

@@ -20,6 +20,7 @@ from seqdedupe.figures import ORDERS, beyond_snapshot, duration, merged, per_sec
 from seqdedupe.http_server import Request, Response, Route, on_loop
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 # -- HTML and SVG, made of elements. Only this section turns text into markup; all text passed to it is escaped.
 
@@ -239,7 +240,12 @@ def tiles(activity: admin_pb2.Activity, interval_ms: int) -> Markup:
                 label,
                 short(per_second(values, interval_ms)),
                 f"{what}/s",
-                chart(values, INTERVALS, f"{label}: {sum(values):,} {what} in the last {minutes} minutes", kind),
+                chart(
+                    values,
+                    INTERVALS,
+                    f"{label}: {counted(sum(values), what.removesuffix('s'))} in the last {minutes} minutes",
+                    kind,
+                ),
                 f"{short(sum(values))} in {minutes} min{note}",
             )
             for label, what, values, kind, note in (
@@ -282,8 +288,8 @@ def _recovery(found: admin_pb2.GetStatisticsResponse) -> Content:
     return section(
         "Recovery" if admin_pb2.TOPIC_STATE_RECOVERING in counts else "States",
         tag("progress", value=serving, max=total, aria_label="Topics that serve"),
-        tag("p", f"{serving:,} of {total:,} topics serve; {others}"),
-        tag("p", f"{found.replay_left_messages:,} messages are still to be read")
+        tag("p", f"serving: {serving:,} of {counted(total, 'topic')}; {others}"),
+        tag("p", f"still to be read: {counted(found.replay_left_messages, 'message')}")
         if found.replay_left_messages
         else None,
     )
@@ -330,7 +336,10 @@ def _row(one: admin_pb2.TopicStatistics, interval_ms: int) -> Markup:
     beyond = beyond_snapshot(topic)
     unknown, refused = sum(activity.unknown), sum(activity.refused)
     drawing = chart(
-        merged(activity.not_dup, _MERGED), INTERVALS // _MERGED, f"{sum(activity.not_dup):,} messages stored", "plain"
+        merged(activity.not_dup, _MERGED),
+        INTERVALS // _MERGED,
+        f"{counted(sum(activity.not_dup), 'message')} stored",
+        "plain",
     )
     return tag(
         "tr",
@@ -448,19 +457,19 @@ def _facts(one: admin_pb2.TopicStatistics) -> Markup:
         count = topic.last.index + 1 - topic.first_index
         facts |= {
             "Messages": f"{count:,}" + (f", indexes {topic.first_index:,} to {topic.last.index:,}" if count else ""),
-            "Snapshot": f"up to index {topic.snapshot_index:,}; {beyond:,} messages after it{age}",
+            "Snapshot": f"up to index {topic.snapshot_index:,}; {counted(beyond, 'message')} after it{age}",
             "Size": f"{topic.log_bytes:,} bytes",
             "Producers": f"{topic.producers:,}",
             "Term": f"{topic.term:,}",
             "Deduplication": "on" if topic.policy.deduplication_enabled else "off",
             "Since it was opened": f"{topic.not_dup:,} stored, {topic.dup:,} Dup, {topic.unknown:,} Unknown, "
-            f"{topic.refused:,} frames refused",
+            f"{counted(topic.refused, 'frame')} refused",
         }
     facts["Incarnation"] = str(topic.incarnation)
     if one.replay_left_messages:
-        facts["To be read before it serves"] = f"{one.replay_left_messages:,} messages"
+        facts["To be read before it serves"] = counted(one.replay_left_messages, "message")
     if topic.damaged_places:
-        facts["Damage"] = f"{topic.damaged_places:,} places, {topic.damaged_messages:,} messages"
+        facts["Damage"] = f"{counted(topic.damaged_places, 'place')}, {counted(topic.damaged_messages, 'message')}"
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts.items()))
 
 

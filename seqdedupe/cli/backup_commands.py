@@ -16,12 +16,27 @@ from seqdedupe.cli.doctor_commands import prepare, print_findings
 from seqdedupe.command import FAILED, echo, print_json, print_table, printable, say
 from seqdedupe.errors import error
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from seqdedupe.transfer.backup import Manifest
     from seqdedupe.transfer.backup_places import BackupPlace, BucketPlace, FolderPlace, KeptBackup
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+def _folder(argument: str) -> str:
+    """Return the argument. Raises UsageError if it is a URL, which would be taken as a path."""
+    if "://" in argument:
+        how = "`seqdedupe backup list s3://BUCKET/PREFIX --verify` verifies, `seqdedupe restore --from` restores"
+        raise click.UsageError(f"Give a folder, not a URL. In an object store, {how}.")
+    return argument
+
+
+class _Folder(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(_folder(value), param, ctx)
+
+
+_FOLDER = _Folder(file_okay=False, path_type=Path)
 _MAKE = "make"
 
 
@@ -85,8 +100,8 @@ def make(name: str | None, keep: int | None, to: str | None, address: str, as_js
         return 0 if is_whole else FAILED
     for one in made:
         _say(
-            f"{one.directory}: {one.topics:,} topics, {one.bytes:,} bytes, {one.linked_bytes:,} of them shared "
-            f"with an earlier backup; as of {_moment(one.made_at_us)}"
+            f"{one.directory}: {counted(one.topics, 'topic')}, {one.bytes:,} bytes, "
+            f"{one.linked_bytes:,} of them shared with an earlier backup; as of {_moment(one.made_at_us)}"
         )
         _say_faults(one.damaged, one.left_out)
     _say("verified" if care.is_verified else "not verified: " + care.why_not)
@@ -274,18 +289,18 @@ def restore(places: tuple[str, ...], place: str | None, name: str | None, as_jso
     if len(places) != (wanted := 1 if place else 2):
         words = "BACKUP and DATA_DIRECTORY" if wanted == 2 else "DATA_DIRECTORY alone"
         raise click.UsageError(f"Give {words}, or --from DEST and DATA_DIRECTORY.")
+    *folders, to = (Path(_folder(one)) for one in places)
     prepare()
     from seqdedupe.transfer import backup
     from seqdedupe.transfer.backup_places import place_at
 
-    to = Path(places[-1])
     if place:
         at = place_at(place)
         name = name or at.newest_good()
         _warn_of_future(at, "is not taken for the newest")
         source, manifests = f"{at.url}/{name}", at.restore(name, to)
     else:
-        source, manifests = places[0], backup.restore(Path(places[0]), to)
+        source, manifests = places[0], backup.restore(folders[0], to)
     is_whole = not any(one.damaged or one.left_out for one in manifests)
     if as_json:
         values = [_manifest_json(to, manifest) for manifest in manifests]
@@ -318,9 +333,8 @@ def _moment(at_us: int) -> str:
 
 
 def _say_manifest(place: Path, manifest: "Manifest") -> None:
-    text = (
-        f"{place}: {len(manifest.files):,} files, {manifest.size_bytes:,} bytes, as of {_moment(manifest.made_at_us)}"
-    )
+    size = f"{counted(len(manifest.files), 'file')}, {manifest.size_bytes:,} bytes"
+    text = f"{place}: {size}, as of {_moment(manifest.made_at_us)}"
     _say(text)
     _say_faults(manifest.damaged, manifest.left_out)
 

@@ -21,6 +21,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import told_credentials
+from seqdedupe.wording import counted
 
 # -- Latencies by their frequency, to three digits, in the buckets of HdrHistogram.
 
@@ -392,13 +393,15 @@ def _summary(load: Load) -> dict[str, object]:
 
 def _print_summary(load: Load) -> None:
     plan, figures = load.plan, _summary(load)
-    producers = "producer" if plan.names == 1 else "producers"
-    echo(f"{load.total.count:,} messages of {plan.size_bytes:,} bytes, {plan.names} {producers}, to {plan.topic}")
+    echo(
+        f"{counted(load.total.count, 'message')} of {plan.size_bytes:,} bytes, {counted(plan.names, 'producer')}, "
+        f"to {plan.topic}"
+    )
     echo(f"{load.elapsed_seconds:6.1f} s  {_rates(figures)}  {_latencies(figures, _PERCENTILES)}")
     if load.due * _RATE_REACHED > load.sent:
-        echo(f"the rate was not reached: {load.due - load.sent:,} of {load.due:,} messages that were due were not sent")
+        echo(f"the rate was not reached: {load.due - load.sent:,} of {counted(load.due, 'due message')} not sent")
     if load.sent > load.total.count:
-        echo(f"{load.sent - load.total.count:,} messages sent have no receipt")
+        echo(f"without a receipt: {counted(load.sent - load.total.count, 'message')} sent")
 
 
 def _rates(figures: dict[str, object]) -> str:

@@ -10,7 +10,7 @@ import traceback
 from types import TracebackType
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import CompletionItem, ShellComplete
 
 from seqdedupe.command import needing, run_command, say_failure, says_json
 from seqdedupe.errors import error
@@ -37,12 +37,44 @@ def serve(flags: tuple[str, ...]) -> None:
 _MODULES = {"audit": "seqdedupe_spark.audit_job", "bootstrap": "seqdedupe_spark.bootstrap_job"}
 """The jobs with separate modules. All other commands are the reader job's."""
 
+_READER = "seqdedupe_spark.reader_job"
+
+_JOBS = {
+    "audit": "Report what is doubled, out of order or missing.",
+    "bootstrap": "Write a file for `seqdedupe import`.",
+    "lag": "Show how far behind the job is.",
+    "positions": "Show the job's positions.",
+    "reset": "Set where the job continues.",
+    "run": "Run the job.",
+}
+"""The commands, for completion."""
+
+
+class _Job(click.Command):
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the name of a job without the packages for Spark; then what that job takes, if they are there."""
+        arguments = list(ctx.params.get("arguments") or ())
+        if not arguments:
+            return [CompletionItem(name, help=line) for name, line in _JOBS.items() if name.startswith(incomplete)]
+        name = arguments[0] if arguments[0] in _MODULES else None
+        try:
+            module = importlib.import_module(_MODULES[name] if name else _READER)
+        except ModuleNotFoundError:
+            return []
+        command, rest = (module.main, arguments[1:]) if name else (module.cli, arguments)
+        return ShellComplete(command, {}, NAME, "").get_completions(rest, incomplete)
+
+
+def _complete_job(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return ctx.command.shell_complete(ctx, incomplete)
+
 
 @click.command(
+    cls=_Job,
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
     short_help="Read topics into a table with Spark; audit topics.",
 )
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_job)
 def job(arguments: tuple[str, ...]) -> None:
     """Run a Spark job: `run`, `positions`, `lag` and `reset` of the reader job, `audit`, `bootstrap`.
 
@@ -50,7 +82,7 @@ def job(arguments: tuple[str, ...]) -> None:
     """
     name = arguments[0] if arguments and arguments[0] in _MODULES else None
     with needing("Spark jobs need", "spark"):
-        module = importlib.import_module(_MODULES[name] if name else "seqdedupe_spark.reader_job")
+        module = importlib.import_module(_MODULES[name] if name else _READER)
     sys.exit(module.run_main(list(arguments[1:] if name else arguments), f"seqdedupe job{f' {name}' if name else ''}"))
 
 

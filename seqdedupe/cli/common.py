@@ -13,7 +13,7 @@ from seqdedupe.client.connection import HINT_OF_GONE, NOT_A_SIDECAR
 from seqdedupe.client.listeners import hint_of_http
 from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
-from seqdedupe.command import echo, print_json, printable
+from seqdedupe.command import echo, print_json, printable, without_passwords, without_passwords_in
 from seqdedupe.errors import REASONS, NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import CONNECTION_PARAMETERS, Command, sidecar_options, told_credentials
@@ -41,10 +41,10 @@ def common(command: Command) -> Command:
 def tell(as_json: bool, values: object, *lines: str) -> None:
     """Print the result of a command: `values` as JSON, or else these lines."""
     if as_json:
-        print_json(values)
+        print_json(without_passwords_in(values))
         return
     for line in lines:
-        echo(printable(line))
+        echo(printable(without_passwords(line)))
 
 
 def seconds_of(duration: str) -> int | None:

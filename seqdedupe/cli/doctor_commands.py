@@ -9,6 +9,7 @@ import click
 from seqdedupe.cli.common import as_json_option
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, needing, print_json, printable, say_failure
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from seqdedupe.doctor.findings import Findings, Missing, TopicFindings
@@ -86,7 +87,7 @@ def _run_on_workers(directory: Path, each: "list[Findings] | None", as_json: boo
         return 0 if is_whole else FAILED
     for findings in each:
         print_findings(findings)
-    _say(f"{directory}, {len(each)} workers, is " + ("whole" if is_whole else "NOT WHOLE"))
+    _say(f"{directory}, {counted(len(each), 'worker')}, is " + ("whole" if is_whole else "NOT WHOLE"))
     return 0 if is_whole else FAILED
 
 
@@ -106,7 +107,8 @@ def _print_topic(topic: "TopicFindings") -> None:
     _say(f"{topic.name}: " + ("whole" if topic.is_whole else "NOT WHOLE"))
     indexes = f", indexes {topic.first_index} to {topic.next_index - 1}" if topic.messages else ""
     _say(
-        f"  {topic.messages:,} messages can be read{indexes}, {topic.producers:,} producers, {topic.log_bytes:,} bytes"
+        f"  {counted(topic.messages, 'message')} can be read{indexes}, {counted(topic.producers, 'producer')}, "
+        f"{topic.log_bytes:,} bytes"
     )
     for damage in topic.damage[:SHOWN]:
         _say(f"  damage: {damage.file}, byte {damage.offset}: {damage.what}; it concerns {_indexes(damage)}")
@@ -115,14 +117,15 @@ def _print_topic(topic: "TopicFindings") -> None:
         _say(f"  missing: {_missing(missing)}")
     _say_more(len(topic.missing), "producers' missing messages")
     if topic.imported_ids:
-        why = f" are NOT there: {topic.imported_why}" if topic.imported_why else ""
-        _say(f"  {topic.imported_ids:,} imported deduplication IDs{why}")
+        why = f", NOT there: {topic.imported_why}" if topic.imported_why else ""
+        _say(f"  {counted(topic.imported_ids, 'imported deduplication ID')}{why}")
     for why in topic.disagreements:
         _say(f"  wrong: {why}")
     if (torn := topic.torn_end) is not None:
         _say(
-            f"  no damage: {torn.file} has a torn end of {torn.size_bytes:,} bytes (about {torn.records} records) from "
-            f"byte {torn.offset} on. No client has a receipt for it; the next start removes it"
+            f"  no damage: {torn.file} has a torn end of {torn.size_bytes:,} bytes "
+            f"(about {counted(torn.records, 'record')}) from byte {torn.offset} on. "
+            "No client has a receipt for it; the next start removes it"
         )
     for note in topic.notes:
         _say(f"  no damage: {note}")
@@ -141,13 +144,13 @@ def _indexes(damage: "Damage") -> str:
         return f"index {first} and an unknown number after it"
     if following == first:
         return f"no message (a marker or a control record before index {first})"
-    return f"{following - first:,} messages, indexes {first} to {following - 1}"
+    return f"{counted(following - first, 'message')}, indexes {first} to {following - 1}"
 
 
 def _missing(missing: "Missing") -> str:
     ids = f"producer {missing.producer!r}, sequence IDs {missing.first_sequence_id} to {missing.last_sequence_id}"
     if missing.messages is not None:
-        return f"{ids}, {missing.messages:,} messages"
+        return f"{ids}, {counted(missing.messages, 'message')}"
     if missing.is_perhaps_trimmed:
         return f"{ids}, as far as they were used and retention had not dropped them"
     return f"{ids}, as far as they were used"

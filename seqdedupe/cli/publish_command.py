@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import click
 
@@ -19,10 +19,18 @@ from seqdedupe.cli.topic_comparison import verify
 from seqdedupe.client import Message, Persisted, PositionError, Verdict
 from seqdedupe.client.blocking import Client, Producer, Publisher, Receipt
 from seqdedupe.command import Seconds, print_json, say, tell_waiting
-from seqdedupe.errors import DataLossError, InvalidRequestError, NotFoundError, SeqdedupeError, error
+from seqdedupe.errors import (
+    AccessDeniedError,
+    DataLossError,
+    InvalidRequestError,
+    NotFoundError,
+    SeqdedupeError,
+    error,
+)
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 # -- Continuing after an earlier run, only if the source is still the one that was published.
 
@@ -47,6 +55,11 @@ NewRecord = tuple[SourceRecord, str | None]
 
 
 Source = RecordSource | QuerySource
+
+_HINT_NOT_ALLOWED = (
+    "The command reads the last message back to compare it. Ask the sidecar's operator for the right read, or use "
+    "--trust-source."
+)
 
 _HINT_QUERY_CHANGED = (
     "For another query or table use another producer name. If the database was restored, this name would skip rows "
@@ -134,7 +147,7 @@ class Resume:
         if isinstance(self._source, RecordSource) and self._source.unfinished_line:
             raise self._source.incomplete()
         if self._source.numbers_are_ids:
-            raise self._changed(sequence_id, f"is not there: it has {self.records_read:,} records")
+            raise self._changed(sequence_id, f"is not there: it has {counted(self.records_read, 'record')}")
         if self.records_read:
             self._why_not = "all of its records come before that one"
 
@@ -160,9 +173,10 @@ class Resume:
         if one.position is None:
             self._why_not = "the sidecar no longer knows the position of that message"
             return None
-        index, first_index = one.position.index, self._client.ends(one.topic).first_index
+        index = one.position.index
         last: Message | None = None
         try:
+            first_index = self._client.ends(one.topic).first_index
             for distance in _LOOK_BACK_MESSAGES if index >= first_index else ():
                 texts = list[tuple[int, str]]()
                 start = max(first_index, index - distance)
@@ -179,6 +193,11 @@ class Resume:
                 if texts:
                     self._note_hash(*texts[-1])
                     break
+        except AccessDeniedError:
+            if not self._trust_source:
+                raise
+            self._why_not = "the caller may not read the topic"
+            return None
         except PositionError as e:
             if e.reason != "POSITION_TRIMMED":
                 raise
@@ -471,7 +490,7 @@ def _publish_in_order(
 ) -> None:
     waiting = partial(tell_waiting, topic, as_json)
     with connect_to(address, topic, makes=True, on_waiting=waiting if follow else None) as client:
-        makes_topic = _is_missing(client, topic)
+        makes_topic = _is_missing(client, topic, trust_source=trust_source)
         with _right_kind(client, topic, by_id=False), client.producer(topic, name, on_waiting=waiting) as producer:
             if makes_topic and follow and not as_json:  # which ends without a summary
                 say("seqdedupe", f"made the topic {producer.topic}")
@@ -484,11 +503,16 @@ def _publish_in_order(
     tell(as_json, run.summary(), run.text())
 
 
-def _is_missing(client: Client, topic: str) -> bool:
-    """Whether the topic will be made. False also if the sidecar does not answer that."""
+def _is_missing(client: Client, topic: str, *, trust_source: bool) -> bool:
+    """Whether the topic will be made. False also if the sidecar does not answer that.
+
+    Raises NOT_ALLOWED if the caller may not read the topic, unless the source is trusted: otherwise the first run would
+    publish, and the second run could not continue."""
     try:
         client.ends(topic)
     except SeqdedupeError as e:
+        if e.reason == "NOT_ALLOWED" and not trust_source:
+            raise type(e)(e.reason, e.message, _HINT_NOT_ALLOWED, e.retry_delay_ms, e.numbers) from e
         return e.reason == "TOPIC_NOT_FOUND"
     return False
 
@@ -501,8 +525,9 @@ def _publish_by_id(source: RecordSource, topic: str, address: str, *, as_json: b
         client.publisher(topic, on_waiting=waiting) as publisher,
     ):
         summary = publish_by_id(publisher, source)
+    read = cast(int, summary["read"])
     imported = f", {summary['imported']:,} of them imported" if summary["imported"] else ""
-    text = f"{summary['read']:,} records read: {summary['not_dup']:,} NotDup, {summary['dup']:,} Dup{imported}"
+    text = f"{counted(read, 'record')} read: {summary['not_dup']:,} NotDup, {summary['dup']:,} Dup{imported}"
     tell(as_json, summary, text)
     if source.unfinished_line:
         raise source.incomplete()
@@ -581,7 +606,7 @@ class _Publication:
             self._count(only_durable=True)
         durable = sum(self._verdicts.values())
         up_to = f", up to sequence ID {self._producer.durable_sequence_id}" if durable else ""
-        return f"{durable:,} of the {durable + len(self._receipts):,} records sent {are_durable}{up_to}"
+        return f"{durable:,} of the {counted(durable + len(self._receipts), 'record')} sent {are_durable}{up_to}"
 
     def _with_durable(self, failure: SeqdedupeError) -> SeqdedupeError:
         """Return the failure with what is durable, unless nothing was sent. The command can be started again."""
@@ -614,9 +639,8 @@ class _Publication:
 
     def text(self) -> str:
         resumed = f", resumed after sequence ID {self._resume.after}" if self._resume.after >= 0 else ""
-        records = "record" if self._resume.records_read == 1 else "records"
         made = f"; made the topic {self._producer.topic}" if self._makes_topic else ""
         return (
-            f"{self._resume.records_read:,} {records} read{resumed}: {self._verdicts[Verdict.NOT_DUP]:,} NotDup, "
-            f"{self._verdicts[Verdict.DUP]:,} Dup{made}"
+            f"{counted(self._resume.records_read, 'record')} read{resumed}: "
+            f"{self._verdicts[Verdict.NOT_DUP]:,} NotDup, {self._verdicts[Verdict.DUP]:,} Dup{made}"
         )

@@ -26,6 +26,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
+from seqdedupe.wording import counted
 
 # -- The columns that `read` shows of a message, and the selection of messages by them.
 
@@ -196,7 +197,7 @@ def _in_each(topic: str, place: Place, partitions: int) -> Sequence[PlaceInTopic
         if partitions == len(place.partitions):
             return place.partitions
         if partitions:
-            what = f"the position has {len(place.partitions)} partitions, and {topic} has {partitions}"
+            what = f"the position has {counted(len(place.partitions), 'partition')}, and {topic} has {partitions}"
             raise error(
                 "INVALID_POSITION",
                 what,
@@ -206,8 +207,8 @@ def _in_each(topic: str, place: Place, partitions: int) -> Sequence[PlaceInTopic
         return [place] * max(partitions, 1)
     raise error(
         "INVALID_POSITION",
-        f"{topic} has {partitions or 'no'} partitions, and {place} is no place in "
-        + ("all of them" if partitions else "a topic that has none"),
+        f"{topic} has {counted(partitions, 'partition') if partitions else 'no partitions'}, "
+        f"and {place} is no place in " + ("all of them" if partitions else "a topic that has none"),
         hint="Give a time, earliest or latest, or read one partition by its name." if partitions else None,
     )
 
@@ -316,7 +317,7 @@ def read(
     form = json_line if as_json else _escaped_line if sys.stdout.isatty() else _payload_line
     waiting = partial(tell_waiting, topic, as_json)
     with connect_to(address, topic, on_waiting=waiting if follow else None) as client:
-        partitions = client.admin.topic(topic).partitions
+        partitions = client.partitions(topic)
         names = [partition_name(topic_name(topic), k) for k in range(partitions)] or [topic]
         if not follow and limit is None:
             for name in names:
@@ -406,7 +407,7 @@ def _tell_skipped(
             click.echo(json.dumps({"skipped": found}), err=True)
         else:
             click.echo(
-                f"seqdedupe: {len(skipped):,} messages of {printable(topic)} are damaged and were skipped, "
+                f"seqdedupe: skipped {counted(len(skipped), 'damaged message')} of {printable(topic)}, "
                 f"indexes {first} to {next_index - 1}",
                 err=True,
             )

@@ -30,6 +30,7 @@ from seqdedupe.cli.record_values import (
 )
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
+from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -210,7 +211,7 @@ def _content(value: Any) -> str:
         names = [name[:_MOST_SHOWN] for name, _ in zip(value, range(_MOST_NAMES_SHOWN), strict=False)]
         return "has " + ", ".join(names) + (", …" if len(value) > len(names) else "")
     if isinstance(value, list):
-        return f"has {len(value):,} {'element' if len(value) == 1 else 'elements'}"
+        return f"has {counted(len(value), 'element')}"
     return f"is {_shown(value)}"
 
 

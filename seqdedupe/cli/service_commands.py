@@ -7,18 +7,20 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from seqdedupe.cli.common import as_json_option, common, connect, connect_to, naming_near, tell
-from seqdedupe.client.blocking import Client
+from seqdedupe.client.blocking import Client, Cursor
 from seqdedupe.client.blocking.loop import run as run_on_loop
 from seqdedupe.command import Seconds, echo, json_text, needing, print_json, print_table, say
 from seqdedupe.errors import error
 from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
 from seqdedupe.services.pipe.pipe import BlockingPipe, piped_up_to
 from seqdedupe.sidecar_options import Command, sidecar_options, told_credentials
+from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -208,7 +210,7 @@ def drop(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> N
 
 
 def _text_of(name: str, count: int, said: str) -> str:
-    return f"{count:,} message{'' if count == 1 else 's'} of {name} {'is' if count == 1 else 'are'} {said}"
+    return f"{counted(count, 'message')} of {name} {'is' if count == 1 else 'are'} {said}"
 
 
 # -- `seqdedupe inbox`: the messages that inboxes have parked.
@@ -281,8 +283,7 @@ def sweep(inbox: Any, as_json: bool) -> None:
         raise click.BadParameter("it is not an Inbox.", param_hint="'MODULE:NAME'")
     with told_errors("inbox"):
         count, left = inbox.sweep(), len(inbox.waiting())
-    said = "message is" if count == 1 else "messages are"
-    text = f"{count:,} {said} no longer parked in {inbox.name}, {left:,} still"
+    text = f"{counted(count, 'message is', 'messages are')} no longer parked in {inbox.name}, {left:,} still"
     tell(as_json, {"handled": count, "parked": left}, text)
 
 
@@ -366,7 +367,7 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
         return
     echo(f"{found['published']:,} published, {found['found']:,} found there, {found['set_aside']:,} set aside")
     if lag is not None:
-        echo(f"left: {lag.rows:,} rows in outbox{_why_left(lag)}, {lag.set_aside_rows:,} in outbox_aside")
+        echo(f"left: {counted(lag.rows, 'row')} in outbox{_why_left(lag)}, {lag.set_aside_rows:,} in outbox_aside")
 
 
 @outbox.command("lag")
@@ -378,7 +379,7 @@ def outbox_lag(database: str, as_json: bool) -> None:
     if as_json:
         print_json(asdict(lag))
         return
-    echo(f"{lag.rows:,} rows in the outbox, {lag.set_aside_rows:,} set aside")
+    echo(f"{counted(lag.rows, 'row')} in the outbox, {lag.set_aside_rows:,} set aside")
     if lag.held_by:
         who = f"{lag.unreadable_rows:,} of them wait" if lag.unreadable_rows else "a relay that starts now waits"
         echo(f"{who} {_for_whom(lag)}")
@@ -412,6 +413,10 @@ def _needing_services() -> AbstractContextManager[None]:
 # -- `seqdedupe pipe`: a Python function from topic to topic.
 
 
+def _cursor_of(client: Client, name: str, topic: str) -> Cursor:
+    return client.cursor(topic, name)
+
+
 @click.command()
 @click.argument("source")
 @click.argument("target")
@@ -423,7 +428,13 @@ def _needing_services() -> AbstractContextManager[None]:
 @click.option(
     "--lag",
     is_flag=True,
-    help="Only show how many messages follow the last one whose outputs the target has.",
+    help="Only show how many messages follow the last one whose outputs the target has, or the cursor.",
+)
+@click.option(
+    "--cursor",
+    metavar="CURSOR",
+    help="The name of a cursor of SOURCE in the sidecar. It remembers messages without outputs: a start does not read "
+    "them again, and --lag does not count them.",
 )
 @lag_options
 @metrics_options
@@ -435,6 +446,7 @@ def pipe(
     name: str,
     follow: bool,
     lag: bool,
+    cursor: str | None,
     max_messages: int | None,
     max_seconds: float | None,
     address: str,
@@ -445,7 +457,7 @@ def pipe(
         if function is not None or follow:
             raise click.UsageError("--lag calls nothing: it goes without --function and --follow.")
         with connect_to(address, source) as client:
-            positions = run_on_loop(lambda: piped_up_to(client.on_loop, source, target, name))
+            positions = run_on_loop(lambda: piped_up_to(client.on_loop, source, target, name, cursor))
             return show_lag(client, positions, max_messages, max_seconds, as_json=as_json)
     if max_messages is not None or max_seconds is not None:
         raise click.UsageError("--max-messages and --max-seconds are for --lag.")
@@ -454,11 +466,16 @@ def pipe(
     if not callable(function):
         raise click.BadParameter("it is not a function.", param_hint="'--function'")
     with Client(address, told_credentials()) if follow else connect(address) as client:
-        one = BlockingPipe(client, source, target, function, name=name)
+        of = None if cursor is None else partial(_cursor_of, client, cursor)
+        one = BlockingPipe(client, source, target, function, name=name, cursor=of)
         signal.signal(signal.SIGTERM, lambda *_: one.stop())
         with naming_near(client, source), metrics_told(as_json=as_json)(one):
             one.run(follow=follow)
     counts = one.counts
     again = f", {counts['outputs_again']:,} of them held already" if counts["outputs_again"] else ""
-    tell(as_json, counts, f"{counts['inputs']:,} messages read, {counts['outputs']:,} outputs sent{again}")
+    tell(
+        as_json,
+        counts,
+        f"{counted(counts['inputs'], 'message')} read, {counted(counts['outputs'], 'output')} sent{again}",
+    )
     return 0

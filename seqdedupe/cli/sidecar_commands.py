@@ -22,6 +22,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import PROFILE_KEYS, PROFILE_VARIABLE, read_profiles
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 
 @click.command()
@@ -131,12 +132,12 @@ def export_file(topic: str, file: Path, only_watermarks: bool, address: str, as_
     with connect_to(address, topic) as client:
         if only_watermarks:
             producers = client.admin.export_watermarks(topic, file)
-            text = f"the watermarks of {producers:,} producers are in {file}"
+            text = f"the watermarks of {counted(producers, 'producer')} are in {file}"
             tell(as_json, values | {"producers": producers}, text)
             return
         head = client.admin.export_snapshot(topic, file)
     position = Position.from_proto(head.position)
-    text = f"a snapshot with {head.producers:,} producers, up to {position}, is in {file}"
+    text = f"a snapshot with {counted(head.producers, 'producer')}, up to {position}, is in {file}"
     tell(as_json, values | {"producers": head.producers, "position": position_json(position)}, text)
 
 
@@ -160,11 +161,11 @@ def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
         if magic == exports.WINDOW_MAGIC:
             ids = client.admin.import_window(topic, file)
             values = {"topic": topic_name(topic), "kind": "window", "ids": ids}
-            tell(as_json, values, f"a window of {ids:,} deduplication IDs is in force")
+            tell(as_json, values, f"a window of {counted(ids, 'deduplication ID')} is in force")
             return
         producers = client.admin.import_watermarks(topic, file)
     values = {"topic": topic_name(topic), "kind": "watermarks", "producers": producers}
-    tell(as_json, values, f"the watermarks of {producers:,} producers are in force")
+    tell(as_json, values, f"the watermarks of {counted(producers, 'producer')} are in force")
 
 
 @click.command("rebuild-topic")
@@ -319,7 +320,7 @@ def check(file: Path | None, as_json: bool) -> None:
         lines.append(f"the configuration is valid{': warnings alone' if problems else ''}")
     tell(as_json, {"file": None if file is None else str(file), "problems": values}, *lines)
     if errors:
-        what = f"the configuration has {errors} error{'' if errors == 1 else 's'}: a start would end with the first"
+        what = f"the configuration has {counted(errors, 'error')}: a start would end with the first"
         raise error("INVALID_CONFIGURATION", what, errors=errors)
 
 

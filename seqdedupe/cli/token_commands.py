@@ -17,6 +17,7 @@ from seqdedupe.command import FAILED, WRONG_USAGE, echo, needing, print_json, pr
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
 from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_name
+from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from jwt import PyJWK
@@ -315,7 +316,10 @@ def verify_files(files: tuple[Path, ...], expect: str | None, as_json: bool) -> 
     if found.first_number > 1:
         echo(f"The first line has number {found.first_number}: earlier lines are in other files.")
     if found.chains > 1:
-        echo(f"The trail was started again {found.chains - 1} times. Lines may be missing there without a trace.")
+        echo(
+            f"The trail was started again {counted(found.chains - 1, 'time')}. "
+            "Lines may be missing there without a trace."
+        )
     if found.torn_bytes:
         echo(f"The last {found.torn_bytes} bytes belong to a line that is being written or was cut off.")
     return 0

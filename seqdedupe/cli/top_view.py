@@ -21,6 +21,7 @@ from seqdedupe.command import printable, standard_output
 from seqdedupe.errors import UnavailableError
 from seqdedupe.figures import beyond_snapshot, duration, merged, per_second, short, state_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 WARNINGS = 3
 """The number of warnings below the topics."""
@@ -110,7 +111,7 @@ def _drawn(found: Found, address: str, width: int, room: int) -> Group:
 def _head(found: Found, address: str) -> Text:
     state = ("serving", "green") if found.is_serving else ("not serving", "red")
     states = ", ".join(f"{one.topics:,} {state_name(one.state).replace('_', ' ').lower()}" for one in found.states)
-    left = f", {found.replay_left_messages:,} messages still to be read" if found.replay_left_messages else ""
+    left = f", {counted(found.replay_left_messages, 'message')} still to be read" if found.replay_left_messages else ""
     return Text.assemble(
         ("seqdedupe ", "bold"),
         _text(f"{address}  "),
@@ -177,7 +178,7 @@ def _bars(values: Sequence[int]) -> str:
 
 def _more(found: Found, room: int) -> Text:
     hidden = found.topics_found - min(room, len(found.topics))
-    return _text(f"{hidden:,} more topics" if hidden > 0 else "", "dim")
+    return _text(counted(hidden, "more topic") if hidden > 0 else "", "dim")
 
 
 def _warning(one: admin_pb2.Warning) -> Text:

@@ -12,6 +12,7 @@ from seqdedupe.figures import cursor_lag, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 
 def position_json(position: Position) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
         *(_of_whole(topic) if topic.partitions else _of_one(topic)),
         ("log", _known(topic, f"{topic.log_bytes:,} bytes")),
         ("verdicts", f"{topic.not_dup:,} NotDup, {topic.dup:,} Dup, {topic.unknown:,} Unknown since it was opened"),
-        ("refused", f"{topic.refused:,} frames since it was opened"),
+        ("refused", f"{counted(topic.refused, 'frame')} since it was opened"),
         *_may_lose(topic),
         *_forgotten(topic),
         *_damage(topic),
@@ -105,7 +106,7 @@ def _may_lose(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
     """Return the line about messages that a power cut may take, by the flush policy."""
     if not topic.may_lose_messages:
         return []
-    at_most = f"{topic.may_lose_messages:,} messages of the last {topic.may_lose_ms / 1000:g} s"
+    at_most = f"{counted(topic.may_lose_messages, 'message')} of the last {topic.may_lose_ms / 1000:g} s"
     now = f"{topic.not_durable_messages:,} now"
     return [("power cut", f"may take {at_most} at most from producers that have ended ({now})")]
 
@@ -175,13 +176,13 @@ def _window(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
     since = ""
     if topic.window_first_publish_time_ms:
         since = f" since {datetime.fromtimestamp(topic.window_first_publish_time_ms / 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
-    reach = f"{topic.window_messages:,} IDs, from index {topic.window_first_index} on{since}"
+    reach = f"{counted(topic.window_messages, 'ID')}, from index {topic.window_first_index} on{since}"
     on_disk = f", {topic.window_messages_on_disk:,} on disk" if topic.window_messages_on_disk else ""
     memory = f"{topic.window_memory_bytes:,} bytes"
     lines: list[tuple[str, object]] = [("window", f"{reach}{on_disk}; {topic.window_forgotten:,} forgotten; {memory}")]
     if topic.window_imported or topic.window_imported_missing:
-        missing = ", which are MISSING: import the same file again" if topic.window_imported_missing else ""
-        lines.append(("imported", f"{topic.window_imported:,} IDs{missing}"))
+        missing = ", MISSING: import the same file again" if topic.window_imported_missing else ""
+        lines.append(("imported", f"{counted(topic.window_imported, 'ID')}{missing}"))
     return lines
 
 
@@ -203,15 +204,20 @@ def _forgotten(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
     """Return a line for a topic that has forgotten producers."""
     if not topic.purged and not topic.resumed_after_purge:
         return []
-    return [("forgotten", f"{topic.purged:,} producers since it was opened; {topic.resumed_after_purge:,} came back")]
+    return [
+        (
+            "forgotten",
+            f"{counted(topic.purged, 'producer')} since it was opened; {topic.resumed_after_purge:,} came back",
+        )
+    ]
 
 
 def _damage(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
     """Return a line for a topic in whose log damage was found."""
     if not topic.damaged_places:
         return []
-    found = f"{topic.damaged_places:,} places of the log, {topic.damaged_messages:,} messages: see the sidecar's log"
-    return [("damaged", f"{found}, and `seqdedupe doctor`")]
+    found = f"{counted(topic.damaged_places, 'place')} of the log, {counted(topic.damaged_messages, 'message')}"
+    return [("damaged", f"{found}: see the sidecar's log, and `seqdedupe doctor`")]
 
 
 def _skipped(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
@@ -235,7 +241,7 @@ def _shown(value: object) -> object:
 
 def _title(topic: admin_pb2.Topic) -> str:
     """Return the name in the list, with the number of partitions."""
-    return f"{topic.name} ({topic.partitions} partitions)" if topic.partitions else topic.name
+    return f"{topic.name} ({counted(topic.partitions, 'partition')})" if topic.partitions else topic.name
 
 
 def _on_off(topic: admin_pb2.Topic) -> str | None:
@@ -504,7 +510,7 @@ def in_flight(topic: str, longer_than_ms: int, address: str, as_json: bool) -> N
         return
     print_table(("PRODUCER", "FIRST ID", "LAST ID", "IN FLIGHT MS"), rows)
     if found.producers > len(rows):
-        echo(f"and {found.producers - len(rows):,} producers more")
+        echo(f"and {counted(found.producers - len(rows), 'more producer')}")
 
 
 @click.command(

@@ -13,6 +13,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.command import echo, print_table
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import partition_name, producer_name, topic_name
+from seqdedupe.wording import counted
 
 _MOST_SHOWN = 10
 """The largest number of differences of each kind."""
@@ -130,9 +131,8 @@ class Comparison:
 
     def print_text(self) -> None:
         """Print the result for a person."""
-        records = "record" if self.records == 1 else "records"
-        messages = "message" if self.messages == 1 else "messages"
-        echo(f"{self.records:,} {records}, {self.messages:,} {messages} of this producer: {self.same:,} the same")
+        there = f"{counted(self.records, 'record')}, {counted(self.messages, 'message')} of this producer"
+        echo(f"{there}: {self.same:,} the same")
         if self.first_index:
             echo(f"the topic begins at index {self.first_index:,}: retention has removed the messages before it")
         if not self.shown:
@@ -154,7 +154,7 @@ def verify(client: Client, topic: str, name: str, records: Iterable[SourceRecord
     no name."""
     comparison = Comparison(topic, name)
     producer_name(name)
-    count = client.admin.topic(topic).partitions
+    count = client.partitions(topic)
     parts = [partition_name(topic_name(topic), k) for k in range(count)] or [topic]
     comparison.first_index = sum(client.ends(part).first_index for part in parts)
     # Each partition rises, so the merged messages do, too.

@@ -1,7 +1,7 @@
-"""The calls for operators: `Admin`. Topics and producers are messages of `admin.proto`.
+"""The calls for operators: `Admin`. The types of topics and producers are messages of `admin.proto`.
 
-After it come the calls that are streams. They export a topic's numbers to a file and import them, distribute a window
-of deduplication IDs over the partitions of a topic, and make backups.
+The functions after `Admin` make the calls that are streams. They export the watermarks and snapshots of a topic to a
+file and import such files, distribute a window of deduplication IDs over the partitions of a topic, and make backups.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ from seqdedupe.exports import (
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class PolicyState(NamedTuple):
 
 @contextmanager
 def _making_a_request() -> Iterator[None]:
-    """Raise INVALID_REQUEST for a number or a text that does not fit into a request."""
+    """Raise INVALID_REQUEST for an argument whose value does not fit into the field of the request."""
     try:
         yield
     except ValueError as e:
@@ -108,14 +109,15 @@ class Admin:
     ) -> admin_pb2.Topic:
         """Create a topic. Raises InvalidRequestError (TOPIC_EXISTS).
 
-        - `partitions`: the number of partitions; 0 means not partitioned. It cannot be changed.
-        - `entry_format`: `plain` or `packed`, if the log is a Pulsar cluster's; empty: the sidecar's default.
-        - `schema`: for `plain` entries in such a log, the JSON text that `pulsar-admin schemas upload` takes.
-        - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. It cannot be changed.
-        - `deduplication_route`: with deduplication IDs, what selects a message's partition: `id` (the default) or
-          `key`.
-        - `deduplication_enabled`: None means inherited.
-        - `policy`: the policy of the topic, or of each partition; unset values are inherited.
+        - `partitions`: the number of partitions; 0 creates a topic without partitions. The number cannot be changed
+          later.
+        - `entry_format`: for a log in a Pulsar cluster, `plain` or `packed`. Empty selects the sidecar's default.
+        - `schema`: for `plain` entries in a Pulsar cluster, the JSON text that `pulsar-admin schemas upload` accepts.
+        - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. The mode cannot be changed later.
+        - `deduplication_route`: in a topic of deduplication IDs, the value that selects a message's partition: `id`
+          (the default) or `key`.
+        - `deduplication_enabled`: None inherits the setting.
+        - `policy`: the policy of the topic, or of each partition. Unset values are inherited.
         """
         if deduplication_mode not in MODES:
             why = f"{deduplication_mode!r} is no deduplication mode: sequence-id and deduplication-id are"
@@ -149,7 +151,8 @@ class Admin:
         return (await self._calls.call(lambda sidecar: sidecar.admin.GetTopic, request)).topic
 
     async def topics(self) -> list[admin_pb2.Topic]:
-        """Return all topics, by name, as one sidecar lists them. The list is complete, or an error is raised."""
+        """Return all topics, sorted by name, as one sidecar lists them. Raises an error if that sidecar cannot list all
+        topics."""
 
         async def all_pages(sidecar: SidecarConnection) -> list[admin_pb2.Topic]:
             topics: list[admin_pb2.Topic] = []
@@ -172,7 +175,8 @@ class Admin:
         return _state(await self._calls.call(lambda sidecar: sidecar.admin.GetTopicPolicy, request))
 
     async def set_policy(self, name: str, policy: admin_pb2.TopicPolicy) -> PolicyState:
-        """Set these values for a topic or a namespace; other values stay. They are in force and durable on return.
+        """Set these values for a topic or a namespace. Values that are unset in `policy` do not change. When the call
+        returns, the new values are in force and durable.
 
         Raises InvalidRequestError, NotFoundError.
         """
@@ -184,8 +188,8 @@ class Admin:
         return PolicyState(topic.set_policy, topic.policy)
 
     async def remove_policy(self, name: str, *values: str) -> PolicyState:
-        """Remove these values (none given: all), so that they are inherited again. Otherwise the same as
-        `set_policy`."""
+        """Remove these values, or without `values` all values, from a topic's or namespace's policy. The topic or
+        namespace then inherits them. Durability and errors are the same as for `set_policy`."""
         if is_namespace(name):
             with _making_a_request():
                 of_namespace = admin_pb2.RemoveNamespacePolicyRequest(namespace=name, values=values)
@@ -230,18 +234,19 @@ class Admin:
         return await self._calls.call(lambda sidecar: sidecar.admin.GetMessageState, request)
 
     async def in_flight(self, topic: str, *, longer_than_ms: int = 0) -> admin_pb2.ListInFlightResponse:
-        """Return the producers with messages in flight for at least `longer_than_ms`, the longest first. Raises
-        NotFoundError."""
+        """Return the producers that have had messages in flight for at least `longer_than_ms`. The producer with the
+        longest time comes first. Raises NotFoundError."""
         with _making_a_request():
             request = admin_pb2.ListInFlightRequest(topic=topic_name(topic), longer_than_ms=longer_than_ms)
         return await self._calls.call(lambda sidecar: sidecar.admin.ListInFlight, request)
 
     async def reset_producer(self, topic: str, name: str, persisted: int) -> admin_pb2.ResetProducerResponse:
-        """Set a producer's highest persisted sequence ID to a lower one (-1: none). It is durable on return.
+        """Set a producer's highest persisted sequence ID to a lower ID (-1: none). When the call returns, the change is
+        durable.
 
-        The producer's sessions are fenced, and messages above that ID are new again. Raises NotFoundError,
-        InvalidRequestError. After OutcomeUnknownError, look at the producer before you repeat the call: a client that
-        has opened the name since would be reset too.
+        The producer's sessions are fenced, and the topic accepts messages above that ID as new. Raises NotFoundError,
+        InvalidRequestError. After OutcomeUnknownError, read the producer's state before you repeat the call. If a
+        client has opened the producer name since the first call, the second call would also reset that client.
         """
         with _making_a_request():
             request = admin_pb2.ResetProducerRequest(topic=topic_name(topic), producer_name=name, persisted=persisted)
@@ -253,9 +258,9 @@ class Admin:
         return list((await self._calls.call(lambda sidecar: sidecar.admin.ListCursors, request)).cursors)
 
     async def hold_cursor(self, topic: str, name: str, retention_in_mb: int) -> None:
-        """Make retention keep messages that the cursor has not passed, while the log is not larger than
-        `retention_in_mb`; 0 ends this. Raises NotFoundError, InvalidRequestError; UnavailableError: then the change may
-        be in force or not."""
+        """Make retention keep all messages after the cursor, while the log is at most `retention_in_mb` large. 0
+        removes this hold. Raises NotFoundError, InvalidRequestError. After UnavailableError the change may be in force
+        or not."""
         with _making_a_request():
             request = admin_pb2.SetCursorHoldRequest(
                 topic=topic_name(topic), name=name, hold_retention_in_mb=retention_in_mb
@@ -263,7 +268,8 @@ class Admin:
         await self._calls.call(lambda sidecar: sidecar.admin.SetCursorHold, request)
 
     async def delete_cursor(self, topic: str, name: str) -> None:
-        """Delete a cursor and its position. Raises NotFoundError; UnavailableError: then it may be deleted."""
+        """Delete a cursor and its position. Raises NotFoundError. After UnavailableError the cursor may or may not be
+        deleted."""
         with _making_a_request():
             request = admin_pb2.DeleteCursorRequest(topic=topic_name(topic), name=name)
         await self._calls.call(lambda sidecar: sidecar.admin.DeleteCursor, request)
@@ -274,31 +280,33 @@ class Admin:
         return Position.from_proto((await self._calls.call(lambda sidecar: sidecar.admin.Snapshot, request)).position)
 
     async def export_watermarks(self, topic: str, path: Path) -> int:
-        """Write the highest persisted ID of every producer that has one, as of one moment, to a file of watermarks.
+        """Write the highest persisted ID of every producer that has one to a file of watermarks. All IDs are read at
+        the same moment; messages published after that moment are not included.
 
-        Return the number of watermarks. They are all held in memory meanwhile. Later messages are not included. Raises
-        NotFoundError, UnavailableError, OSError: then an existing file is unchanged.
+        Return the number of watermarks. The call holds all watermarks in memory. Raises NotFoundError,
+        UnavailableError, OSError: after any of these errors an existing file is unchanged.
         """
         return await self._transfer(export_watermarks, topic, path, is_look=True)
 
     async def import_watermarks(self, topic: str, path: Path) -> int:
-        """Import a file of watermarks into an unused topic, and return their number. They are in force and durable on
-        return.
+        """Import a file of watermarks into an unused topic, and return the number of watermarks. When the call returns,
+        all of them are in force and durable.
 
-        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
-        UnavailableError: then nothing is in force. After OutcomeUnknownError all may be in force. The call may be
-        repeated.
+        After INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError or
+        UnavailableError, no watermark is in force. After OutcomeUnknownError, all may be in force. The call may be
+        repeated after any error.
         """
         return await self._transfer(import_watermarks, topic, path, is_look=False)
 
     async def import_window(self, topic: str, path: Path) -> int:
         """Import a file of deduplication IDs into a topic of deduplication IDs that has no messages. Return the number
-        of IDs. They are in force and durable on return. Each partition of a partitioned topic gets the IDs that belong
-        there, one partition after the other. The folder for temporary files needs room for another copy.
+        of IDs. When the call returns, all IDs are in force and durable. In a partitioned topic, the call imports into
+        one partition after the other, and each partition receives the IDs that belong to it. The folder for temporary
+        files needs room for a second copy of the file.
 
-        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
-        UnavailableError: then nothing is in force. After OutcomeUnknownError all may be in force. For a partitioned
-        topic the error says how many partitions have their part. The call may be repeated.
+        After INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError or
+        UnavailableError, no ID is in force. After OutcomeUnknownError, all may be in force. For a partitioned topic,
+        the error states how many partitions have their IDs. The call may be repeated after any error.
         """
 
         def bring(one: str, part: Path) -> Awaitable[int]:
@@ -310,17 +318,19 @@ class Admin:
         return await bring(topic, path)
 
     async def export_snapshot(self, topic: str, path: Path) -> admin_pb2.SnapshotHead:
-        """Write the topic's snapshot, as of one moment, to a file. Return its head, which has the position.
+        """Write a snapshot of the topic, taken at one moment, to a file. Return the head of the snapshot, which
+        contains the snapshot's position.
 
-        Raises NotFoundError, UnavailableError, OSError: then an existing file is unchanged.
+        Raises NotFoundError, UnavailableError, OSError: after any of these errors an existing file is unchanged.
         """
         return await self._transfer(export_snapshot, topic, path, is_look=True)
 
     async def import_snapshot(self, topic: str, path: Path) -> admin_pb2.Topic:
-        """Replace the topic's snapshot durably by a file of `export_snapshot`, and open the topic from it.
+        """Replace the topic's snapshot durably by a file that `export_snapshot` has written, and open the topic from
+        this snapshot.
 
-        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, NotFoundError, or PositionError if the file does not fit the
-        topic's current log: then nothing has changed. After UnavailableError repeat the call.
+        After INVALID_SOURCE, NEWER_FORMAT, OSError, NotFoundError, or PositionError (the file does not fit the topic's
+        current log), nothing has changed. After UnavailableError repeat the call.
         """
         return await self._transfer(import_snapshot, topic, path, is_look=False)
 
@@ -341,26 +351,28 @@ class Admin:
         return (await self._calls.call(lambda sidecar: sidecar.admin.RebuildTopic, request)).topic
 
     async def sidecars(self) -> list[admin_pb2.ClusterSidecar]:
-        """Return the sidecars of a cluster, by name, as its topics show them. The list is complete, or an error is
-        raised."""
+        """Return the sidecars of a cluster, sorted by name, as found in the topics of the cluster. Raises an error if
+        the list would be incomplete."""
         return list((await self._calls.call(lambda sidecar: sidecar.admin.ListSidecars, _LIST_SIDECARS)).sidecars)
 
     async def forget_sidecar(self, name: str) -> list[str]:
-        """Remove the subscriptions of a sidecar that is permanently gone. Return the topics on which it had one.
+        """Remove the subscriptions of a sidecar that is permanently gone. Return the topics on which the sidecar had a
+        subscription.
 
-        Raises NotFoundError if it has none, InvalidRequestError (SIDECAR_ALIVE), UnavailableError: then some may be
-        removed, and repeating the call removes the rest.
+        Raises NotFoundError if the sidecar has no subscriptions, and InvalidRequestError (SIDECAR_ALIVE). After
+        UnavailableError some subscriptions may be removed; repeating the call removes the rest.
         """
         with _making_a_request():
             request = admin_pb2.ForgetSidecarRequest(name=name)
         return list((await self._calls.call(lambda sidecar: sidecar.admin.ForgetSidecar, request)).topics)
 
     async def move_topic(self, topic: str, to: str = "") -> str:
-        """Move a topic to the sidecar at this address, or without an address to the first sidecar that takes it. Return
-        the address of the sidecar that serves it now. If the whole log must be copied, the call lasts as long as that.
+        """Move a topic to the sidecar at this address, or without an address to the first sidecar that accepts the
+        topic. Return the address of the sidecar that serves the topic now. If the whole log must be copied, the call
+        returns only after the copy.
 
-        Raises NotFoundError, InvalidRequestError; UnavailableError (MOVE_FAILED): then the topic stays with its former
-        owner, or that owner takes it again.
+        Raises NotFoundError, InvalidRequestError. After UnavailableError (MOVE_FAILED) the former owner still owns the
+        topic, or takes it over again.
         """
         with _making_a_request():
             request = admin_pb2.MoveTopicRequest(topic=topic_name(topic), to=to)
@@ -375,8 +387,8 @@ class Admin:
         offset: int = 0,
         limit: int = 0,
     ) -> admin_pb2.GetStatisticsResponse:
-        """Return the statistics of one sidecar, and the requested page of its topics in this order: see
-        `GetStatisticsRequest`. Raises InvalidRequestError."""
+        """Return the statistics of one sidecar, and the requested page of the sidecar's topics in the requested order:
+        see `GetStatisticsRequest`. Raises InvalidRequestError."""
         with _making_a_request():
             request = admin_pb2.GetStatisticsRequest(search=search, order=order, offset=offset, limit=limit)
         return await self._calls.call(lambda sidecar: sidecar.admin.GetStatistics, request)
@@ -384,12 +396,12 @@ class Admin:
     async def backup(
         self, name: str, told: Callable[[list[admin_pb2.BackupResponse]], None] = lambda so_far: None
     ) -> list[admin_pb2.BackupResponse]:
-        """Make a backup with this name below the sidecar's `backup_directory`. When all is durable, return the last
-        response of each process. If topics are spread over processes, each makes its own part, and the client's
-        addresses must include all of them.
+        """Make a backup with this name below the sidecar's `backup_directory`. If topics are spread over several
+        processes, each process writes a part of the backup, and the client's addresses must include all processes. When
+        all parts are durable, return the last response of each process.
 
         `told` is called with the latest response of each process. Raises InvalidRequestError (no `backup_directory`),
-        ConfigurationError (DIRECTORY_NOT_EMPTY), NOT_OWNER for a process that the client may not connect to;
+        ConfigurationError (DIRECTORY_NOT_EMPTY), NOT_OWNER for a process that the client may not connect to,
         UnavailableError (BACKUP_FAILED), DataLossError.
         """
         with _making_a_request():
@@ -397,8 +409,8 @@ class Admin:
         return await make_backups(self._calls, await self._spread_over(), request, told)
 
     async def confirm_backup(self, made: list[admin_pb2.BackupResponse]) -> None:
-        """Report to the processes that their parts of a backup, as `backup` returned them, were verified. The report is
-        durable on return.
+        """Report to the processes that the parts of a backup that they have made are verified. `made` is the return
+        value of `backup`. When the call returns, the report is durable.
 
         The metric `seqdedupe_backup_timestamp_seconds` is the time of the earliest part. Raises InvalidRequestError,
         UnavailableError.
@@ -407,7 +419,7 @@ class Admin:
         await confirm_backups(self._calls, await self._spread_over(), request)
 
     async def _spread_over(self) -> list[str]:
-        """Return the addresses of the processes that topics are spread over; none if they are not spread."""
+        """Return the addresses of the processes over which topics are spread; none if topics are not spread."""
         try:
             return [one.name for one in await self.sidecars() if one.shards]
         except InvalidRequestError:
@@ -426,8 +438,8 @@ _BYTES_A_WATERMARK = 4 + 8
 
 
 async def export_watermarks(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
-    """Export watermarks, see `Admin.export_watermarks`. The file has another order than the sidecar's stream, so all
-    are held in memory."""
+    """Export watermarks, see `Admin.export_watermarks`. The order of the file differs from the order of the sidecar's
+    stream, so all watermarks are held in memory."""
     check_not_forked()
     marks: list[Watermark] = []
     with typed_errors(address):
@@ -442,7 +454,8 @@ async def import_watermarks(address: SidecarAddress, stub: Any, topic: str, path
     """Import watermarks, see `Admin.import_watermarks`."""
     check_not_forked()
     with closing(read_watermarks(path)) as marks:
-        # The first watermark is only yielded when the whole file is checked. Nothing was sent before.
+        # `watermarks` yields the first watermark only after the whole file is checked. So an invalid file sends
+        # nothing.
         first = await asyncio.to_thread(next, marks, None)
         with typed_errors(address):
             return await _imported(
@@ -460,7 +473,8 @@ async def import_window(address: SidecarAddress, stub: Any, topic: str, path: Pa
 
 
 async def _imported(method: Any, requests: Iterator[Any], field: str) -> int:
-    """Return this field of the answer. Raises DecodeError if it differs from that field of the last request."""
+    """Return this field of the answer. Raises DecodeError if its value differs from the same field of the last
+    request."""
     sent = 0
 
     def counted() -> Iterator[Any]:
@@ -540,15 +554,15 @@ def _request(topic: str, marks: list[Watermark]) -> admin_pb2.ImportWatermarksRe
 
 # -- Distribution of one window of deduplication IDs over a topic's partitions: each gets the IDs that belong there.
 #
-# The bytes that a partition gets depend only on the file and the number of partitions. So an import that broke off may
-# be repeated with the same file: a partition that has its part recognizes it.
+# The bytes that a partition receives depend only on the file and the number of partitions. So after an interrupted
+# import the same file may be imported again: a partition that already has its part recognizes the part.
 
 AT_ONCE = 64
-"""The number of partitions whose parts are written while the file is read once. Each has a block in memory."""
+"""The number of partitions whose parts are written during one pass over the file. Each part has a block in memory."""
 
 
 class WindowOfPartition(NamedTuple):
-    """The part of a window for one partition."""
+    """The part of an imported window that belongs to one partition."""
 
     topic: str
     path: Path
@@ -556,7 +570,7 @@ class WindowOfPartition(NamedTuple):
 
 
 def check_route_is_known(whole: admin_pb2.Topic) -> None:
-    """Raise RECOVERING while the sidecar does not know the topic's deduplication route."""
+    """Raise RECOVERING while the sidecar has not yet learned the topic's deduplication route."""
     if whole.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED:
         raise error("RECOVERING", f"it is not known yet how messages of topic {whole.name} find their partitions")
 
@@ -567,11 +581,11 @@ async def import_dealt_window(
     look: Callable[[str], Awaitable[admin_pb2.Topic]],
     bring: Callable[[str, Path], Awaitable[int]],
 ) -> int:
-    """Import a window into a partitioned topic, and return its number of IDs. Partitions without IDs are not touched.
+    """Import a window into a partitioned topic, and return the number of IDs. Partitions without IDs are not touched.
 
-    `look` returns the state of a topic; `bring` imports a file into a topic. Raises the errors of
-    `Admin.import_window`, with the number of partitions that have their part; INVALID_REQUEST if IDs do not select the
-    topic's partitions; RECOVERING while that is unknown.
+    `look` returns the state of a topic. `bring` imports a file into a topic. Raises the errors of
+    `Admin.import_window`, with the number of partitions that already have their part. Raises INVALID_REQUEST if the
+    partition does not depend on the ID (route `key`), and RECOVERING while the route is unknown.
     """
     # Imported here: it imports modules for archives and random numbers, which no other call of a client needs.
     from tempfile import TemporaryDirectory
@@ -609,8 +623,8 @@ def _check_id_leads(whole: admin_pb2.Topic) -> None:
 
 
 def _check_takes(partition: admin_pb2.Topic) -> None:
-    """Raise TOPIC_IN_USE if the partition has messages and no imported window. All AT_ONCE partitions are checked
-    before the first of them gets its part."""
+    """Raise TOPIC_IN_USE if the partition has messages and no imported window. The caller checks all AT_ONCE partitions
+    before it imports into the first of them."""
     if partition.last.index >= 0 and not partition.window_imported:
         raise error("TOPIC_IN_USE", f"the window cannot be imported into topic {partition.name}: it has messages")
 
@@ -618,7 +632,7 @@ def _check_takes(partition: admin_pb2.Topic) -> None:
 def _broken_off(e: SeqdedupeError, partition: str, done: int) -> SeqdedupeError:
     return error(
         e.reason,
-        f"{partition}: {e.message} ({done} partitions before it have their part)",
+        f"{partition}: {e.message} (in force in {counted(done, 'partition')} before it)",
         hint=f"{e.hint} Then import the same file again, all of it: what is in force stays.",
         retry_delay_ms=e.retry_delay_ms,
         **e.numbers,
@@ -626,7 +640,8 @@ def _broken_off(e: SeqdedupeError, partition: str, done: int) -> SeqdedupeError:
 
 
 def _dealt(whole: admin_pb2.Topic, path: Path, folder: Path, numbers: range) -> list[WindowOfPartition]:
-    """Write the part of each of these partitions, and return the parts that are not empty. Blocks."""
+    """Write the parts of the partitions with these numbers, and return the parts that are not empty. Blocks the
+    thread."""
     paths = {number: folder / str(number) for number in numbers}
     with ExitStack() as files, closing(read_window(path)) as blocks:
         writers = {number: files.enter_context(writing_window(part)) for number, part in paths.items()}
@@ -650,7 +665,8 @@ Told = Callable[[list[admin_pb2.BackupResponse]], None]
 async def make_backups(
     calls: ClientCalls, processes: list[str], request: admin_pb2.BackupRequest, told: Told
 ) -> list[admin_pb2.BackupResponse]:
-    """Make backups, see `Admin.backup`. Without `processes`, the process at the client's first address makes one."""
+    """Make backups, see `Admin.backup`. If `processes` is empty, the process at the client's first address makes the
+    only part."""
     check_not_forked()
     so_far: dict[int, admin_pb2.BackupResponse] = {}
 
@@ -669,7 +685,7 @@ async def make_backups(
     try:
         return await asyncio.gather(*work)
     finally:
-        # If one has failed, the others are cancelled.
+        # If one call has failed, the other calls are cancelled.
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)

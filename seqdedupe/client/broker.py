@@ -1,7 +1,8 @@
-"""The client for a broker with an own log: it attaches topics to a sidecar, asks for verdicts, and reports.
+"""The client for a broker that has its own log. The client attaches topics to a sidecar, asks the sidecar for verdicts,
+and reports which messages are in the log.
 
 Begin with `BrokerClient`; an `Attachment` holds one topic. dedupe.proto states the duties of a broker. This module
-fulfils those that do not concern the broker's own log.
+fulfils the duties that do not concern the broker's own log.
 """
 
 import asyncio
@@ -44,10 +45,12 @@ CHECKS = dedupe_pb2.AttachRequest.DESCRIPTOR.fields_by_name["checks"].number
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A message or batch that a broker received: the sequence IDs from `sequence_id` to `highest_sequence_id`.
+    """A message or batch that a broker received: the sequence IDs from `sequence_id` to `highest_sequence_id`. If
+    `highest_sequence_id` is None, the range has the single ID `sequence_id`.
 
-    By default the highest ID is the lowest. `passes`: it is not a separate message (a marker, or a chunk other than its
-    message's last). Then it is always new and leaves no trace, and its name and ID are ignored.
+    `passes` is set for an entry that is not a separate message: a marker, or a chunk other than the last chunk of its
+    message. The verdict of such an entry is always NOT_DUP. The sidecar ignores the entry's producer name and ID and
+    records nothing.
     """
 
     producer_name: str
@@ -58,8 +61,8 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of the broker's log: its range, its position, and the position of the entry before it (empty for the
-    first)."""
+    """An entry of the broker's log: its range, its position, and the position of the previous entry (empty for the
+    first entry)."""
 
     range: Range
     position: bytes
@@ -67,10 +70,10 @@ class Entry:
 
 
 class Attachment:
-    """A topic that a broker holds, made by `BrokerClient.attach`. For one event loop.
+    """A topic that a broker has attached, made by `BrokerClient.attach`. For one event loop.
 
-    An attachment ends if another broker takes the topic, the connection breaks, or a report is late. Then every call
-    raises the reason: stop writing, and attach again.
+    An attachment ends if another broker attaches the topic, the connection breaks, or a report is late. Then every call
+    raises the reason. The broker must stop writing to the topic, and attach it again.
     """
 
     def __init__(self, stream: Any, address: SidecarAddress) -> None:
@@ -96,11 +99,12 @@ class Attachment:
     # -- attaching ---------------------------------------------------------------------------------------------
 
     async def begin(self, topic: str) -> bytes:
-        """Begin, and return the position after which to replay."""
+        """Open the attachment's stream, and return the position after which the broker must replay its log."""
         with typed_errors(self._address):
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
-                    # A server that does not know the call ends it at once. A write before that would hide the reason.
+                    # If the server does not implement the call, it ends the call at once. Writing before that would
+                    # hide the reason.
                     await self._stream.initial_metadata()
                     # If the stream has ended already, the read below gives the reason.
                     with suppress(asyncio.InvalidStateError):
@@ -118,7 +122,7 @@ class Attachment:
         return after
 
     async def replay(self, entries: Sequence[Entry]) -> None:
-        """Send entries of the log, and return when there is room for more."""
+        """Send entries of the log, and return when there is room for more entries."""
         self._check_not_ended()
         columns = self._columns([entry.range for entry in entries])
         positions = Binary.of_all([entry.position for entry in entries])
@@ -143,12 +147,12 @@ class Attachment:
     # -- publishing --------------------------------------------------------------------------------------------
 
     async def check(self, ranges: Sequence[Range]) -> list[Verdict]:
-        """Return the verdicts of at most MAX_BATCH_ROWS ranges. Then write the ranges with NOT_DUP, in order.
+        """Return the verdicts of at most MAX_BATCH_ROWS ranges. The sidecar judges the ranges in the order of the
+        calls. Then write the ranges with NOT_DUP to the log, in the same order.
 
-        Verdicts come in the order of the calls. Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, GAP, QUEUE_FULL, …:
-        then none of the ranges was admitted, and the topic is still attached. Raises NOT_ATTACHED and other reasons if
-        the attachment has ended.
-        If the call is cancelled, the admissions are unknown: close the attachment and attach again.
+        Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, GAP, QUEUE_FULL, …: then the sidecar has admitted none of the
+        ranges, and the topic is still attached. Raises NOT_ATTACHED and other reasons if the attachment has ended. If
+        the call is cancelled, it is unknown which ranges were admitted: close the attachment and attach again.
         """
         self._check_not_ended()
         if not 1 <= len(ranges) <= MAX_BATCH_ROWS:
@@ -161,7 +165,8 @@ class Attachment:
         return await answered
 
     def persisted(self, position: bytes, count: int = 1) -> None:
-        """Report that the oldest `count` unreported admissions are in the log, the last of them at this position."""
+        """Report that the oldest `count` unreported admissions are in the log. `position` is the position of the last
+        of them."""
         self._report(persisted=count, position=position)
 
     def failed(self, count: int = 1) -> None:
@@ -182,14 +187,15 @@ class Attachment:
             what = wire.Report(first_admission=self._reported, persisted=persisted, position=position, failed=failed)
             self._ask(report=what)
         else:
-            # Extend the unsent report, which ends where this one begins.
+            # Extend the unsent report, which ends where the new report begins.
             unsent.persisted += persisted
             unsent.failed += failed
             unsent.position = position or unsent.position
         self._reported += count
 
     def reset(self) -> None:
-        """Reset after `failed`, when all admissions have been reported. Checks get verdicts again.
+        """Reset the attachment after `failed`, when all admissions have been reported. Afterwards checks return
+        verdicts again.
 
         Raises INVALID_REQUEST while an admission is in flight, or a check has no answer yet.
         """
@@ -203,7 +209,7 @@ class Attachment:
         self._ask(reset=wire.Reset())
 
     def release(self, producer_name: str) -> None:
-        """Release a name under which no producer publishes for now."""
+        """Release a producer name under which no producer publishes at present."""
         self._check_not_ended()
         handle = self._handles.pop(producer_name, None)
         if handle is not None:
@@ -239,19 +245,20 @@ class Attachment:
         for future in waiting:
             if not future.done():
                 future.set_exception(why)
-                # Mark it as read: perhaps no task waits any more.
+                # Mark the exception as read: perhaps no task waits for the future any more.
                 future.exception()
         self._has_room.set()
 
     def _check_not_ended(self) -> None:
         if self._ended is not None:
-            # Without this, each raise would extend the traceback.
+            # Without this line, each raise would extend the traceback.
             raise self._ended.with_traceback(None)
 
     # -- messages ----------------------------------------------------------------------------------------------
 
     def _columns(self, ranges: Sequence[Range]) -> dict[str, bytes]:
-        """Return the columns of ranges. New names are registered first."""
+        """Return the columns of these ranges. Producer names that the sidecar does not have yet are registered
+        first."""
         self._register(name for name in dict.fromkeys(one.producer_name for one in ranges if not one.passes))
         handles = self._handles
         columns = {
@@ -268,7 +275,7 @@ class Attachment:
 
     def _register(self, names: Iterable[str]) -> None:
         new = [name for name in names if name not in self._handles]
-        # A name that the sidecar refuses would end the attachment.
+        # If the sidecar refused this name, the attachment would end. So the client checks the name first.
         all_encoded = [new_producer_name(name) for name in new]
         for first in range(0, len(new), REGISTER_NAMES):
             some = new[first : first + REGISTER_NAMES]
@@ -369,7 +376,7 @@ REPLAY_ROWS = 8192
 
 
 class ProducerNumbers(NamedTuple):
-    """The highest sequence ID that was judged new, and the highest that is in the log; -1 means none."""
+    """The sequence IDs of one producer: the highest ID judged new, and the highest ID in the log; -1 means none."""
 
     pushed: int
     persisted: int
@@ -380,7 +387,7 @@ Replay = Callable[[bytes], AsyncIterator[Entry]]
 
 
 class BrokerClient:
-    """A broker's connection to its sidecar. Close it with `close`, or use it as a context."""
+    """A broker's connection to its sidecar. Close it with `close`, or use it as an async context manager."""
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         """Make a client without connecting. By default `credentials` come from the environment. Raises INVALID_ADDRESS,
@@ -409,12 +416,14 @@ class BrokerClient:
         return self._channel
 
     async def attach(self, topic: str, replay: Replay, *, last_position: bytes) -> Attachment:
-        """Attach a topic, replay the entries of its log that the sidecar lacks, and return when checks are answered.
+        """Attach a topic, replay the entries of the log that the sidecar lacks, and return when the sidecar answers
+        checks.
 
-        Call this only when no earlier admission is still being written, and everything in the log is durable.
-        `last_position` is the position of the log's last entry (empty: there is none), as the log itself reports it.
-        With it the sidecar detects a log that has lost its end. Raises REPLAY_GAP, INVALID_NAME, and the error if the
-        sidecar cannot be reached or refuses the topic. After an error nothing is attached.
+        Call this only when all earlier writes to the topic have ended, and everything in the log is durable.
+        `last_position` is the position of the log's last entry as the log itself reports it (empty: the log has no
+        entry). By comparing this position with the replay, the sidecar detects a log whose last entries are lost.
+        Raises REPLAY_GAP, INVALID_NAME, and the error if the sidecar cannot be reached or refuses the topic. After an
+        error the topic is not attached.
         """
         stub: Any = self._connected().stream_stream(ATTACH, wire.AttachRequest.SerializeToString)
         attachment = Attachment(stub(wait_for_ready=False), self._address)

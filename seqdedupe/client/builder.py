@@ -21,6 +21,7 @@ from seqdedupe.limits import (
     MIN_EVENT_TIME_MS,
     NO_SEQUENCE_ID,
 )
+from seqdedupe.wording import counted
 
 BATCH_OVERHEAD_BYTES = 512
 """The most bytes of an encoded batch in addition to its rows: the producer, and the columns' tags and lengths."""
@@ -48,8 +49,8 @@ PropertyRows = PropertyColumns | Sequence[Properties | None]
 class Builder:
     """Gathers a producer's messages, and passes each sealed batch to `emit`.
 
-    Sequence IDs rise strictly; the first may be any. `last_sequence_id` is the highest ID that was sent or that Open
-    answered. A message without an ID gets the next one.
+    Sequence IDs rise strictly; the first ID may have any value. `last_sequence_id` is the highest ID sent. Before the
+    first message it is the ID that Open returned. A message without an ID gets `last_sequence_id + 1`.
     """
 
     def __init__(
@@ -97,9 +98,10 @@ class Builder:
         event_time: datetime | int | None,
         properties: Properties | None,
     ) -> tuple[PendingBatch, int]:
-        """Add a message, and return its batch and its row. Raises before anything is changed."""
+        """Add a message, and return its batch and its row. An invalid message raises an error before anything is
+        changed."""
         if type(payload) is bytes and key is None and event_time is None and not properties:
-            # The common message, while there is room for it: the checks of `_append`, combined.
+            # The fast path for a common message that fits into the batch: it combines the checks of `_append`.
             next_id = self.last_sequence_id + 1 if sequence_id is None else sequence_id
             payloads = self._payloads
             row = len(payloads)
@@ -180,8 +182,8 @@ class Builder:
         self.leaving = None
 
     def next_id(self, sequence_id: int | None) -> int:
-        """Return the ID of the next message: the given one, or the next if none is given. Raises INVALID_SEQUENCE_ID,
-        NOT_ASCENDING."""
+        """Return the ID of the next message: `sequence_id`, or `last_sequence_id + 1` if it is None. Raises
+        INVALID_SEQUENCE_ID, NOT_ASCENDING."""
         try:
             sequence_id = self.last_sequence_id + 1 if sequence_id is None else operator.index(sequence_id)
         except TypeError as e:
@@ -203,7 +205,8 @@ class Builder:
         event_times_ms: Numbers | None,
         properties: PropertyRows | None,
     ) -> PendingBatch:
-        """Pass a ready batch to `emit`, after the gathered messages. Raises before anything is changed."""
+        """Pass a complete batch to `emit`, after the gathered messages. Invalid columns raise an error before anything
+        is changed."""
         return self.add_batch(self.check_columns(payloads, sequence_ids, keys, event_times_ms, properties))
 
     def check_columns(
@@ -255,7 +258,9 @@ class Builder:
         if column.dtype != np.int64:
             raise error("INVALID_SEQUENCE_ID", f"sequence IDs are 64-bit signed integers, not {column.dtype}")
         if column.shape != (rows,):
-            raise error("INVALID_BATCH", f"there are {len(column)} sequence IDs for {rows} payloads")
+            raise error(
+                "INVALID_BATCH", f"the batch has {counted(len(column), 'sequence ID')} for {counted(rows, 'payload')}"
+            )
         if int(column[0]) <= self._last_sent:
             raise self._bad_sequence_id(int(column[0]))
         if not (column[1:] > column[:-1]).all():
@@ -283,14 +288,14 @@ def _id_column(sequence_ids: list[int]) -> Int64s:
     rows = len(sequence_ids)
     if rows == 1:
         return np.array(sequence_ids, np.int64)
-    if sequence_ids[-1] - sequence_ids[0] == rows - 1:  # they rise, so there is no gap
+    if sequence_ids[-1] - sequence_ids[0] == rows - 1:  # the IDs rise, so there is no gap
         return sequence_ids[0] + np.arange(rows, dtype=np.int64)
     return np.array(sequence_ids, np.int64)
 
 
 def _payload_column(payloads: Sequence[bytes | None]) -> Binary:
-    """Return the column of these payloads. Unlike a key column it is never omitted: rows without a payload are marked
-    even if no row has one."""
+    """Return the column of these payloads. A key column is omitted if no row has a key; the payload column is never
+    omitted, because rows without a payload must be marked."""
     values = [payload if payload is None else _bytes_of("payload", payload) for payload in payloads]
     present = np.array([value is not None for value in values], np.uint8)
     validity = b"" if present.all() else np.packbits(present, bitorder="little").tobytes()
@@ -300,7 +305,7 @@ def _payload_column(payloads: Sequence[bytes | None]) -> Binary:
 def _set_properties(batch: Batch, rows: PropertyRows) -> None:
     count = len(rows.offsets) - 1 if isinstance(rows, PropertyColumns) else len(rows)
     if count != len(batch.payloads.offsets) - 1:
-        raise error("INVALID_BATCH", f"there are properties for {count} of {len(batch)} rows")
+        raise error("INVALID_BATCH", f"there are properties for {count} of {counted(len(batch), 'row')}")
     if isinstance(rows, PropertyColumns):
         batch.property_offsets, batch.property_names, batch.property_values = rows
         return
@@ -318,7 +323,10 @@ def _check_columns(batch: Batch, rows: int) -> None:
         if column:
             _check_binary(name, column, rows)
     if len(batch.event_times_ms) not in (0, rows):
-        raise error("INVALID_BATCH", f"there are {len(batch.event_times_ms)} event times for {rows} rows")
+        raise error(
+            "INVALID_BATCH",
+            f"the batch has {counted(len(batch.event_times_ms), 'event time')} for {counted(rows, 'row')}",
+        )
     if len(batch.payloads.data) > MAX_PAYLOAD_BYTES:
         longest = int(np.diff(batch.payloads.offsets).max())
         if longest > MAX_PAYLOAD_BYTES:
@@ -329,7 +337,7 @@ def _check_columns(batch: Batch, rows: int) -> None:
 
 
 def _size_bytes(batch: Batch) -> int:
-    """Return the most bytes that the encoded batch can have."""
+    """Return an upper bound for the size of the encoded batch in bytes."""
     return (
         BATCH_OVERHEAD_BYTES
         + ROW_OVERHEAD_BYTES * len(batch)
@@ -377,7 +385,7 @@ def _copy(row: Properties | None) -> dict[str, str]:
 
 
 def milliseconds(event_time: datetime | int | None) -> int:
-    """Return the milliseconds since 1970; 0 for none."""
+    """Return the event time in milliseconds since 1970; 0 if there is none."""
     if isinstance(event_time, datetime):
         if event_time.tzinfo is None:
             raise error("INVALID_REQUEST", f"the event time {event_time} has no time zone")

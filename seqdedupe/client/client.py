@@ -19,11 +19,12 @@ from seqdedupe.client.publisher import Publisher
 from seqdedupe.client.reader import PartitionedReader, PartitionedStart, PartitionEnds, Reader, Start
 from seqdedupe.client.route import Addresses, OnWaiting, Sidecars
 from seqdedupe.client.stream import SharedConnections
-from seqdedupe.errors import UnavailableError, error
+from seqdedupe.errors import AccessDeniedError, UnavailableError, error
 from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import MessageId, Position, checked_index
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.v1 import batch_pb2, read_pb2
+from seqdedupe.wording import counted
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
@@ -32,7 +33,7 @@ _SERVING = b"\x08\x01"
 _POLL_SECONDS = 0.05
 
 _MAX_INT64 = 2**63 - 1
-"""More a request cannot say, and no topic has."""
+"""No index in a topic exceeds this number, the largest that a request can contain."""
 
 
 class TopicEnds(NamedTuple):
@@ -50,20 +51,21 @@ class Located(NamedTuple):
 
 
 class Client:
-    """A client of the sidecar at `host:port` or `unix:path`. Use it as `async with Client(address) as client`.
+    """Client of the sidecar at `host:port` or `unix:path`. Use it as `async with Client(address) as client`.
 
-    For several sidecars in front of one log, give their addresses separated by commas, or in a list. The client asks
-    the likeliest sidecar for a topic first, and follows the topic to its owner. If a sidecar is gone, the client tries
-    another. A sidecar may redirect the client only to addresses in the list, and to hosts in a domain of the list
-    (`*.example.org`).
+    For several sidecars in front of one log, give the addresses separated by commas, or in a list. For each topic, the
+    client first asks the sidecar that most likely owns the topic, and follows redirects to the owner. If a sidecar does
+    not answer, the client tries another sidecar. A sidecar may redirect the client only to addresses in the list, and
+    to hosts in a domain of the list (`*.example.org`).
 
-    The client presents its `credentials` to all sidecars. By default they come from the environment, see `Credentials`.
+    The client presents its `credentials` to all sidecars. By default the credentials come from the environment, see
+    `Credentials`.
 
     Raises INVALID_ADDRESS for text that is not an address, and INVALID_CREDENTIALS.
 
-    The client's producers share one connection per sidecar, and the producers of one topic share a stream. Any number
-    of producer names works. Each reader opens a separate connection at its first read. All other calls use one
-    connection per sidecar. A client belongs to one event loop.
+    The client's producers share one connection per sidecar, and the producers of one topic share a stream. The number
+    of producer names is not limited. Each reader opens a separate connection at its first read. All other calls share
+    one connection per sidecar. A client belongs to one event loop.
     """
 
     def __init__(self, address: Addresses = DEFAULT_ADDRESS, credentials: Credentials | None = None) -> None:
@@ -96,7 +98,7 @@ class Client:
         *,
         on_waiting: OnWaiting | None = None,
     ) -> Producer:
-        """Return a producer, to be entered: see `Producer`."""
+        """Return a producer. Start it with `async with`: see `Producer`."""
         return Producer(self._connections, topic, name, config, on_waiting)
 
     def publisher(
@@ -106,7 +108,7 @@ class Client:
         on_waiting: OnWaiting | None = None,
         delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
     ) -> Publisher:
-        """Return a publisher to a topic of deduplication IDs, to be entered: see `Publisher`."""
+        """Return a publisher to a topic of deduplication IDs. Start it with `async with`: see `Publisher`."""
         return Publisher(self._sidecars, topic, on_waiting, delivery_timeout_seconds, lambda: self.admin.topic(topic))
 
     def reader(
@@ -142,16 +144,17 @@ class Client:
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
     ) -> PartitionedReader:
-        """Return a reader of all partitions of a topic, see `PartitionedReader`. `stop_indexes` has the `stop_index` of
-        each partition's `Reader`."""
+        """Return a reader of all partitions of a topic, see `PartitionedReader`. `stop_indexes` contains the
+        `stop_index` for the `Reader` of each partition."""
         whole = topic_name(topic)
 
         async def ends() -> list[PartitionEnds]:
-            count = (await self.admin.topic(whole)).partitions
+            count = await self.partitions(whole)
             if not count:
                 raise error("INVALID_REQUEST", f"{whole} has no partitions", hint="Read it with a plain reader.")
             if stop_indexes is not None and len(stop_indexes) != count:
-                what = f"stop_indexes has {len(stop_indexes)} indexes, and {whole} has {count} partitions"
+                given = counted(len(stop_indexes), "index", "indexes")
+                what = f"stop_indexes has {given}, and {whole} has {counted(count, 'partition')}"
                 raise error("INVALID_REQUEST", what, hint="Give one index for each partition.")
             found = [await self.ends(partition_name(whole, k)) for k in range(count)]
             return [PartitionEnds(Position.before(one.last.incarnation, one.first_index), one.last) for one in found]
@@ -172,29 +175,43 @@ class Client:
         return PartitionedReader(whole, start, ends, part)
 
     def cursor(self, topic: str, name: str) -> SidecarCursor:
-        """Return a named cursor of the topic, which the sidecar stores (`Cursor`, docs/guides/cursors.md). A topic has
-        at most 32."""
+        """Return a named cursor of the topic, which the sidecar stores (`Cursor`, docs/guides/cursors.md). A topic can
+        have at most 32 cursors."""
         return SidecarCursor(self._calls, topic, name)
 
     async def ends(self, topic: str) -> TopicEnds:
-        """Return the topic's current ends. Raises NotFoundError; RECOVERING if its end is unknown after 30 seconds."""
+        """Return the topic's current ends. Raises NotFoundError. Raises RECOVERING if the end of the topic is still
+        unknown after 30 seconds."""
         request = read_pb2.GetLastMessageIdRequest(topic=topic_name(topic))
         answer = await self._calls.call(lambda sidecar: sidecar.read.GetLastMessageId, request)
         return TopicEnds(answer.first_index, Position.from_proto(answer.last))
 
+    async def partitions(self, topic: str) -> int:
+        """Return the number of partitions that a reader reads; 0 if the topic is not partitioned. Raises NotFoundError;
+        AccessDeniedError, which names the right to read if the caller has no right to the topic."""
+        try:
+            return (await self.admin.topic(topic)).partitions
+        except AccessDeniedError as e:
+            if e.reason == "NOT_ALLOWED":
+                # Several rights allow the call. A reader needs the one that this call names.
+                await self.ends(topic)
+            raise
+
     async def locate_time(self, topic: str, publish_time_ms: int) -> Located:
-        """Locate the first message published at or after a time; the end if there is none. Raises NotFoundError."""
+        """Locate the first message published at or after a time. If there is no such message, return the end of the
+        topic. Raises NotFoundError."""
         time_ms = min(max(publish_time_ms, -_MAX_INT64), _MAX_INT64)
         return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), publish_time_ms=time_ms))
 
     async def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located:
-        """Locate the index that is about `size_bytes` of the stored form after `from_index`. It is at least one message
-        after `from_index`, unless that is the end. Raises NotFoundError, PositionError, InvalidRequestError."""
+        """Return an index such that the messages from `from_index` up to it have a stored size of about `size_bytes`.
+        The index is at least one message after `from_index`, unless `from_index` is the end of the topic. Raises
+        NotFoundError, PositionError, InvalidRequestError."""
         budget = read_pb2.ByteBudget(from_index=checked_index(from_index), bytes=min(size_bytes, _MAX_INT64))
         return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), byte_budget=budget))
 
     async def position_at(self, topic: str, index: int) -> Position:
-        """Return the position of the message with this index: everything that identifies it.
+        """Return the complete position of the message with this index.
 
         Raises NotFoundError; PositionError if the message is trimmed or does not exist yet; InvalidRequestError for an
         invalid index; DamagedError.
@@ -212,8 +229,8 @@ class Client:
         return Located(answer.incarnation, answer.index)
 
     async def wait_ready(self, timeout_seconds: float) -> None:
-        """Wait until the sidecar, or one of several, reports that it serves. Raises UnavailableError if none does in
-        time."""
+        """Wait until at least one of the client's sidecars reports that it is serving. Raises UnavailableError if none
+        does so within `timeout_seconds`."""
         why = "it says NOT_SERVING"
         try:
             async with asyncio.timeout(timeout_seconds):

@@ -1,6 +1,7 @@
-"""Connections to sidecars: channels, the meaning of gRPC's errors (no other module reads them), and unary calls.
+"""Connections to sidecars: channels, unary calls, and the conversion of gRPC's errors. No other module interprets
+gRPC's errors.
 
-Begin with `new_channel`, `typed_errors` and `ClientCalls`, which sends each call to the sidecar of its topic.
+Begin with `new_channel`, `typed_errors` and `ClientCalls`, which sends each call to the sidecar that owns the topic.
 """
 
 import asyncio
@@ -45,10 +46,12 @@ AUTHORIZATION = "authorization"
 
 
 class Channel(grpc.aio.Channel):
-    """A channel whose calls and streams carry the token, if there is one, read when each of them begins.
+    """A channel whose calls and streams carry the token, if there is one. The token is read again when a call or stream
+    begins.
 
-    gRPC's own call credentials refuse connections without TLS, and every message of a stream passes its interceptors.
-    Making a call first calls `check`. It raises CREDENTIALS_UNAVAILABLE and the errors of `check`.
+    gRPC's own call credentials are not used: they refuse connections without TLS, and every message of a stream passes
+    their interceptors. Before each call the channel calls `check`. Making a call raises CREDENTIALS_UNAVAILABLE and the
+    errors of `check`.
     """
 
     def __init__(self, channel: grpc.aio.Channel, credentials: Credentials, check: Callable[[], None]) -> None:
@@ -101,7 +104,7 @@ class Channel(grpc.aio.Channel):
 
 
 def _keeping_status(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `make`, so that the status of its calls is always the one that the other side sent."""
+    """Wrap `make`, so that the status of each call is always the status that the other side sent."""
 
     def call(*args: Any, **options: Any) -> Any:
         made = make(*args, **options)
@@ -117,18 +120,19 @@ _INSIDE = "_cython_call"
 
 
 class _StatusKept:
-    """The inner object of a call to which the caller sends messages.
+    """The inner object of a streaming call on which the caller writes messages.
 
-    A write fails when the other side has ended the call. grpcio then replaces the status, received or not, with
-    "Internal error from Core". That hides the reason from the caller. This class prevents it, and the call waits for
-    the real status.
+    A write fails when the other side has ended the call. grpcio then replaces the status of the call, received or not,
+    with "Internal error from Core", which hides the reason from the caller. This class makes the call wait for the
+    status that the other side sent.
     """
 
     def __init__(self, inside: Any) -> None:
         self._inside = inside
 
     def __getattr__(self, name: str) -> Any:
-        # The inner object has only methods, and every message looks one up. The next lookup finds it here.
+        # The inner object has only methods, and every message looks one of them up. Setting the attribute here makes
+        # the next lookup direct.
         found = self.__dict__[name] = getattr(self._inside, name)
         return found
 
@@ -158,9 +162,10 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Two channels never share a connection: a stalled one does not affect another, and a new one connects again.
+    # Two channels never share a connection. So a stalled channel does not affect other channels, and a new channel
+    # connects again.
     ("grpc.use_local_subchannel_pool", 1),
-    # The sidecar runs next to its client. A proxy from the environment does not lead to it.
+    # The sidecar runs next to its client. A proxy configured in the environment does not lead to the sidecar.
     ("grpc.enable_http_proxy", 0),
 )
 
@@ -171,7 +176,7 @@ _PATIENT = (
 _IMPATIENT = (
     ("grpc.keepalive_time_ms", IMPATIENT_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", IMPATIENT_SECONDS * 1000),
-    # Only this limit, a minute by default, counts for a ping in flight.
+    # While a ping is in flight, only this limit applies (a minute by default).
     ("grpc.http2.ping_timeout_ms", IMPATIENT_SECONDS * 1000),
     ("grpc.min_reconnect_backoff_ms", IMPATIENT_SECONDS * 1000),
 )
@@ -247,7 +252,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def check_not_forked() -> None:
-    """Raise INVALID_REQUEST in a forked child of a process that has used the client: there gRPC never returns."""
+    """Raise INVALID_REQUEST in a forked child of a process that has used the client. In such a child, gRPC calls never
+    return."""
     if _forked:
         raise error(
             "INVALID_REQUEST",
@@ -259,11 +265,11 @@ def check_not_forked() -> None:
 def new_channel(
     address: SidecarAddress, credentials: Credentials = NO_CREDENTIALS, *, is_one: bool = True, is_brief: bool = False
 ) -> grpc.aio.Channel:
-    """Return a channel with a separate connection. `is_one`: there is no other sidecar to ask. `is_brief`: the
-    connection closes after some seconds without a call, and the next call opens it again.
+    """Return a channel with a separate connection. Set `is_one` if the client knows no other sidecar. With `is_brief`
+    the connection closes after some seconds without a call, and the next call opens it again.
 
-    Raises INSECURE_ADDRESS if a token would go over a network unencrypted; CREDENTIALS_UNAVAILABLE. If the token goes
-    unencrypted to a port of this machine, calls raise the errors of `check_listener`.
+    Raises INSECURE_ADDRESS if a token would be sent over a network unencrypted, and CREDENTIALS_UNAVAILABLE. If the
+    token is sent unencrypted to a port of this machine, calls raise the errors of `check_listener`.
     """
     global _used
     check_not_forked()
@@ -285,7 +291,7 @@ def new_channel(
 
 
 def channel_to(sidecars: Sidecars, address: SidecarAddress, *, is_brief: bool = False) -> grpc.aio.Channel:
-    """Return a channel to one of the sidecars, see `new_channel`."""
+    """Return a channel to one of the sidecars, as `new_channel` does."""
     return new_channel(address, sidecars.credentials, is_one=sidecars.is_one, is_brief=is_brief)
 
 
@@ -296,10 +302,10 @@ async def call(
     request: object,
     timeout_seconds: float = CALL_TIMEOUT_SECONDS,
 ) -> M:
-    """Make a unary call over this channel. After RECOVERING, repeat it after the delay in the answer. After
-    TOKEN_EXPIRED, repeat it once with the current token.
+    """Make a unary call over this channel. After RECOVERING, the function repeats the call after the delay in the
+    answer. After TOKEN_EXPIRED, it repeats the call once with the current token.
 
-    Raises the reason of a refusal, and RECOVERING if the recovery takes longer than CALL_TIMEOUT_SECONDS.
+    Raises the reason of a refusal, and RECOVERING if the topic's recovery takes longer than CALL_TIMEOUT_SECONDS.
     """
     check_not_forked()
     loop = asyncio.get_running_loop()
@@ -321,12 +327,12 @@ async def call(
 async def answer_of(
     channel: grpc.aio.Channel, method: Callable[..., Awaitable[M]], request: object, timeout_seconds: float
 ) -> M:
-    """Return the answer to a unary call over this channel. Raises DecodeError for an answer that no sidecar gives, and
+    """Return the answer to a unary call over this channel. Raises DecodeError for an answer that no sidecar sends, and
     AioRpcError.
 
-    A server that is no sidecar may answer OK to any call, with an empty message. If an empty answer has a meaning, a
-    sidecar marks it in the trailing metadata. An earlier version does not; then `GetVersion` tells whether it is a
-    sidecar.
+    A server that is not a sidecar may answer OK to any call, with an empty message. If an empty answer has a meaning, a
+    sidecar marks the answer in the trailing metadata. Earlier versions of the sidecar do not set this mark. If the mark
+    is missing, `GetVersion` determines whether the server is a sidecar.
     """
     made: grpc.aio.UnaryUnaryCall[object, M] = method(request, timeout=timeout_seconds)  # type: ignore[assignment]
     answer: M | None = await made
@@ -344,11 +350,11 @@ async def answer_of(
 
 @contextmanager
 def typed_errors(address: SidecarAddress) -> Iterator[None]:
-    """Convert gRPC's errors into this project's errors. Convert DecodeError too: the answer is not a sidecar's. (For a
-    message that cannot be decoded, gRPC returns None.)
+    """Convert gRPC's errors into this project's errors. Also convert DecodeError: the answer did not come from a
+    sidecar. (For a message that cannot be decoded, gRPC returns None.)
 
-    If the other side cancels a call, or `call.cancel()` does, gRPC raises CancelledError in the caller. That becomes an
-    ordinary error, unless the caller's task itself is being cancelled.
+    If the other side cancels a call, or `call.cancel()` does, gRPC raises CancelledError in the caller. This function
+    converts that CancelledError into an ordinary error, unless the caller's task itself is being cancelled.
     """
     try:
         yield
@@ -365,13 +371,14 @@ def typed_errors(address: SidecarAddress) -> Iterator[None]:
 
 
 def may_break_for_a_frame(failure: SeqdedupeError) -> bool:
-    """Return whether a component on the way has ended a stream, perhaps because of a frame. A component that answers OK
-    in the sidecar's place does not count."""
+    """Return whether a frame may be the reason that a component between client and sidecar has ended a stream. The
+    function returns false if a component answers OK in the sidecar's place."""
     return failure.reason in _BREAKS_STREAM and not isinstance(failure.__cause__, DecodeError)
 
 
 def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dict[str, str]) -> SeqdedupeError:
-    """Return the error for a sidecar's reason. An unknown reason, from a newer sidecar, is kept unchanged."""
+    """Return the error for a sidecar's reason. A reason that this version does not know, from a newer sidecar, is kept
+    unchanged."""
     known = REASONS.get(reason)
     kind = known.kind if known else UnavailableError if retry_delay_ms >= 0 else SeqdedupeError
     hint = numbers.pop("hint", known.hint if known else "See the sidecar's list of errors.")
@@ -379,14 +386,16 @@ def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dic
 
 
 def of_known_topic(failure: SeqdedupeError) -> SeqdedupeError:
-    """Change the hint of TOPIC_NOT_FOUND if the caller knows that the topic existed: its name is not mistyped."""
+    """Change the hint of TOPIC_NOT_FOUND for a caller that has used the topic before: the topic's name is not
+    mistyped."""
     if failure.reason == "TOPIC_NOT_FOUND":
         failure.hint = HINT_OF_GONE
     return failure
 
 
 def refusal_error(refusal: Any) -> SeqdedupeError:
-    """Return the error for a refusal on a publish stream, with the numbers of a producer that caused it."""
+    """Return the error for a refusal on a publish stream. If a producer caused the refusal, the error contains the
+    numbers of that producer."""
     numbers: dict[str, str] = {}
     for producer in refusal.producers:
         numbers = {
@@ -411,7 +420,7 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
         return error_of_reason(info.reason, details, retry_delay_ms, dict(info.metadata))
     if failure.code() is grpc.StatusCode.UNAVAILABLE or is_of_another_host(details):
         return unreachable(address, details)
-    # If these details stand for a plain HTTP status, gRPC gives no metadata.
+    # If these details come from a plain HTTP status, gRPC provides no metadata.
     if has_no_grpc_status(details) and (failure.initial_metadata() or failure.trailing_metadata()):
         what = f"{address} answered without a gRPC status, as a web server does"
         return error(NOT_A_SIDECAR, f"{what}; the likely cause is a proxy on the way: {details}")
@@ -430,7 +439,8 @@ def _error_of_call(failure: grpc.aio.AioRpcError, address: SidecarAddress) -> Se
 
 
 def _details(failure: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo | None, int]:
-    """Return the ErrorInfo, if there is one, and the retry delay in milliseconds or NEVER."""
+    """Return the ErrorInfo, if there is one, and the retry delay in milliseconds (NEVER if the call must not be
+    retried)."""
     info: error_details_pb2.ErrorInfo | None = None
     retry_delay_ms = NEVER
     try:
@@ -449,10 +459,11 @@ def _details(failure: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo
 
 
 def _rich_details(failure: grpc.aio.AioRpcError) -> Sequence[Any]:
-    """Return the details of the rich status. Return none if there is no rich status, or if it contradicts the plain
-    one: a proxy that answers for the sidecar may send anything. Raises DecodeError.
+    """Return the details of the rich status. Return an empty list if there is no rich status. Also return an empty list
+    if the rich status contradicts the plain status: a proxy that answers for the sidecar may send anything. Raises
+    DecodeError.
 
-    This does the same as `grpc_status.rpc_status`, which would import much that a client does not need.
+    `grpc_status.rpc_status` does the same, but would import much that a client does not need.
     """
     for name, value in failure.trailing_metadata() or ():
         if name == _RICH_STATUS:
@@ -463,7 +474,8 @@ def _rich_details(failure: grpc.aio.AioRpcError) -> Sequence[Any]:
 
 
 class Backoff:
-    """Delays that double from `first_seconds` to `longest_seconds`. Each is shortened at random by up to a half."""
+    """Delays that double from `first_seconds` to `longest_seconds`. Each delay is shortened at random by up to a
+    half."""
 
     def __init__(self, first_seconds: float, longest_seconds: float) -> None:
         self._first_seconds = first_seconds
@@ -473,11 +485,11 @@ class Backoff:
     def next_seconds(self) -> float:
         delay = self._next_seconds
         self._next_seconds = min(2 * delay, self._longest_seconds)
-        # Not `random`, to avoid an import only for this.
+        # The standard library's `random` is not used, to avoid an import for this line alone.
         return delay * (0.5 + os.urandom(1)[0] / 510)
 
     def reset(self) -> None:
-        """Begin again with the first delay, after progress."""
+        """Return to the first delay. Call this after progress."""
         self._next_seconds = self._first_seconds
 
 
@@ -519,7 +531,7 @@ class SidecarConnection:
 
 
 class ClientCalls:
-    """Makes the calls of one client, over one connection to each sidecar that it calls. For one event loop."""
+    """Makes the unary calls of one client. Keeps one connection to each sidecar that it calls. For one event loop."""
 
     def __init__(self, sidecars: Sidecars) -> None:
         self._sidecars = sidecars
@@ -541,8 +553,8 @@ class ClientCalls:
         return self._connections[address]
 
     def connection_to(self, text: str) -> SidecarConnection:
-        """Return the connection to a sidecar that another sidecar has named. Raises NOT_OWNER if the client may not
-        connect to it."""
+        """Return the connection to a sidecar that another sidecar has named. Raises NOT_OWNER if the client is not
+        allowed to connect to that address."""
         address = self._sidecars.allowed(text)
         if address is None:
             why = f"the sidecar at {text} has a part of it, and is not among the addresses that the client was given"
@@ -559,8 +571,8 @@ class ClientCalls:
         request: Message,
         timeout_seconds: float = CALL_TIMEOUT_SECONDS,
     ) -> M:
-        """Make a unary call to the owner of the request's topic, or, without a topic, to one sidecar that answers. Wait
-        while the topic recovers.
+        """Make a unary call to the owner of the request's topic. If the request has no topic, make the call to any
+        sidecar that answers. Wait while the topic recovers.
 
         Raises the errors of `at`, and RECOVERING if the recovery takes longer than CALL_TIMEOUT_SECONDS.
         """
@@ -572,8 +584,9 @@ class ClientCalls:
         return await self.at(getattr(request, "topic", ""), act, is_look=is_look)
 
     async def at(self, topic: str, act: Callable[[SidecarConnection], Awaitable[T]], *, is_look: bool) -> T:
-        """Run `act` at the topic's owner, or, without a topic, at one sidecar that answers. `act` may be begun several
-        times. If it makes changes (not `is_look`), that is only done while it has certainly changed nothing.
+        """Run `act` at the topic's owner. Without a topic, run it at any sidecar that answers. `act` may run several
+        times. If `act` makes changes (`is_look` is false), it runs again only if the earlier attempt has certainly
+        changed nothing.
 
         While no sidecar owns the topic, wait for at most CALL_TIMEOUT_SECONDS. Raises the reason of a refusal.
         """
@@ -608,8 +621,9 @@ class ClientCalls:
                 return answer
 
     def _forget(self, connection: SidecarConnection) -> None:
-        """Drop the connection. The next call makes a new one, which connects at once and reads the TLS files again. The
-        old one would report its refusal for up to a second. Calls in progress over the old one are not touched."""
+        """Drop this connection. The next call makes a new connection, which connects at once and reads the TLS files
+        again; the old connection would report the refusal for up to a second. Calls in progress over the old connection
+        are not affected."""
         if self._connections.get(connection.address) is connection:
             del self._connections[connection.address]
 
@@ -620,7 +634,7 @@ class ClientCalls:
 
 
 def _unknown_outcome(failure: UnavailableError) -> SeqdedupeError:
-    """Return the error of a changing call that may have been sent. A sidecar may have carried it out, and the answer
-    got lost."""
+    """Return the error for a call that makes changes and may have been sent. A sidecar may have made the changes, and
+    only the answer may be lost."""
     what = f"the call may have reached the sidecar, and what it was to change may be in force: {failure.message}"
     return error("OUTCOME_UNKNOWN", what, hint=f"{_HINT_OF_CHANGES} {failure.hint}")

@@ -36,16 +36,18 @@ Token = str | Callable[[], str]
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A token, or TLS with or without a client certificate, or both. `Credentials()` is neither.
+    """A token, or TLS with or without a client certificate, or a token and TLS. `Credentials()` has neither a token nor
+    TLS.
 
-    For each new call and stream the client reads the token file or calls the token function. It does so on its event
-    loop, so the function must return at once. The client reads the TLS files for each new connection. So all of them
-    may be replaced at any time. If one cannot be read then, the error is CREDENTIALS_UNAVAILABLE, and the client tries
-    again.
+    The client reads the token file or calls the token function for each new call and stream. The token function is
+    called on the client's event loop, so it must return at once. The client reads the TLS files for each new
+    connection. So the token and all files may be replaced at any time. If a file cannot be read at that moment, the
+    error is CREDENTIALS_UNAVAILABLE, and the client tries again.
 
-    With any TLS file, connections to a host and port are encrypted, and the sidecar's certificate is checked. It must
-    be issued for this host name or IP address, by an authority in `tls_ca_file`, or without that file by a public one.
-    Connections over a Unix socket never use TLS. The client sends a token to another host only over TLS.
+    With any TLS file, connections to a host and port are encrypted, and the client verifies the sidecar's certificate.
+    The certificate must be issued for this host name or IP address, by an authority in `tls_ca_file`, or without that
+    file by a public authority. Connections over a Unix socket never use TLS. The client sends a token to another host
+    only over TLS.
 
     Raises INVALID_CREDENTIALS for an invalid combination, an unreadable file, or an invalid token. A token never
     appears in an error or in `repr`.
@@ -96,10 +98,10 @@ class Credentials:
         tls_certificate_file: str | None = None,
         tls_key_file: str | None = None,
     ) -> Self:
-        """Return credentials from the arguments, and for the others from the environment. The token comes from
-        `SEQDEDUPE_TOKEN`, or `SEQDEDUPE_TOKEN_FILE`, or else `~/.config/seqdedupe/token` if that file exists. The
-        others come from `SEQDEDUPE_TLS_CA_FILE`, `SEQDEDUPE_TLS_CERTIFICATE_FILE`, `SEQDEDUPE_TLS_KEY_FILE`,
-        `SEQDEDUPE_ALLOW_INSECURE_TOKEN=true` and `SEQDEDUPE_SIDECAR_USER`. Empty values count as unset. Raises
+        """Return credentials. An argument that is None is taken from the environment. The token comes from
+        `SEQDEDUPE_TOKEN`, or `SEQDEDUPE_TOKEN_FILE`, or else `~/.config/seqdedupe/token` if that file exists. The other
+        values come from `SEQDEDUPE_TLS_CA_FILE`, `SEQDEDUPE_TLS_CERTIFICATE_FILE`, `SEQDEDUPE_TLS_KEY_FILE`,
+        `SEQDEDUPE_ALLOW_INSECURE_TOKEN=true` and `SEQDEDUPE_SIDECAR_USER`. An empty variable counts as unset. Raises
         INVALID_CREDENTIALS."""
         if not token and not token_file:
             token = os.environ.get(TOKEN)
@@ -136,8 +138,8 @@ class Credentials:
         return _checked(token, "what the function for the token answers")
 
     def trusted_users(self) -> frozenset[int]:
-        """Return the users of this machine, by number, that may receive the token. The owner of the token file is one:
-        that user has it anyway. Raises INVALID_CREDENTIALS."""
+        """Return the numbers of the users of this machine to whom the client may send the token. They include the owner
+        of the token file, who can read the token anyway. Raises INVALID_CREDENTIALS."""
         users = set() if self.sidecar_user is None else {user_of(self.sidecar_user)}
         if self.token_file is not None:
             with suppress(OSError):
@@ -145,7 +147,8 @@ class Credentials:
         return frozenset(users)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Return gRPC's credentials for a new connection; None: without TLS. Raises CREDENTIALS_UNAVAILABLE."""
+        """Return gRPC's credentials for a new connection; None for a connection without TLS. Raises
+        CREDENTIALS_UNAVAILABLE."""
         files = self._channel_credentials()
         return None if files is None else grpc.ssl_channel_credentials(*files)
 

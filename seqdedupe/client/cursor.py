@@ -1,6 +1,7 @@
-"""Cursors: the contract of a cursor, which stores how far a reader has got in a topic, and two kinds of it.
+"""Cursors: the contract of a cursor, and two kinds of cursor. A cursor stores the position up to which a reader has
+read a topic.
 
-One kind is stored in a file, the other by the sidecar. Each kind must pass the suite tests/client/cursors.py.
+One kind is stored in a file, the other by the sidecar. Each kind must pass the test suite tests/client/cursors.py.
 """
 
 import asyncio
@@ -24,7 +25,8 @@ MAX_NOTE_BYTES = 1024
 
 
 class Kept(NamedTuple):
-    """The value of a cursor: a position, and a note of up to 1,024 bytes of UTF-8, which only its owner interprets."""
+    """The value of a cursor: a position, and a note of up to 1,024 bytes of UTF-8. Only the cursor's owner interprets
+    the note."""
 
     position: Position
     note: str = ""
@@ -33,29 +35,29 @@ class Kept(NamedTuple):
 class Cursor(ABC):
     """Durable storage of one position. The stored value survives a power cut.
 
-    Effects outside the cursor's own transaction happen at least once: after a crash, messages since the last
-    `compare_and_set` come again. So effects should be idempotent. For exactly-once effects, store the position in the
-    database that the effects go to, in the same transaction.
+    Effects outside the cursor's own transaction happen at least once: after a crash, the reader delivers the messages
+    since the last `compare_and_set` again. So effects should be idempotent. For exactly-once effects, store the
+    position in the same database as the effects, in the same transaction.
     """
 
     @abstractmethod
     async def read(self) -> Kept | None:
-        """Return the stored value; None if nothing was ever stored. If it cannot be read, raise the cause; never return
-        an older value."""
+        """Return the stored value; None if nothing was ever stored. If the value cannot be read, raise the cause; never
+        return an older value."""
 
     @abstractmethod
     async def compare_and_set(self, expected: Kept | None, new: Kept) -> None:
-        """Store `new` if the stored value equals `expected` (None: nothing is stored), in one step. It is durable on
-        return.
+        """Store `new` in one step if the stored value equals `expected` (None: nothing is stored). When the call
+        returns, the new value is durable.
 
-        Raises CURSOR_MOVED if another value is stored; INVALID_POSITION for a value that cannot be stored. If it raises
-        OUTCOME_UNKNOWN or an error that is no SeqdedupeError, or is cancelled, either the old or the new value is
-        stored, whole. All other errors mean that nothing has changed.
+        Raises CURSOR_MOVED if another value is stored, and INVALID_POSITION for a value that cannot be stored. After
+        OUTCOME_UNKNOWN, an error that is not a SeqdedupeError, or a cancellation, either the old or the new value is
+        stored completely. After any other error nothing has changed.
         """
 
 
 def check(kept: Kept) -> None:
-    """Raise INVALID_POSITION or INVALID_REQUEST for a value that no cursor stores."""
+    """Raise INVALID_POSITION or INVALID_REQUEST for a value that a cursor cannot store."""
     position, note = kept
     if not position.is_whole() or min(position.incarnation, position.index + 1) < 0:
         raise error("INVALID_POSITION", f"{position!r} is no position: its parts do not fit together")
@@ -70,7 +72,7 @@ def check(kept: Kept) -> None:
 
 
 def moved(name: str, expected: Kept | None, found: Kept | None) -> SeqdedupeError:
-    """Return the error of a compare-and-set that finds another value than it expects."""
+    """Return the error of a compare-and-set that finds a different value from the expected value."""
     there = "nothing" if found is None else f"the position {found.position}"
     wanted = "nothing" if expected is None else f"{expected.position}"
     if found and expected and found.position == expected.position:
@@ -79,7 +81,8 @@ def moved(name: str, expected: Kept | None, found: Kept | None) -> SeqdedupeErro
 
 
 class CursorMoves:
-    """Moves a cursor for its one owner. It recognizes the owner's own moves, even if the answer was lost."""
+    """Moves a cursor for its only owner. This class recognizes the owner's own moves, even if the answer to a move was
+    lost."""
 
     def __init__(self, cursor: Cursor) -> None:
         self.kept: Kept | None = None
@@ -88,13 +91,13 @@ class CursorMoves:
         self._in_doubt: set[Kept] = set()  # moves from that value that may have taken effect
 
     async def read(self) -> Kept | None:
-        """Return the cursor's value. The next move starts from it."""
+        """Return the cursor's value. The next move expects this value."""
         self.kept = await self._cursor.read()
         return self.kept
 
     async def move(self, new: Kept) -> None:
-        """Store `new`. Raises the errors of `compare_and_set`; CURSOR_MOVED only if the stored value is not one of this
-        owner's moves."""
+        """Store `new`. Raises the errors of `compare_and_set`. CURSOR_MOVED is raised only if the stored value does not
+        come from one of this owner's moves."""
         while True:
             try:
                 await self._cursor.compare_and_set(self.kept, new)
@@ -107,7 +110,7 @@ class CursorMoves:
                 if found not in self._in_doubt:
                     raise
                 self.kept = found
-                self._in_doubt.clear()  # the others started from a value that is no longer stored
+                self._in_doubt.clear()  # the other moves expected a value that is no longer stored
             except BaseException:
                 self._in_doubt.add(new)
                 raise
@@ -127,18 +130,19 @@ _LENGTH = struct.Struct("<I")
 
 
 class FileCursor(Cursor):
-    """A cursor in a file on a local disk, in an existing folder. Processes of one machine may share it.
+    """A cursor in a file on a local disk, in an existing folder. Several processes of one machine may share the file.
 
-    A new position is written to a file next to it and synced. That file is renamed over the old one, and the folder is
-    synced. So after a crash the old position or the new one is there, whole. A lock file next to it, `.NAME.lock`, is
-    never removed. If the path is a symbolic link, all these files are where it points to, and the link stays.
+    `compare_and_set` writes the new position to a temporary file in the same folder, syncs this file, renames it over
+    the old file, and syncs the folder. So after a crash the file contains either the old or the new position, complete.
+    A lock file in the same folder, `.NAME.lock`, is never removed. If the path is a symbolic link, all these files are
+    in the folder of the link's target, and the link is kept.
 
-    Its calls raise:
+    Calls raise:
 
-    - INVALID_OPTION: the folder does not exist (its disk may not be mounted, and hold a cursor), or the path is a
-      folder.
+    - INVALID_OPTION: the folder does not exist, or the path is a folder. (If the folder is missing because its disk is
+      not mounted, that disk may contain a cursor.)
     - OSError: the file system refuses the call for another reason.
-    - CURSOR_DAMAGED: a byte differs from what was written.
+    - CURSOR_DAMAGED: a byte of the file differs from the byte that was written.
     - NEWER_FORMAT: a newer version wrote the file.
     """
 
@@ -162,8 +166,8 @@ class FileCursor(Cursor):
 
     @contextmanager
     def _locked(self) -> Iterator[Path]:
-        """Lock out every other process and thread, also those that use another link. Yield the path of the file itself.
-        When a process ends, the system releases its lock."""
+        """Lock out every other process and thread, even if they reach the file by another link. Yield the path of the
+        file that the link points to. When a process ends, the operating system releases its lock."""
         path = self._file
         lock = path.with_name(f".{path.name}.lock")
         try:
@@ -178,7 +182,7 @@ class FileCursor(Cursor):
 
     @property
     def _file(self) -> Path:
-        """The file that the path leads to now."""
+        """The file that the path currently points to."""
         return Path(os.path.realpath(self.path))
 
     def _read(self) -> Kept | None:
@@ -223,12 +227,12 @@ def _parsed(body: bytes) -> Kept:
 
 
 class SidecarCursor(Cursor):
-    """A named cursor of a topic, made by `Client.cursor`. A client that may read the topic may move the cursors whose
-    names are its own (docs/reference/rules.md).
+    """A named cursor of a topic, made by `Client.cursor`. A client with permission to read the topic may move the
+    cursors whose names belong to the client (docs/reference/rules.md).
 
-    Its calls wait for up to 30 seconds while the topic recovers or moves. They raise NotFoundError for an unknown
-    topic, INVALID_NAME, TOO_MANY_CURSORS, AccessDeniedError, or UnavailableError (LOG_REFUSED, SHARE_EXCEEDED: the
-    cursor did not move).
+    Calls wait for up to 30 seconds while the topic recovers or moves. They raise NotFoundError for an unknown topic,
+    INVALID_NAME, TOO_MANY_CURSORS, AccessDeniedError, or UnavailableError (LOG_REFUSED, SHARE_EXCEEDED: the cursor did
+    not move).
     """
 
     def __init__(self, calls: ClientCalls, topic: str, name: str) -> None:

@@ -1,8 +1,9 @@
-"""The users that listen at a port of this machine: the client sends a token only to trusted users.
+"""Finds the user whose process listens at a port of this machine. The client sends a token only to trusted users.
 
-While a sidecar is down, any user of the machine may listen at its port. Linux knows the user of every TCP socket, and
-the socket that receives data from one address to another. It answers in microseconds over netlink. If netlink is not
-allowed, `/proc` has a table of all sockets; reading it may take milliseconds.
+While a sidecar is down, a process of any user of the machine may listen at the sidecar's port. Linux knows the user of
+every TCP socket, and which socket receives the data from one address to another. The kernel answers such a question in
+microseconds over netlink. If netlink is not allowed, this module searches the table of all sockets in `/proc`, which
+may take milliseconds.
 """
 
 import os
@@ -22,10 +23,10 @@ from seqdedupe.errors import SeqdedupeError, error
 # -- The meaning of gRPC's details if there is no connection. No other module reads their text.
 
 _NEVER_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution failed")
-"""gRPC's details if nothing can have been sent."""
+"""The texts in gRPC's details after which it is certain that nothing was sent."""
 
 _HTTP_STATUS = "http2 header with status"
-"""gRPC's details of a plain HTTP answer; the HTTP status follows."""
+"""The text in gRPC's details before the HTTP status of a plain HTTP answer."""
 
 _HINT_OF_HTTP = (
     "Something on the way, such as a proxy, answered in the sidecar's place: its log says why. Is the sidecar behind "
@@ -33,7 +34,8 @@ _HINT_OF_HTTP = (
 )
 
 _NO_GRPC_STATUS = ("Data frame with END_STREAM flag received", "No status received")
-"""gRPC's details of an answer that ends like a web page. With an HTTP status other than 200 they may differ."""
+"""gRPC's details of an answer that ends like a web page. If the HTTP status is not 200, gRPC may report other
+details."""
 
 _HINTS = {
     "errors resolving": "Is the host's name right? It could not be found.",
@@ -65,7 +67,7 @@ _TLS_HINTS = {
     "Tls handshake failed": None,
     "Custom verification check failed": None,
 }
-"""The same if TLS failed. None: the hint of the reason."""
+"""Hints for failures of TLS, by a part of gRPC's details. None: use the hint of the reason code."""
 
 
 def unreachable(address: SidecarAddress, details: str) -> SeqdedupeError:
@@ -82,12 +84,12 @@ def unreachable(address: SidecarAddress, details: str) -> SeqdedupeError:
 
 
 def hint_of_http(details: str) -> str | None:
-    """Return the hint for a plain HTTP answer, which no sidecar gives; None for other details."""
+    """Return the hint for a plain HTTP answer, which no sidecar sends. Return None for other details."""
     return _HINT_OF_HTTP if _HTTP_STATUS in details or has_no_grpc_status(details) else None
 
 
 def has_no_grpc_status(details: str) -> bool:
-    """Return whether an answer ends without a status, which never happens with a gRPC server."""
+    """Return whether the answer ends without a gRPC status. A gRPC server always sends a status."""
     return any(sign in details for sign in _NO_GRPC_STATUS)
 
 
@@ -97,13 +99,13 @@ def is_of_tls(details: str) -> bool:
 
 
 def is_of_another_host(details: str) -> bool:
-    """Return whether the details of a call say that the certificate is for another host. (gRPC accepts the common name
-    when it connects, but not when it makes a call.)"""
+    """Return whether the details of a call report that the certificate was issued for another host. (gRPC accepts the
+    certificate's common name when it connects, but not when it makes a call.)"""
     return _OTHER_HOST in details
 
 
 def was_never_sent(failure: SeqdedupeError) -> bool:
-    """Return whether the call has certainly not reached a sidecar."""
+    """Return whether it is certain that the call has not reached a sidecar."""
     if failure.reason == "UNREACHABLE":
         return any(sign in failure.message for sign in _NEVER_CONNECTED)
     return failure.reason in ("TLS_FAILED", "CREDENTIALS_UNAVAILABLE", "UNTRUSTED_LISTENER")
@@ -117,26 +119,28 @@ Place = tuple[Host, int]
 """An address and a port."""
 
 Look = Callable[[Place, Place], int | None]
-"""A function of two places, here and there. It returns the user number of the socket here that receives data from
-there: the socket is the end of a connection, or listens. None if there is no such socket."""
+"""A function of two places, a local place and a remote place. It returns the number of the user who owns the local
+socket that receives data from the remote place. This socket is the local end of a connection, or a listening socket.
+None: there is no such socket."""
 
 Looking = Callable[[], AbstractContextManager[Look]]
 
 NO_PORT = 0
-"""A port that sends nothing: the socket that would receive data from it is one that listens."""
+"""A remote port that no process sends from. The socket that would receive data from this port is the listening
+socket."""
 
 _STRANGER = 65_534
-"""The number that stands for all users outside the user namespace of this process."""
+"""The user number that the kernel reports for every user outside the user namespace of this process."""
 _ALL_USERS = 2**32 - 1
 
 
 def check_listener(address: SidecarAddress, trusted: frozenset[int]) -> None:
-    """Check the listener just before a token goes to this loopback address. The given users, root, and the user of this
-    process are trusted.
+    """Check the listener at this loopback address just before a token is sent to it. The given users, root, and the
+    user of this process are trusted.
 
-    Raises UNTRUSTED_LISTENER if another user listens there, or has the other end of a connection from this process to
-    that address; UNREACHABLE if no process listens; CREDENTIALS_UNAVAILABLE if no descriptor is left for the check.
-    Does nothing if the system cannot answer.
+    Raises UNTRUSTED_LISTENER if another user listens at the address, or owns the other end of an open connection from
+    this process to the address. Raises UNREACHABLE if no process listens, and CREDENTIALS_UNAVAILABLE if no file
+    descriptor is available for the check. Does nothing if the operating system cannot answer.
     """
     places = [(host, address.port) for host in _hosts(address.host)]
     try:
@@ -160,7 +164,7 @@ def check_listener(address: SidecarAddress, trusted: frozenset[int]) -> None:
 
 @cache
 def user_of(said: str) -> int:
-    """Return the number of a user given by name or number. Raises INVALID_CREDENTIALS."""
+    """Return the number of a user, given by name or number. Raises INVALID_CREDENTIALS."""
     try:
         return int(said) if said.isascii() and said.isdecimal() else pwd.getpwnam(said).pw_uid
     except KeyError as e:
@@ -175,13 +179,13 @@ def _hosts(host: str) -> list[Host]:
 
 
 def _plain(host: str) -> Host:
-    """Return the address. An IPv4 address written as IPv6 becomes IPv4."""
+    """Return the address. Convert an IPv4 address that is written as IPv6 to IPv4."""
     found = ip_address(host.partition("%")[0])
     return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
 
 
 def _own_connections() -> Iterator[tuple[Place, Place]]:
-    """Yield both ends of this process's open connections, its own end first."""
+    """Yield both ends of this process's open connections, the local end first."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             # Another thread may have closed the descriptor. A socket without a connection has no other end.
@@ -195,7 +199,7 @@ def _own_connections() -> Iterator[tuple[Place, Place]]:
 
 @cache
 def _way_to_look() -> Looking | None:
-    """Return the fastest method that finds a known socket; None if none does."""
+    """Return the fastest method that finds a socket known to exist; None if no method does."""
     here = IPv4Address("127.0.0.1")
     with socket.create_server((str(here), 0)) as known:
         for looking in (over_netlink, in_tables):
@@ -221,8 +225,8 @@ _MAX_ANSWER_BYTES = 8192
 
 @contextmanager
 def over_netlink() -> Iterator[Look]:
-    """Look up sockets over netlink. Raises OSError if that is not allowed. Finds nothing if the kernel has no
-    tcp_diag."""
+    """Look up sockets over netlink. Raises OSError if netlink is not allowed. Finds nothing if the kernel has no
+    tcp_diag module."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
         kernel.connect((0, 0))
 
@@ -248,7 +252,7 @@ _LISTENS = b"0A"
 
 @contextmanager
 def in_tables() -> Iterator[Look]:
-    """Look up sockets in the tables of `/proc`. Raises OSError if there are none."""
+    """Look up sockets in the tables of `/proc`. Raises OSError if the tables do not exist."""
     users: dict[tuple[bytes, bytes], int] = {}
     for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with open(path, "rb") as table:
@@ -258,7 +262,7 @@ def in_tables() -> Iterator[Look]:
                 users[_unmapped(local), b"" if state == _LISTENS else _unmapped(remote)] = int(user)
 
     def look(here: Place, there: Place) -> int | None:
-        # A listener at the address itself comes before a listener at all addresses.
+        # A listener at the exact address has precedence over a listener at all addresses.
         hosts = [here[0], *([IPv4Address(0)] if here[0].version == 4 else []), IPv6Address(0)]
         ends = [(_written(*here), _written(*there)), *((_written(host, here[1]), b"") for host in hosts)]
         return next((users[one] for one in ends if one in users), None)
@@ -267,7 +271,7 @@ def in_tables() -> Iterator[Look]:
 
 
 def _written(host: Host, port: int) -> bytes:
-    """Return the place as the tables write it: in words of the machine's byte order."""
+    """Return the place in the format of these tables: in words of the machine's byte order."""
     words = (host.packed[begin : begin + 4] for begin in range(0, len(host.packed), 4))
     return b"".join(b"%08X" % int.from_bytes(word, sys.byteorder) for word in words) + b":%04X" % port
 
@@ -283,7 +287,7 @@ def _unmapped(written: bytes) -> bytes:
 
 
 def _strangers() -> frozenset[int]:
-    """Return the user numbers that may stand for any user in this namespace."""
+    """Return the user numbers that may stand for any user outside this namespace."""
     with suppress(OSError), open("/proc/self/uid_map", "rb") as known:
         if sum(int(line.split()[2]) for line in known) < _ALL_USERS:
             return frozenset((_STRANGER,))

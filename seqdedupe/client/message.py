@@ -1,4 +1,4 @@
-"""What readers receive: stored batches and their messages. Also the base of all readers."""
+"""The types of what readers receive: stored batches and their messages. Also contains the base class of all readers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
@@ -26,15 +26,15 @@ class StoredBatch:
     ownership: int = 0
     """See `Position`."""
     message_ids: MessageIds | None = None
-    """The message IDs of the rows, if the log gives them; None if they follow from the index (embedded log)."""
+    """The message IDs of the rows, if the log returns them. None if the IDs follow from the index (embedded log)."""
     partition: int = NO_PARTITION
     """The partition, if a partitioned topic is read; -1 otherwise."""
     _payloads: list[bytes | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def payloads(self) -> list[bytes | None]:
-        """The payloads of all rows, cut out of the batch at the first use. To cut them one by one takes many times as
-        long."""
+        """The payloads of all rows, cut out of the batch at the first use. Cutting them out one by one would take
+        several times as long."""
         if self._payloads is None:
             self._payloads = self.batch.payloads.rows(len(self))
         return self._payloads
@@ -43,7 +43,7 @@ class StoredBatch:
         return len(self.batch)
 
     def position(self, row: int) -> Position:
-        """Return the position of a row's message. A reader goes on after it."""
+        """Return the position of a row's message. A reader that starts at this position continues after the message."""
         return Position(self.incarnation, self.message_id(row), self.base_index + row, self.ownership)
 
     def message_id(self, row: int) -> MessageId:
@@ -53,7 +53,7 @@ class StoredBatch:
         return self.message_ids[row]
 
     def rest(self, row: int) -> "StoredBatch":
-        """Return the rows from this one on."""
+        """Return a batch of the rows from this row on."""
         if not row:
             return self
         rest = self.batch.take(np.arange(row, len(self)))
@@ -84,7 +84,7 @@ class Message:
 
     @property
     def event_time_ms(self) -> int:
-        """The event time as the producer set it, in milliseconds since 1970; 0 is none."""
+        """The event time that the producer set, in milliseconds since 1970; 0 if it set none."""
         times = self._stored.batch.event_times_ms
         return int(times[self._row]) if len(times) else 0
 
@@ -95,7 +95,8 @@ class Message:
 
     @property
     def publish_time_ms(self) -> int:
-        """When the log took the message, in milliseconds since 1970. It never falls within a topic."""
+        """The time when the log stored the message, in milliseconds since 1970. The publish time never decreases within
+        a topic."""
         return self._stored.publish_time_ms
 
     @property
@@ -135,7 +136,7 @@ class Message:
 
     @property
     def position(self) -> Position:
-        """The position of this message. A reader goes on after it."""
+        """The position of this message. A reader that starts at this position continues after the message."""
         return self._stored.position(self._row)
 
     def __repr__(self) -> str:
@@ -148,7 +149,8 @@ class Message:
 
 
 class Messages(ABC):
-    """Messages one by one, or as whole batches. `fetch` waits; messages in hand are returned without waiting."""
+    """The base class of readers: returns messages one by one, or as whole batches. `fetch` waits for a batch. Messages
+    of a batch that was already received are returned without waiting."""
 
     topic: str
 
@@ -175,7 +177,8 @@ class Messages(ABC):
             yield stored
 
     async def next_batch(self) -> StoredBatch | None:
-        """Return the next batch, or the rest of one whose first messages were read singly; None at the end."""
+        """Return the next batch; None at the end. If messages of the current batch were read one by one, return the
+        rest of that batch."""
         return self.rest_in_hand() if self.has_in_hand() or await self.fetch() else None
 
     @abstractmethod
@@ -184,23 +187,25 @@ class Messages(ABC):
 
     @abstractmethod
     def next_in_hand(self) -> Message | None:
-        """Return the next message that is in hand; None if there is none."""
+        """Return the next message that was already received; None if a `fetch` is needed first."""
 
     @abstractmethod
     def rest_in_hand(self) -> StoredBatch | None:
-        """Return the rest of the batch in hand."""
+        """Return the rest of the current batch."""
 
     @abstractmethod
     async def fetch(self) -> bool:
-        """Wait until another batch is in hand. Return false at the end and after `close`. One task at a time."""
+        """Wait for the next batch, and make it the current batch. Return false at the end and after `close`. Only one
+        task may call this at a time."""
 
     @abstractmethod
     def take_record(self) -> bool:
-        """Take a received batch in hand. Return false if there is none. Not allowed during `fetch`."""
+        """Make a batch that was already received the current batch. Return false if there is none. Not allowed during
+        `fetch`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End the reader, and a `fetch` in progress."""
+        """End the reader, and any `fetch` in progress."""
 
 
 _EPOCH = datetime.fromtimestamp(0, UTC)

@@ -1,8 +1,8 @@
-"""The sequence IDs of a producer of a partitioned topic. They rise over all partitions.
+"""The sequence IDs of a producer of a partitioned topic. The IDs rise over all partitions together.
 
-Begin with `Numbering`. `SettledIds` knows the ID up to which everything is settled, and each batch carries that ID
-(`Partition.mark`). After a crash the producer's source must be sent again after it: `complete_up_to` reads it from the
-last messages.
+Begin with `Numbering`. `SettledIds` tracks the ID up to which everything is settled in all partitions, and each batch
+carries this ID (`Partition.mark`). After a crash, the producer's source must be sent again from this ID on.
+`complete_up_to` reads the ID from the producer's last messages.
 """
 
 import threading
@@ -27,23 +27,24 @@ from seqdedupe.names import partition_of
 
 
 class Persisted(NamedTuple):
-    """The last message of a producer in a topic when its session started."""
+    """The last message of a producer in a topic or partition when the producer's session started."""
 
     topic: str
     """The full name of the topic, or of a partition."""
     sequence_id: int
-    """-1 if there was none."""
+    """The sequence ID of the message; -1 if there was no message."""
     position: Position | None
-    """None if there was none, or its position is no longer known."""
+    """The position of the message. None if there was no message, or if its position is no longer known."""
     incarnation: int
-    """The incarnation of that topic."""
+    """The incarnation of the topic or partition."""
 
 
 async def complete_up_to(sidecars: Sidecars, producer_name: str, last: Iterable[Persisted]) -> int:
-    """Return the highest ID up to which everything is settled, according to the producer's last messages; -1 if none
-    says so.
+    """Return the highest ID up to which everything is settled, according to the last messages of the producer in each
+    partition. Return -1 if no message contains such an ID.
 
-    Messages trimmed by retention are ignored: to go on from an earlier ID only costs time.
+    Messages that retention has trimmed are ignored. The result may then be lower, and the source only resends more
+    messages than necessary.
     """
     highest = NO_SEQUENCE_ID
     for one in last:
@@ -69,7 +70,7 @@ _SWEEP_BATCHES = 1024
 
 
 class SettledIds:
-    """Tracks the ID up to which everything sent is settled in all partitions. Threads may share it."""
+    """Tracks the ID up to which everything sent is settled in all partitions. Several threads may share this object."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held only briefly
@@ -78,21 +79,23 @@ class SettledIds:
         self._last_sent = self._resumed_after = NO_SEQUENCE_ID
 
     def resume(self, sequence_id: int) -> None:
-        """Begin after this ID: everything up to it is already settled."""
+        """Start with this ID: everything up to it is already settled."""
         self._last_sent = self._resumed_after = sequence_id
 
     def sent(self, first_id: int, batches: Iterable[PendingBatch], last_id: int) -> None:
-        """Note that these batches were begun with messages from `first_id` to `last_id`. IDs rise from call to call."""
+        """Note that messages with the IDs from `first_id` to `last_id` have begun these batches. IDs rise from call to
+        call."""
         with self._lock:
             self._begun.extend((first_id, pending) for pending in batches)
             self._last_sent = max(self._last_sent, last_id)
             if len(self._begun) >= self._sweep_at:
-                # While one partition makes no progress, settled batches of the others are dropped here.
+                # While one partition makes no progress, the settled batches of the other partitions are dropped here.
                 self._begun = deque(begun for begun in self._begun if not begun[1].durable or begun[1].failed)
                 self._sweep_at = 2 * len(self._begun) + _SWEEP_BATCHES
 
     def up_to(self) -> int:
-        """Return that ID; -1 if there is none. Batches given up without a receipt are never settled."""
+        """Return the ID up to which everything sent is settled; -1 if there is none. Batches that failed without a
+        receipt never count as settled."""
         with self._lock:
             begun = self._begun
             while begun and begun[0][1].durable and not begun[0][1].failed:
@@ -101,7 +104,7 @@ class SettledIds:
 
 
 class Partition(NamedTuple):
-    """The partition of a producer's part, and the settled IDs of all partitions."""
+    """The partition to which a producer's part sends, with the settled IDs of all partitions."""
 
     number: int
     settled: SettledIds
@@ -131,15 +134,15 @@ class Numbering:
         return self._ids.last_sequence_id
 
     def resume(self, complete_up_to: int, highest_persisted: int) -> None:
-        """Continue after `complete_up_to`. IDs from there up to `highest_persisted` may be stored or not."""
+        """Continue after `complete_up_to`. The IDs from there up to `highest_persisted` may or may not be stored."""
         self.resumed_after = complete_up_to
         self._highest_persisted = highest_persisted
         self._ids.last_sequence_id = complete_up_to
         self.settled.resume(complete_up_to)
 
     def next_id(self, sequence_id: int | None) -> int:
-        """Return the ID of the next message. Raises INVALID_SEQUENCE_ID, NOT_ASCENDING; INVALID_REQUEST if it must be
-        given but is not."""
+        """Return the ID of the next message. Raises INVALID_SEQUENCE_ID, NOT_ASCENDING. Raises INVALID_REQUEST if
+        `sequence_id` is None but the ID must be given."""
         if sequence_id is None:
             self._check_may_be_left_out()
         return self._ids.next_id(sequence_id)
@@ -162,7 +165,8 @@ class Numbering:
         return partition_of(key, self._encoded_name, self._partitions)
 
     def sent(self, sequence_id: int, begun: Sequence[PendingBatch]) -> None:
-        """Note that a message with this ID was sent. It is the first message of a batch, unless `begun` is empty."""
+        """Note that a message with this ID was sent. If the message has begun a new batch, `begun` contains that
+        batch."""
         self._ids.sent(sequence_id)
         self.settled.sent(sequence_id, begun, sequence_id)
 
@@ -186,7 +190,7 @@ class Numbering:
         return [(int(k), np.flatnonzero(of_rows == k)) for k in np.unique(of_rows)]
 
     def sent_batch(self, batch: Batch, begun: Sequence[PendingBatch]) -> None:
-        """Note that a batch was sent, as the batches `begun`."""
+        """Note that a batch was sent, divided into the batches `begun`."""
         first, last = int(batch.sequence_ids[0]), int(batch.sequence_ids[-1])
         self._ids.sent(last)
         self.settled.sent(first, begun, last)

@@ -1,7 +1,7 @@
-"""A batch that is being sent: its receipts and its result.
+"""A batch that is being sent, with its receipts and its result.
 
-Begin with `PendingBatch`. Before it come the columns of a receipt and of a result. After it come the receipts that
-senders await, and the state of a frame that all senders share (`InFlightBatch`, `Breaks`).
+Begin with `PendingBatch`. The classes before it hold the columns of a receipt and of a result. The classes after it are
+the receipts that senders await, and the state of a frame that all senders share (`InFlightBatch`, `Breaks`).
 """
 
 import asyncio
@@ -21,20 +21,21 @@ from seqdedupe.message_id import MessageId, MessageIds
 # -- The sidecar's answer to a frame, in columns: verdicts, and the indexes and IDs of its messages.
 
 NO_INDEX = -1
-"""In a column of indexes: unknown."""
+"""In a column of indexes: the index is unknown."""
 
 NO_ROWS: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
 
 
 class Verdict(IntEnum):
-    """The sidecar's decision. A receipt never ends with `UNKNOWN`: the client sends the message again."""
+    """The sidecar's decision about a message. A receipt that a sender gets never contains `UNKNOWN`: the client sends
+    such a message again."""
 
     NOT_DUP = 1
     """The message is new and is now in the log."""
     DUP = 2
-    """The sequence ID is at or below the producer's highest persisted one; nothing was appended."""
+    """The sequence ID is at or below the producer's highest persisted ID. Nothing was appended to the log."""
     UNKNOWN = 3
-    """A copy is in flight, and its outcome is unknown so far."""
+    """A copy of the message is in flight, and the outcome of that copy is not known yet."""
 
 
 @dataclass(slots=True)
@@ -51,17 +52,17 @@ class ReceiptColumns:
     known_entry_ids: Int64s
     known_batch_indexes: Int32s
     run_rows: npt.NDArray[np.uint32]
-    """If this and the next three are empty, the stored rows are one run that begins with `first_message_id`."""
+    """If this column and the next three are empty, the stored rows are one run that begins with `first_message_id`."""
     run_ledger_ids: Int64s
     run_entry_ids: Int64s
     run_batch_indexes: Int32s
     durable_at: int = 0
-    """0: the rows are durable. Else they are durable when the topic is durable up to this index."""
+    """0: the rows are durable. Otherwise the rows are durable when the topic is durable up to this index."""
     imported_rows: npt.NDArray[np.uint32] = field(default_factory=lambda: NO_ROWS)
 
     @staticmethod
     def all_stored(first_index: int, first_message_id: MessageId, durable_at: int = 0) -> "ReceiptColumns":
-        """Return the usual receipt: all rows of the frame are new, and one run."""
+        """Return the receipt of the most common case: all rows of the frame are new, and form one run."""
         return ReceiptColumns(_NO_VERDICTS, first_index, first_message_id, *_NOTHING_KNOWN, *_ONE_RUN, durable_at)
 
     @property
@@ -114,13 +115,13 @@ _ONE_RUN = NO_ROWS, NO_INT64S, NO_INT64S, NO_INT32S
 
 
 def later(message_id: MessageId, rows: int) -> MessageId:
-    """Return the message ID of the message `rows` later in the same run."""
+    """Return the message ID of the message that is `rows` messages later in the same run."""
     ledger_id, entry_id, place = message_id
     return MessageId(ledger_id, entry_id + rows) if place < 0 else MessageId(ledger_id, entry_id, place + rows)
 
 
 def ids_of_run(first_message_id: MessageId, steps: Int64s) -> tuple[Int64s, Int64s, Int32s]:
-    """Return ledgers, entries and batch indexes of the messages `steps` rows later in the same run."""
+    """Return ledgers, entries and batch indexes of the messages that are `steps` messages later in the same run."""
     ledger_id, entry_id, place = first_message_id
     rows = len(steps)
     ledger_ids = np.full(rows, ledger_id, np.int64)
@@ -143,12 +144,12 @@ _NEW, _UNKNOWN = int(Verdict.NOT_DUP), int(Verdict.UNKNOWN)
 
 @dataclass(slots=True)
 class Published:
-    """The outcome of a message: it is in the log. It is also durable, unless the topic's flush policy allows earlier
-    receipts (see `Receipt.until_durable`).
+    """The outcome of a message that is in the log. The message is also durable, unless the topic's flush policy allows
+    earlier receipts (see `Receipt.until_durable`).
 
-    With `DUP`, `message_id` and `index` are those of the original if the sidecar still knows them; otherwise None and
-    -1. Only with them does DUP prove that this sequence ID was stored. Without them, the ID is at or below `persisted`,
-    but may never have been sent before.
+    With `DUP`, `message_id` and `index` are those of the original message if the sidecar still knows them; otherwise
+    they are None and -1. DUP with an index proves that this sequence ID was stored. DUP without an index proves only
+    that the ID is at or below `persisted`: a message with this ID may never have been sent before.
     """
 
     verdict: Verdict
@@ -158,8 +159,8 @@ class Published:
     partition: int = NO_PARTITION
     """The partition to which index and message ID belong; -1 if the topic has no partitions."""
     is_imported: bool = False
-    """With DUP in a topic of deduplication IDs: whether the ID came with an imported window. The previous system had
-    the message. It has no index and no message ID."""
+    """With DUP in a topic of deduplication IDs: whether the ID was part of an imported window. Then the message is in
+    the previous system, and has no index and no message ID here."""
 
 
 @dataclass(slots=True)
@@ -210,7 +211,7 @@ class BatchResult:
 
     @staticmethod
     def of(sequence_ids: Int64s, receipt: ReceiptColumns, partition: int = NO_PARTITION) -> "BatchResult":
-        """Return the result of the first receipt of these rows."""
+        """Return the result of the first receipt for these rows."""
         if receipt.is_one_run:
             return BatchResult.all_stored(sequence_ids, receipt.first_index, receipt.first_message_id, partition)
         result = BatchResult.undecided(sequence_ids, partition)
@@ -218,7 +219,7 @@ class BatchResult:
         return result
 
     def put(self, rows: Int64s, other: "BatchResult") -> None:
-        """Set these rows from another result, in its order."""
+        """Set these rows from the rows of another result, in the same order."""
         for column in fields(self):
             getattr(self, column.name)[rows] = getattr(other, column.name)
 
@@ -226,7 +227,7 @@ class BatchResult:
         return len(self.sequence_ids)
 
     def merge(self, receipt: ReceiptColumns) -> None:
-        """Add the decisions of a receipt. Rows that are already decided stay unchanged."""
+        """Add the decisions of a receipt. Rows that already have a decision stay unchanged."""
         new = BatchResult.of(self.sequence_ids, receipt)
         decided = (self.verdicts == UNDECIDED) & (new.verdicts != UNDECIDED)
         for mine, theirs in (
@@ -240,7 +241,7 @@ class BatchResult:
             mine[decided] = theirs[decided]
 
     def _put(self, receipt: ReceiptColumns) -> None:
-        """Fill the columns from the receipt. No row is decided yet."""
+        """Fill the columns from the receipt. The caller ensures that no row has a decision yet."""
         stored: Int64s | slice = slice(None)
         count = len(self)
         if len(receipt.verdicts):
@@ -271,13 +272,14 @@ class BatchResult:
         return Published(verdict, message_id, index, int(self.sequence_ids[row]), partition, bool(self.imported[row]))
 
 
-_NOT_DUP = Verdict.NOT_DUP  # the attribute lookup would take a tenth of the time of a receipt
+_NOT_DUP = Verdict.NOT_DUP  # a local name, because looking up the attribute would take a tenth of the time of a receipt
 
 
 class PendingBatch:
-    """A batch from its first message to its last receipt. Receipts refer to it and to their row.
+    """A batch from its first message to its last receipt. The `Receipt` of a message refers to the batch and the row of
+    the message.
 
-    Only the event loop's thread changes it. Any thread may use `settled`, `durable` and `when_…`.
+    Only the event loop's thread changes a batch. Any thread may use `settled`, `durable` and `when_…`.
     """
 
     __slots__ = (
@@ -305,29 +307,31 @@ class PendingBatch:
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
-        """Set when the batch is sealed, released when it is durable."""
+        """The messages. Set when the batch is sealed, and released when the batch is durable."""
         self.sequence_ids: Int64s = NO_INT64S
         self.first_sequence_id = self.last_sequence_id = -1
         self.previous_sequence_id = -1
-        """The link: the highest ID below the first one that this session sent or that Open answered."""
+        """The link: the highest ID below the batch's first ID that this session sent or that Open returned."""
         self.partition = NO_PARTITION
         self.size_bytes = 0
         self.queued_at = 0.0
-        """The time from which it waits for its receipt, by the event loop's clock."""
+        """The time since which the batch has waited for its receipt, by the event loop's clock."""
         self.settled = False
-        """Whether it has received receipts for all of its messages, or has failed."""
+        """Whether the batch has received receipts for all of its messages, or has failed."""
         self.has_receipts = False
-        """Whether it has all receipts, and has not had to be sent again since."""
+        """Whether the batch has all receipts, and has not had to be sent again since."""
         self.durable = False
-        """Whether the messages are durable, or the batch has failed (`failed`). Then the batch is no longer kept."""
+        """Whether the messages are durable, or the batch has failed (`failed`). In both cases the send queue no longer
+        keeps the batch."""
         self.durable_at = 0
-        """0: messages with a receipt are durable. Else they are when the topic is durable up to this index."""
+        """0: messages with a receipt are durable. Otherwise they are durable when the topic is durable up to this
+        index."""
         self.decided_up_to = -1
         """The highest sequence ID with a receipt; -1 if there is none."""
         self.failed = False
-        """Whether it was given up before all of its messages were known to be durable."""
+        """Whether the batch was given up before all of its messages were known to be durable."""
         self.last_refusal: SeqdedupeError | None = None
-        """While it is not settled: the reason, if known."""
+        """The reason why the batch is not settled yet, if the reason is known."""
         self._collected: BatchResult | None = None
         """The result so far, while some rows have no receipt."""
         self._outcome: ReceiptColumns | BatchResult | None = None
@@ -344,7 +348,8 @@ class PendingBatch:
         self.size_bytes = size_bytes
 
     def record(self, receipt: ReceiptColumns) -> None:
-        """Take a receipt. Rows that already have one keep it. When all rows have one, the batch is settled."""
+        """Record a receipt. Rows that already have a receipt keep it. When all rows have a receipt, the batch is
+        settled."""
         self.durable_at = max(self.durable_at, receipt.durable_at)
         if not len(receipt.verdicts) and self._collected is None:
             self.decided_up_to = self.last_sequence_id
@@ -361,14 +366,14 @@ class PendingBatch:
             self._settle(self._collected)
 
     def begin_anew(self) -> None:
-        """Prepare to send the batch again: messages not known to be durable may be lost. Receipts already delivered to
-        their waiters stay valid."""
+        """Prepare to send the batch again: messages not known to be durable may be lost. Receipts that were already
+        returned to callers stay valid."""
         self.has_receipts = False
         self.durable_at, self.decided_up_to = 0, -1
         self._collected = None
 
     def fail(self, failure: SeqdedupeError) -> None:
-        """Fail the batch: it will get no more receipts, and no news that its messages are durable."""
+        """Fail the batch. No more receipts are recorded, and the batch is never reported durable."""
         self.failed = True
         self._error = failure
         self._settle(self._outcome)
@@ -380,13 +385,14 @@ class PendingBatch:
         _tell(self._waiters)
 
     def become_durable(self) -> None:
-        """Note that its messages are durable, or that it has failed."""
+        """Note that the messages of the batch are durable, or that the batch has failed."""
         self.batch = self._collected = None
         self.durable = True
         _tell(self._waiters_until_durable)
 
     def when_settled(self, waiter: Callable[[], None]) -> None:
-        """Call `waiter` once or twice when the batch is settled, from the event loop's thread or at once."""
+        """Call `waiter` when the batch is settled: from the event loop's thread, or at once if the batch is settled
+        already. `waiter` may be called twice."""
         self._waiters.append(waiter)
         # The other thread may have settled the batch meanwhile, with or without having seen this waiter.
         if self.settled:
@@ -409,7 +415,8 @@ class PendingBatch:
             await _called_by(self.when_durable)
 
     def result(self) -> BatchResult:
-        """Return the receipts of a settled batch. Raises its failure if it failed before it had them."""
+        """Return the receipts of a settled batch. Raises the batch's failure if the batch failed before all receipts
+        had arrived."""
         outcome = self._outcome
         if outcome is None:
             self._raise_failure()
@@ -425,12 +432,13 @@ class PendingBatch:
         return outcome
 
     def durable_result(self) -> BatchResult:
-        """Return the receipts of a durable batch. Raises its failure if it failed."""
+        """Return the receipts of a durable batch. Raises the batch's failure if the batch failed."""
         self._raise_failure()
         return self.result()
 
     def durable_published(self, row: int) -> Published:
-        """Return `durable_result()[row]`, computed like `published`."""
+        """Return `durable_result()[row]` without computing columns for the other rows if possible, as `published`
+        does."""
         self._raise_failure()
         return self.published(row)
 
@@ -439,7 +447,7 @@ class PendingBatch:
             raise self._error.with_traceback(None)
 
     def published(self, row: int) -> Published:
-        """Return `result()[row]`. If all rows were stored in one run, no columns are made for the other rows."""
+        """Return `result()[row]`. If all rows were stored in one run, no columns are computed for the other rows."""
         stored = self._outcome
         if not isinstance(stored, ReceiptColumns) or not stored.is_one_run:
             return self.result()[row]
@@ -464,7 +472,7 @@ async def _called_by(when: Callable[[Callable[[], None]], None]) -> None:
 
 
 class SpreadBatch:
-    """One batch that was split over partitions. For receipts it takes the place of a `PendingBatch`."""
+    """One batch that was split over partitions. A receipt refers to it instead of a `PendingBatch`."""
 
     def __init__(self, sequence_ids: Int64s, parts: list[tuple[Int64s, PendingBatch]]) -> None:
         self._sequence_ids = sequence_ids
@@ -487,12 +495,14 @@ class SpreadBatch:
         return next((p.last_refusal for _, p in self._parts if not p.settled and p.last_refusal is not None), None)
 
     def when_settled(self, waiter: Callable[[], None]) -> None:
-        """Call `waiter` when all parts are settled, perhaps several times. See `PendingBatch.when_settled`."""
+        """Call `waiter` when all parts are settled; `waiter` may be called several times. See
+        `PendingBatch.when_settled`."""
         for _, pending in self._parts:
             pending.when_settled(lambda: waiter() if self.settled else None)
 
     def when_durable(self, waiter: Callable[[], None]) -> None:
-        """Call `waiter` when all parts are durable or failed, perhaps several times: see `when_settled`."""
+        """Call `waiter` when each part is durable or has failed; `waiter` may be called several times. See
+        `when_settled`."""
         for _, pending in self._parts:
             pending.when_durable(lambda: waiter() if self.durable else None)
 
@@ -520,7 +530,7 @@ class SpreadBatch:
 
 
 class Told:
-    """The base of all receipts: their state, without waiting."""
+    """The base class of all receipts. Its methods return the current state without waiting."""
 
     __slots__ = ("_pending",)
 
@@ -528,25 +538,27 @@ class Told:
         self._pending = pending
 
     def done(self) -> bool:
-        """Return whether the receipt has come, or the failure instead. Then awaiting it does not wait."""
+        """Return whether the receipt or the failure has arrived. If so, awaiting the receipt does not wait."""
         return self._pending.settled
 
     def is_durable(self) -> bool:
-        """Return whether all its messages are known to be durable, so that `until_durable` returns at once. It stays
-        false if the producer ended before that."""
+        """Return whether all messages of the receipt are known to be durable, so that `until_durable` returns at once.
+        The value stays false if the producer ended before the messages were known to be durable."""
         return self._pending.durable and not self._pending.failed
 
     def is_over(self) -> bool:
-        """Return whether `until_durable` would not wait: all messages are durable, or have failed."""
+        """Return whether `until_durable` would return or raise at once: all messages are durable, or have failed."""
         return self._pending.durable
 
 
 class Receipt(Told):
-    """The receipt of one message. Await it for `Published`. If the message failed, it raises the failure.
+    """The receipt of one message. Await the receipt to get a `Published`. If the message failed, awaiting raises the
+    failure.
 
-    If the topic's flush policy does not sync every commit, the receipt comes when the message is written. The producer
-    keeps the message until it is durable, and sends it again after a power cut. The message can be lost only if the
-    producer ends before that. To wait for durability, use `until_durable`.
+    If the topic's flush policy does not sync every commit, the receipt arrives when the message is written. The
+    producer keeps the message until it is durable, and sends it again if the sidecar has lost it in a power cut. The
+    message can be lost only if the producer ends before the message is durable. To wait for durability, use
+    `until_durable`.
     """
 
     __slots__ = ("_row",)
@@ -562,14 +574,16 @@ class Receipt(Told):
         return self._pending.published(self._row)
 
     async def until_durable(self) -> Published:
-        """Wait until the message is durable, and return its outcome. If it was sent again meanwhile, its index and
-        message ID may differ. Raises the message's failure, also if its producer has ended since the receipt."""
+        """Wait until the message is durable, and return the message's outcome. If the message was sent again since the
+        receipt, its index and message ID may differ from the receipt. Raises the failure of the message, also if the
+        producer has ended since the receipt."""
         await self._pending.wait_until_durable()
         return self._pending.durable_published(self._row)
 
 
 class BatchReceipt(Told):
-    """The receipt of a batch. Await it for `BatchResult`. If the batch failed, it raises the failure. See `Receipt`."""
+    """The receipt of a batch. Await the receipt to get a `BatchResult`. If the batch failed, awaiting raises the
+    failure. See `Receipt`."""
 
     __slots__ = ()
 
@@ -587,11 +601,12 @@ class BatchReceipt(Told):
 # -- Batches as frames on a stream, and the connections that break while one is in flight.
 
 FRAME_NUMBERS = itertools.count(1)
-"""The frame numbers. Each sender takes the next one, so they are unique in the process, as the contract requires."""
+"""The frame numbers. All senders take their numbers from this counter, so that they are unique in the process, as the
+contract requires."""
 
 
 class InFlightBatch(NamedTuple):
-    """A batch in flight, with its epoch and its link."""
+    """A batch in flight, with the epoch of its session and its link."""
 
     number: int
     batch: Batch
@@ -600,8 +615,9 @@ class InFlightBatch(NamedTuple):
 
 MAX_BREAKS = 10
 BREAKS_SECONDS = 60.0
-"""The limits after which a frame is given up: it was alone on MAX_BREAKS connections in a row that broke, for at least
-BREAKS_SECONDS. Something on the way does not let it pass. A proxy that fails for some seconds is waited for."""
+"""The limits after which a frame is given up. A frame is given up if it was alone on MAX_BREAKS consecutive connections
+that broke, over at least BREAKS_SECONDS. Then a component between client and sidecar does not let the frame pass. If a
+proxy fails only for some seconds, the client waits for the proxy."""
 
 HINT_OF_BREAKS = (
     "A proxy on the way may limit how large a request may be (nginx: client_max_body_size), or refuse this one for "
@@ -609,11 +625,11 @@ HINT_OF_BREAKS = (
 )
 
 SUSPECT_BREAKS = 2
-"""After this number of broken connections in a row, frames are sent alone, to find the one that causes it."""
+"""After this number of consecutive broken connections, frames are sent alone, to find the frame that breaks them."""
 
 
 class Breaks:
-    """Counts the connections in a row that broke while a frame without a receipt was in flight."""
+    """Counts the consecutive connections that broke while a frame without a receipt was in flight."""
 
     __slots__ = ("_alone", "_alone_since", "_count")
 
@@ -622,18 +638,18 @@ class Breaks:
         self._alone_since = 0.0
 
     def clear(self) -> None:
-        """Begin to count again: the frame has a receipt."""
+        """Restart the count: the frame has a receipt."""
         self._count = self._alone = 0
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the frame is sent alone from now on: it may be the cause of broken connections."""
+        """Whether the frame must be sent alone from now on, because it may be the cause of the broken connections."""
         return self._count >= SUSPECT_BREAKS
 
     def add(self, why: SeqdedupeError, now_seconds: float, *, is_alone: bool) -> bool:
-        """Count another broken connection, and return whether to give up the frame. `is_alone`: the sidecar had taken
-        the stream, and no other frame was in flight. If the frame was alone on the last connections, it is the likely
-        cause, and `why` gets a hint for callers that give up earlier."""
+        """Count another broken connection, and return whether to give up the frame. `is_alone`: the sidecar had
+        accepted the stream, and no other frame was in flight. If the frame was alone on the last connections, the frame
+        is the likely cause. Then `why` gets a hint, for callers that give up before this limit."""
         self._count += 1
         if not is_alone:
             self._alone = 0

@@ -1,6 +1,7 @@
-"""The producer: messages in, receipts out. Messages wait for a moment to fill a batch.
+"""The producer: it sends messages and returns receipts. A message waits for a short time, so that several messages fill
+a batch.
 
-Begin with `Producer`, at the end. It passes its calls to a `TopicProducer`, or for a partitioned topic to a
+Begin with `Producer`, at the end. `Producer` passes its calls to a `TopicProducer`, or for a partitioned topic to a
 `PartitionedProducer`. The producer for threads (`blocking/`) has the same base classes.
 """
 
@@ -27,14 +28,15 @@ from seqdedupe.names import partition_name, producer_name, topic_name
 # -- How long a batch that is not full waits for further messages.
 
 MANY_A_SECOND = 5_000
-"""At this rate of messages a batch waits for more. A frame costs both sides as much as a hundred messages."""
+"""The rate of messages from which on a batch waits for more messages. One frame costs the client and the sidecar as
+much as a hundred messages."""
 
 LONGEST_LINGERS = 5
 """A batch waits for at most this multiple of `linger_ms`."""
 
 
 class BatchLinger:
-    """Decides whether a batch has waited long enough. Ask it every `seconds`."""
+    """Decides whether a batch has waited long enough for more messages. The caller asks every `seconds`."""
 
     def __init__(self, linger_ms: float) -> None:
         self.seconds = linger_ms / 1000
@@ -44,9 +46,10 @@ class BatchLinger:
         self._lingers = 0
 
     def is_over(self, batch: PendingBatch, rows: int) -> bool:
-        """Whether this batch, with `rows` messages, need not wait any more.
+        """Return whether this batch, with `rows` messages, need not wait any more.
 
-        Few messages came since the last call, or it has waited for the longest time.
+        That is the case if few messages have arrived since the last call, or if the batch has waited for the maximum
+        time.
         """
         if batch is not self._batch:
             self._batch, self._rows, self._lingers = batch, 0, 0
@@ -56,7 +59,8 @@ class BatchLinger:
 
 
 class TopicProducer:
-    """Sends to one topic or partition, for tasks and for threads: a builder and a session."""
+    """Sends to a topic without partitions, or to one partition. Combines a builder of batches and a session. The
+    subclasses are for tasks and for threads."""
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class TopicProducer:
         self._state: Literal["new", "open", "closed"] = "new"
 
     def of_partition(self, number: int, settled: SettledIds) -> Self:
-        """Make the same for a partition of the topic."""
+        """Make a producer of the same class and configuration for one partition of the topic."""
         topic, partition = partition_name(self.topic, number), Partition(number, settled)
         return type(self)(self._connections, topic, self.name, self.config, self._on_waiting, partition)
 
@@ -99,7 +103,7 @@ class TopicProducer:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Begin, before `start`. Raises INVALID_REQUEST the second time."""
+        """Mark the producer as open, before `start`. Raises INVALID_REQUEST at the second call."""
         if self._state != "new":
             raise error("INVALID_REQUEST", f"producer {self.name!r} was opened before: make a new one")
         self._state = "open"
@@ -110,11 +114,11 @@ class TopicProducer:
         self.builder = self._new_builder()
 
     def give_up(self) -> None:
-        """Note that it could not be started."""
+        """Note that the producer could not be started."""
         self._state = "closed"
 
     def check_open(self) -> None:
-        """Raise the failure with which it ended; INVALID_REQUEST if it is not open."""
+        """Raise the failure with which the producer ended; INVALID_REQUEST if the producer is not open."""
         check_not_forked()
         if self.session.failure is not None:
             raise self.session.failure.with_traceback(None)
@@ -122,7 +126,7 @@ class TopicProducer:
             raise error("INVALID_REQUEST", f"producer {self.name!r} is not open")
 
     def add_batch(self, batch: Batch) -> PendingBatch:
-        """Queue a checked batch. There must be room for it."""
+        """Queue a checked batch. The caller ensures that there is room for the batch."""
         return self.builder.add_batch(batch)
 
     @property
@@ -155,19 +159,21 @@ P = TypeVar("P", bound=TopicProducer)
 
 
 class PartitionedProducer(Generic[P]):
-    """Sends to all partitions of a topic, for tasks and for threads: a producer for each, and the numbering of all."""
+    """Sends to all partitions of a topic. Contains one `TopicProducer` for each partition, and the numbering of the
+    messages of all partitions. The subclasses are for tasks and for threads."""
 
     persisted_position = None
 
     def __init__(self, topic: P, partitions: int) -> None:
-        """`topic` is the producer whose Open was answered with the number of partitions."""
+        """`topic` is the producer whose Open call returned the number of partitions."""
         self.numbers = Numbering(topic.name, topic.encoded_name, partitions, topic.config)
         self.parts = [topic.of_partition(k, self.numbers.settled) for k in range(partitions)]
 
     async def start(self, sidecars: Sidecars) -> None:
         """Start a session in each partition. Runs on the client's event loop."""
         try:
-            # In order: if two producers of a name start together, one of them is then mostly the later one everywhere.
+            # Start the sessions in order: if two producers of one name start together, the same producer is then mostly
+            # the later one in all partitions.
             for part in self.parts:
                 part.begin()
                 await part.start()
@@ -204,7 +210,7 @@ class ProducerBase:
     """The base of producers for tasks and for threads. `Client.producer` makes them."""
 
     _sends: TopicProducer | PartitionedProducer[Any]
-    """Does the work. Open tells which kind is needed."""
+    """The producer that does the work. The answer to Open determines which of the two classes is needed."""
 
     def __init__(self, topic: TopicProducer, sidecars: Sidecars) -> None:
         self.topic = topic.topic
@@ -213,7 +219,7 @@ class ProducerBase:
         self._sends = topic
 
     async def _start(self, topic: P, kind: "type[PartitionedProducer[P]]") -> None:
-        """Start the session, or one in each partition. Runs on the client's event loop."""
+        """Start the session, or one session in each partition. Runs on the client's event loop."""
         try:
             await topic.start()
         except InvalidRequestError as e:
@@ -225,21 +231,23 @@ class ProducerBase:
 
     @property
     def last_sequence_id(self) -> int:
-        """The highest sequence ID sent, or else `persisted_sequence_id`; -1 if there is none."""
+        """The highest sequence ID sent. Before the first message: `persisted_sequence_id`. -1 if there is none."""
         return self._sends.last_sequence_id
 
     @property
     def persisted_sequence_id(self) -> int:
-        """The sequence ID after which the source goes on: the highest persisted when the session started; -1 if none.
+        """The sequence ID after which the source must continue: the highest ID persisted when the session started; -1
+        if none.
 
-        In a partitioned topic everything up to this ID was persisted. Some later messages may be persisted too.
+        In a partitioned topic, everything up to this ID was persisted. Some messages with higher IDs may be persisted
+        too.
         """
         return self._sends.persisted_sequence_id
 
     @property
     def persisted_position(self) -> Position | None:
-        """The position of that message in the log; None if it is no longer known, if there was none, or if the topic is
-        partitioned."""
+        """The position in the log of the message with `persisted_sequence_id`. None if the position is no longer known,
+        if there was no such message, or if the topic is partitioned."""
         return self._sends.persisted_position
 
     @property
@@ -249,7 +257,8 @@ class ProducerBase:
 
     @property
     def durable_sequence_id(self) -> int:
-        """Everything sent up to this sequence ID is durable; -1 if nothing is. Also valid after a failure."""
+        """The sequence ID up to which everything sent is durable; -1 if nothing is durable. The value stays valid after
+        a failure."""
         return self._sends.durable_sequence_id
 
     @property
@@ -262,7 +271,7 @@ class AsyncTopicProducer(TopicProducer):
     """The `TopicProducer` for the tasks of one event loop."""
 
     _sealing: asyncio.Handle | None = None
-    _waiting = 0  # sends that pause: none may pass them
+    _waiting = 0  # the tasks that wait for room, in order: no later send may overtake them
 
     def __init__(self, *of_topic: Any) -> None:
         super().__init__(*of_topic)
@@ -276,7 +285,7 @@ class AsyncTopicProducer(TopicProducer):
         event_time: datetime | int | None,
         properties: Properties | None,
     ) -> Receipt:
-        """Queue a message. There must be room for it."""
+        """Queue a message. The caller ensures that there is room for the message."""
         pending, row = self.builder.append(payload, sequence_id, key, event_time, properties)
         if row == 0:
             self.begin_batch()
@@ -310,7 +319,7 @@ class AsyncTopicProducer(TopicProducer):
         self.builder.seal()
 
     def begin_batch(self) -> None:
-        """Start the wait of a batch that has its first message. The batch may be full already."""
+        """Start the wait of a batch that has received its first message. That batch may be full already."""
         if self.builder.is_empty:
             return
         loop = asyncio.get_running_loop()
@@ -399,7 +408,8 @@ class AsyncPartitionedProducer(PartitionedProducer[AsyncTopicProducer]):
         await self._all(AsyncTopicProducer.abort)
 
     async def _all(self, call: Callable[[AsyncTopicProducer], Coroutine[Any, Any, None]]) -> None:
-        """Call it for all partitions, and raise the error of the first one that failed."""
+        """Make this call to the producers of all partitions, and raise the error of the first producer whose call
+        failed."""
         ends = await asyncio.gather(*map(call, self.parts), return_exceptions=True)
         for end in ends:
             if end is not None:
@@ -407,30 +417,32 @@ class AsyncPartitionedProducer(PartitionedProducer[AsyncTopicProducer]):
 
 
 class Producer(ProducerBase):
-    """Publishes under a name. Use it as `async with client.producer(topic, name) as producer`.
+    """Publishes under a producer name. Use it as `async with client.producer(topic, name) as producer`.
 
-    Entering starts a session. The session takes the name over from any other process, and waits until all messages in
-    flight under that name are settled. Then `last_sequence_id` is the highest persisted sequence ID (-1: none). The
-    producer resends messages without a receipt, in order, after broken connections and restarts of the sidecar. Each
-    message is in the log at most once. A message with a receipt is in the log exactly once.
+    Entering the context starts a session. The session takes the name over from any other process, and waits until all
+    messages in flight under that name are settled. Then `last_sequence_id` is the highest persisted sequence ID (-1:
+    none). After a broken connection or a restart of the sidecar, the producer resends messages without a receipt, in
+    order. Each message is in the log at most once. A message with a receipt is in the log exactly once.
 
-    The producer and all messages without a receipt fail for good with one of these errors:
+    One of these errors ends the producer. All messages without a receipt then fail with the same error:
 
     - `FencedError`: another process has taken the name over.
     - `DataLossError`: the sidecar has lost messages that it acknowledged.
     - `InvalidRequestError`: the sidecar refuses a batch for its content. Earlier batches still get receipts.
     - `OutcomeUnknownError`: a batch got no receipt for `ProducerConfig.delivery_timeout_seconds`. Its messages may
-      still become durable. A new producer of the name waits until that is settled, and its `last_sequence_id` tells
-      where to go on.
+      still become durable. A new producer of the same name waits until the outcome is settled, and its
+      `last_sequence_id` is then the ID after which the source must continue.
 
-    In a partitioned topic the producer sends to all partitions. A message goes to the partition of its key, or without
-    a key to that of the producer's name. `persisted_sequence_id` is then the highest ID up to which everything is
-    persisted. Send the source again after it, with its sequence IDs; persisted messages are DUP. If one partition
-    fails, the producer takes no further messages. Messages sent to other partitions before still get receipts.
+    In a partitioned topic the producer sends to all partitions. A message with a key goes to the partition of its key.
+    A message without a key goes to the partition of the producer's name. `persisted_sequence_id` is then the highest ID
+    up to which everything is persisted. Send all messages of the source after this ID again, with their sequence IDs;
+    messages that are already persisted are answered DUP. If sending to one partition fails, the producer accepts no
+    further messages. Messages sent earlier to other partitions still get receipts.
 
-    Messages are gathered into batches, and `send` waits while too many are in flight (`ProducerConfig`). If no receipt
-    comes for a second because the sidecar cannot be reached or takes no messages, `on_waiting` is called once, on the
-    event loop, with the reason. A producer belongs to one event loop, whose tasks may share it.
+    The producer gathers messages into batches. `send` waits while too many messages are in flight (see
+    `ProducerConfig`). If no receipt arrives for a second because the sidecar cannot be reached or accepts no messages,
+    the producer calls `on_waiting` once, on the event loop, with the reason. A producer belongs to one event loop,
+    whose tasks may share the producer.
     """
 
     _sends: AsyncTopicProducer | AsyncPartitionedProducer
@@ -459,8 +471,8 @@ class Producer(ProducerBase):
             await self.abort()
 
     async def open(self) -> None:
-        """Start the session. Raises `UnavailableError` if it has not started within 30 seconds, or the error with which
-        the sidecar refuses it."""
+        """Start the session. Raises `UnavailableError` if the session has not started within 30 seconds. If the sidecar
+        refuses the session, raises the sidecar's error."""
         self._topic.begin()
         try:
             await self._start(self._topic, AsyncPartitionedProducer)
@@ -479,15 +491,16 @@ class Producer(ProducerBase):
     ) -> Receipt:
         """Queue a message, and return its receipt, which can be awaited. Waits only for room in the queue.
 
-        Without a `sequence_id` the message gets `last_sequence_id + 1`. Given IDs must rise from message to message.
-        The first may be any; a message at or below `persisted_sequence_id` is answered DUP. `event_time` is an aware
-        datetime or milliseconds since 1970. A payload has at most 5 MiB.
+        Without a `sequence_id` the message gets `last_sequence_id + 1`. Explicit IDs must rise from message to message.
+        The first ID may have any value. A message at or below `persisted_sequence_id` is answered DUP. `event_time` is
+        a timezone-aware datetime or the number of milliseconds since 1970. A payload has at most 5 MiB.
 
-        In a partitioned topic, `sequence_id` must be given while higher IDs are persisted. Otherwise a new message
-        could get the ID of a persisted one.
+        In a partitioned topic, `sequence_id` must be given as long as higher IDs are persisted. Otherwise a new message
+        could get the ID of a persisted message.
 
-        Raises `InvalidRequestError` for a message that cannot be sent; nothing changes. After the producer has failed
-        or is closed, raises its failure. If the call is cancelled, the message was not queued.
+        Raises `InvalidRequestError` for a message that cannot be sent; the producer's state does not change. If the
+        producer has failed or is closed, raises the error that ended it. If the call is cancelled, the message was not
+        queued.
         """
         topic = self._topic
         if topic.must_pause:  # always, where there are partitions
@@ -507,10 +520,10 @@ class Producer(ProducerBase):
         event_times_ms: Numbers | None = None,
         properties: PropertyRows | None = None,
     ) -> BatchReceipt:
-        """Queue a ready batch of at most 65,536 messages and 8 MiB, after earlier messages.
+        """Queue a complete batch of at most 65,536 messages and 8 MiB, after all earlier messages.
 
-        Columns that are numpy arrays of int64 or `Binary` (in Arrow's layout) are not copied, and must not be changed
-        afterwards. Otherwise the same as `send`.
+        The call does not copy columns that are numpy arrays of int64 or `Binary` (in Arrow's layout): do not change
+        them afterwards. Otherwise the call behaves like `send`.
         """
         return await self._sends.send_batch(payloads, sequence_ids, keys, event_times_ms, properties)
 
@@ -520,9 +533,10 @@ class Producer(ProducerBase):
         await self._sends.flush()
 
     async def close(self) -> None:
-        """Flush and end. Messages without a receipt after 30 seconds fail, and this raises `OutcomeUnknownError`."""
+        """Flush, then end the producer. Messages without a receipt after 30 seconds fail with `OutcomeUnknownError`,
+        which this call raises too."""
         await self._sends.close()
 
     async def abort(self) -> None:
-        """End at once. Messages without a receipt fail with `OutcomeUnknownError`."""
+        """End the producer at once. Messages without a receipt fail with `OutcomeUnknownError`."""
         await self._sends.abort()

@@ -1,6 +1,7 @@
-"""A producer's session with the sidecar: opens, sends, takes the answers, reconnects and resumes, until closed.
+"""A producer's session with the sidecar. The session opens, sends frames, handles the answers, and reconnects and
+resumes until it is closed.
 
-Before it comes the configuration of a producer, `ProducerConfig`.
+`ProducerConfig`, the configuration of a producer, comes first.
 """
 
 import asyncio
@@ -27,11 +28,12 @@ DELIVERY_TIMEOUT_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class ProducerConfig:
-    """How a producer gathers messages into batches, and how much it may have in flight."""
+    """How a producer gathers messages into batches, and how much data it may have in flight."""
 
     linger_ms: float = 1.0
-    """The time after which a batch that is not full is sent. It may be up to five times as long while 5,000 messages a
-    second or more come. If nothing is in flight, the batch is sent as soon as the event loop gets its turn."""
+    """The time after which a batch that is not full is sent. At 5,000 messages per second or more, the batch may
+    wait up to five times as long. If nothing is in flight, the batch is sent as soon as the event loop runs the next
+    task."""
 
     max_batch_rows: int = 1000
     """The number of messages in a full batch; at most 65,536."""
@@ -43,11 +45,12 @@ class ProducerConfig:
     """The number of batches without a receipt at which `send` waits."""
 
     max_in_flight_bytes: int = 16 * 1024 * 1024
-    """The approximate number of bytes without a receipt, or not known to be durable, at which `send` waits."""
+    """The approximate number of bytes at which `send` waits. Messages count until they have a receipt and are known to
+    be durable."""
 
     delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS
-    """The time after which a batch without a receipt ends the producer with OutcomeUnknownError, with the reason of the
-    last refusal. Two minutes, as in Kafka. None: no limit, for programs that must not give up."""
+    """A batch that has no receipt after this time ends the producer with OutcomeUnknownError, which contains the reason
+    of the last refusal. The default is two minutes, as in Kafka. None: no limit, for programs that must not give up."""
 
     def __post_init__(self) -> None:
         most = {"max_batch_rows": MAX_BATCH_ROWS, "max_batch_bytes": MAX_BATCH_BYTES}
@@ -67,7 +70,7 @@ OPEN_TIMEOUT_SECONDS = 30.0
 """The time limit for starting a session. Resuming a started session has no limit."""
 
 CLOSE_TIMEOUT_SECONDS = 30.0
-"""Messages without a receipt this long after closing began have an unknown outcome."""
+"""When this time has passed since `close` was called, the outcome of messages without a receipt is unknown."""
 
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
@@ -101,7 +104,8 @@ class Session:
         self._connections = connections
         self._route = Route(connections.sidecars, topic)
         self._older: set[SidecarAddress] = set()
-        """The sidecars that have answered with a lower term than the highest, since the last answer without one."""
+        """The sidecars that have answered with a lower term than the highest term, since the last answer with the
+        highest term."""
         self._topic = topic
         self._config = config
         self._waiting = WaitingNotice(on_waiting)
@@ -113,9 +117,9 @@ class Session:
         self._stream: PublishStream | None = None  # while one serves the session
         self._rewinding: asyncio.TimerHandle | None = None
         self._is_in_trouble = False
-        """Whether anything has failed or was refused since the last receipt."""
+        """Whether a call has failed or was refused since the last receipt."""
         self._resumed_in_vain = False
-        """Whether a resume followed a refusal, and no receipt has come since."""
+        """Whether the session was resumed after a refusal, and no receipt has arrived since."""
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         self.has_room.set()
 
@@ -132,8 +136,8 @@ class Session:
         return not self.queue.without_receipt
 
     async def start(self) -> None:
-        """Open the session. Raises the error that prevents it; UnavailableError after OPEN_TIMEOUT_SECONDS, or at once
-        if the answer does not come from a sidecar."""
+        """Open the session. Raises the error that prevents this. Raises UnavailableError after OPEN_TIMEOUT_SECONDS, or
+        at once if the server that answers is not a sidecar."""
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
         self._run_task(self._run())
@@ -146,7 +150,8 @@ class Session:
             raise
 
     def check_loop(self) -> None:
-        """Raise INVALID_REQUEST on another event loop than that of `start`: there the call would never return."""
+        """Raise INVALID_REQUEST if the current event loop is not the event loop of `start`: on another loop the call
+        would never return."""
         if self._loop not in (None, asyncio.get_running_loop()):
             raise self._of_another_loop()
 
@@ -155,7 +160,7 @@ class Session:
         return error("INVALID_REQUEST", what, hint="Open, use and close a producer on one event loop.")
 
     def add(self, pending: PendingBatch) -> None:
-        """Queue a sealed batch to be sent. After a failure, fail it."""
+        """Queue a sealed batch to be sent. If the session has failed, fail the batch."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop and self.failure is None:
             self.queue.failure = self._of_another_loop()
@@ -167,14 +172,15 @@ class Session:
             self._stream.ready(self)
 
     def end_before(self, first: PendingBatch, what: str) -> None:
-        """Give up this batch and all later ones, also those still to be added. Earlier batches continue."""
+        """Give up this batch and all later batches, including batches added after this call. Earlier batches
+        continue."""
         if self.failure is None:
             message = f"{what}; what has no receipt by now may still become durable, or not"
             self.queue.fail(error("OUTCOME_UNKNOWN", message), first)
             self._update_room()
 
     async def flush(self) -> None:
-        """Wait until all batches queued now have receipts and are durable. Raises the failure of a batch."""
+        """Wait until all currently queued batches have receipts and are durable. Raises the failure of a batch."""
         self.check_loop()
         for pending in self.queue.entries:
             await pending.wait_until_durable()
@@ -200,7 +206,7 @@ class Session:
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            # Also if this call is cancelled: other tasks wait for receipts.
+            # Do this even if the call is cancelled, because other tasks wait for receipts.
             if len(self.queue):
                 self._fail(self.queue.outcome_unknown(f"producer {self.name!r} was closed"))
 
@@ -210,9 +216,11 @@ class Session:
         self._tasks.append(task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Fail the session if a task ended on a defect, or with its event loop: other tasks wait for receipts."""
+        """Fail the session if one of its tasks ended because of a defect, or because the event loop ended: other tasks
+        wait for receipts."""
         if task.cancelled():
-            if task in self._tasks and self.failure is None:  # `stop` removes its tasks from the list
+            # `stop` removes its tasks from the list before it cancels them
+            if task in self._tasks and self.failure is None:
                 self._fail(self.queue.outcome_unknown(f"producer {self.name!r} has ended with its event loop"))
         elif (defect := task.exception()) is not None:
             self._fail(error("INTERNAL", f"a defect in the client: {defect!r}"))
@@ -237,8 +245,9 @@ class Session:
     async def _enforce_delivery_timeout(self, timeout_seconds: float) -> None:
         """End the session and its connection when the oldest batch has waited for `timeout_seconds`.
 
-        Later messages must not overtake messages that were given up, so the session ends. The next producer that opens
-        the name waits until all messages in flight are settled, and learns where to go on.
+        The session ends because later messages must not overtake messages that were given up. The next producer that
+        opens the name waits until all messages in flight are settled. The answer to Open then contains the ID after
+        which the producer must continue.
         """
         loop = asyncio.get_running_loop()
         while self.failure is None:
@@ -252,7 +261,7 @@ class Session:
                 return
             due_at = loop.time() + max(left_seconds, _SHORTEST_WAIT_SECONDS)
             await asyncio.sleep(due_at - loop.time())
-            # While this process was suspended, nothing was sent or read. Allow the same time again first.
+            # While this process was suspended, nothing was sent or received. Start the same timeout again.
             await asyncio.sleep(min(loop.time() - due_at, timeout_seconds))
 
     async def _run(self) -> None:
@@ -287,8 +296,8 @@ class Session:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
 
     def _of_resume(self, failure: SeqdedupeError) -> SeqdedupeError:
-        """Return the session's failure if it cannot be resumed. A refused resume says nothing about messages sent
-        before: their outcome is unknown."""
+        """Return the session's failure if the session cannot be resumed. The refusal of a resume does not reveal what
+        happened to messages sent earlier: their outcome is unknown."""
         if self._epoch is not None:
             of_known_topic(failure)
         if not isinstance(failure, AccessDeniedError) or self._is_starting or self.is_idle:
@@ -302,7 +311,7 @@ class Session:
             await self._added.wait()
 
     async def _connect(self) -> None:
-        """Open or resume the session, then send and take answers until the stream ends."""
+        """Open or resume the session. Then send frames and handle answers until the stream ends."""
         async with self._connections.stream(self._route.address, self._topic) as stream:
             await stream.begin(has_topic=self._epoch is not None)
             await self._open(stream.openings)
@@ -310,7 +319,7 @@ class Session:
             if self._is_starting and self._started is not None:
                 self._started.set_result(None)
             if not len(self.queue):
-                # Without messages in flight, no receipt will end the wait.
+                # Without messages in flight, no receipt would end this wait.
                 self._waiting.goes_on()
             self._stream = stream
             try:
@@ -345,7 +354,7 @@ class Session:
                 self._topic,
                 self.name,
             )
-        # Batches that need another receipt wait for it from now on: they were not late before.
+        # Batches that need another receipt wait from now on. The time before their first receipt does not count.
         for entry in had_receipts:
             if not entry.has_receipts:
                 entry.queued_at = asyncio.get_running_loop().time()
@@ -354,8 +363,8 @@ class Session:
         self._epoch = opened.epoch
 
     def _check_term(self, term: int) -> None:
-        """Raise NOT_OWNER if this sidecar answers with a lower term than another one did: it is not the owner. If all
-        sidecars do so, `SendQueue.open` decides what is lost."""
+        """Raise NOT_OWNER if this sidecar answers with a lower term than another sidecar has: this sidecar is not the
+        owner. If all sidecars answer with a lower term, `SendQueue.open` decides what is lost."""
         if term >= self.queue.term:
             self._older.clear()
             return
@@ -379,12 +388,12 @@ class Session:
         return self.queue.breaks.is_suspect
 
     def next_frame(self) -> InFlightBatch | None:
-        """Return the next frame to send now; None if there is none."""
+        """Return the next frame to send now; None if there is no such frame."""
         return self.queue.next_frame()
 
     def take(self, incarnation: int, term: int, answers: Answers) -> bool:
-        """Take answers, and return whether they were the last ones needed. Raises an error that needs another stream or
-        a resume, or that ends the session."""
+        """Handle these answers, and return whether no further answers are needed. Raises an error if another stream or
+        a resume is needed, or if the session ends."""
         if not self.queue.counts(incarnation, term):
             return False
         waiting = self.queue.without_receipt
@@ -415,7 +424,7 @@ class Session:
             raise why
         self.queue.refused(frame, why)
         if why.reason == "NOT_OWNER":
-            raise why  # resumes at the owner
+            raise why  # the session resumes at the owner
         if isinstance(self.queue.last_refusal, UnavailableError):
             self._waiting.waits(self.queue.last_refusal)
 

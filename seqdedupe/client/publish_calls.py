@@ -30,7 +30,7 @@ _STORED, _LAST_VERDICT = int(Verdict.NOT_DUP), int(max(Verdict))
 
 
 def encode_frames(frames: Sequence[InFlightBatch]) -> bytes:
-    """Return an encoded PublishStreamRequest with these frames."""
+    """Return an encoded PublishStreamRequest that contains these frames."""
     message: list[bytes | memoryview] = []
     for frame in frames:
         message += wire.frame_parts(frame.number, frame.batch.encoded_parts())
@@ -49,11 +49,12 @@ class StreamAnswer(NamedTuple):
 
 
 def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> StreamAnswer:
-    """Return the answer in these bytes. `rows_of` returns the number of rows of a frame in flight; receipts of other
-    frames may be omitted.
+    """Decode an answer. `rows_of` returns the number of rows of a frame in flight. The result may omit receipts of
+    other frames.
 
-    Raises DecodeError if the answer cannot come from a sidecar. Unless it is empty, like a greeting, a sidecar's answer
-    has the topic's incarnation, and its receipts fit the rows of their frames."""
+    Raises DecodeError if the answer cannot come from a sidecar. An answer from a sidecar is empty (a greeting), or
+    contains the topic's incarnation and receipts that fit the rows of their frames.
+    """
     if (usual := _usual_answer(raw)) is not None and usual.incarnation:
         return usual
     answer = wire.PublishStreamResponse.FromString(raw)
@@ -71,7 +72,7 @@ def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> StreamAns
 
 
 def _usual_answer(raw: bytes) -> StreamAnswer | None:
-    """Return an answer of fixed width, decoded in a fraction of the time; None for any other answer."""
+    """Decode an answer of fixed width, the usual form, in a fraction of the time. Return None for any other answer."""
     end = len(raw) - wire.STATE.size
     if end < 0 or end % wire.ALL_NEW.size:
         return None
@@ -88,12 +89,13 @@ def _usual_answer(raw: bytes) -> StreamAnswer | None:
 
 
 def _of_frames_out(answer: Any, rows_of: Callable[[int], int | None]) -> list[tuple[Any, int]]:
-    """Return the receipts of frames in flight, each with the number of rows of its frame."""
+    """Return the receipts of frames that are in flight, each with the number of rows of its frame."""
     return [(receipt, rows) for receipt in answer.receipts if (rows := rows_of(receipt.frame)) is not None]
 
 
 def _is_plain(receipt: Any, rows: int) -> bool:
-    """Return whether all columns, read as bytes, are complete. A legal but unusual encoding would hide some."""
+    """Return whether all columns are complete when they are read as bytes. A legal but unusual encoding would hide a
+    part of a column."""
     known, runs = len(receipt.known_rows) // 4, len(receipt.run_rows) // 4
     return (
         len(receipt.verdicts) in (0, rows)
@@ -170,11 +172,11 @@ _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
 
 _GREETED = ((wire.GREETING, "1"),)
 """The metadata that asks for a greeting. Some proxies, such as nginx with TLS, hold headers back until a message
-follows. So the sidecar sends a message when it takes a stream."""
+follows. So the sidecar sends a greeting, an empty message, when it accepts a stream."""
 
 
 def publish_call(channel: grpc.aio.Channel) -> Call:
-    """Begin a publish stream, without a message yet."""
+    """Begin a publish stream without sending a message yet."""
     return channel.stream_stream(_PUBLISH_STREAM)(metadata=_GREETED)
 
 
@@ -189,11 +191,12 @@ async def exchange(
     watch: Callable[[], Coroutine[Any, Any, None]],
     early_receipts: bool = False,
 ) -> None:
-    """Send the frames that `frames` returns, pass each answer to `take`, and run `watch` at the same time, until one of
-    them raises. With `early_receipts`, receipts may come before their messages are durable. `rows_of`: see
-    `decode_answer`.
+    """Run a publish stream: send the frames that `frames` returns, pass each answer to `take`, and run `watch` at the
+    same time, until one of the three raises an error. With `early_receipts`, receipts may arrive before their messages
+    are durable. `rows_of`: see `decode_answer`.
 
-    Raises their errors, and the error with which the stream ends; UNREACHABLE if it ends without one.
+    Raises the errors of `frames`, `take` and `watch`, and the error with which the stream ends. Raises UNREACHABLE if
+    the stream ends without an error.
     """
 
     async def write() -> None:
@@ -204,7 +207,7 @@ async def exchange(
                 while True:
                     await call.write(encode_frames(await frames()))
             except asyncio.InvalidStateError:
-                # The call has ended: the reader learns why.
+                # The call has ended: the task that reads the answers reports the reason.
                 await asyncio.Event().wait()
 
     async def read() -> None:
@@ -225,18 +228,20 @@ async def exchange(
         for task in others:
             task.cancel()
         call.cancel()
-        # Wait until gRPC has reported the cancellation to the reader. Then the call has nothing left to report to an
-        # event loop that may be closed later.
+        # Wait until gRPC has reported the cancellation to the reading task. Afterwards the call does not report
+        # anything to an event loop that may be closed by then.
         await asyncio.gather(reading, *others, return_exceptions=True)
 
 
 # -- The opening of sessions. Names that come during a call go together in the next call.
 
 MAX_NEW_NAMES = 64
-"""The most new names in one call. For more names the sidecar does not look up the positions of their last messages."""
+"""The maximum number of new names in one call. With more names, the sidecar does not look up the positions of their
+last messages."""
 
 MAX_RESUMED_NAMES = 2_048
-"""The most resumed names in one call. Even with the longest names the request is below its limit of 1 MiB."""
+"""The maximum number of resumed names in one call. Even with the longest names the request stays below the limit of 1
+MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +253,8 @@ class OpenedSession:
     epoch: int
     persisted: int
     position: Position | None
-    """The position of the message with the ID `persisted`; None if it is unknown, or there is none."""
+    """The position of the message with the ID `persisted`. None if the position is unknown, or if there is no
+    message."""
     is_forgotten: bool
 
 
@@ -268,12 +274,13 @@ class Openings:
         self._address = address
         self._topic = topic
         self.term = 0
-        """The highest term answered."""
+        """The highest term in an answer."""
         self._waiting: deque[_Waiting] = deque()
         self._task: asyncio.Task[None] | None = None
 
     async def open(self, name: str, epoch: int | None) -> OpenedSession:
-        """Start a session of this name, or resume the session of an epoch. Raises the reason of a refusal."""
+        """Start a session of this producer name, or resume the session with this epoch. Raises the reason of a
+        refusal."""
         waiting = _Waiting(name, epoch, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._task is None:
@@ -281,7 +288,7 @@ class Openings:
         return await waiting.answer
 
     async def close(self) -> None:
-        """End a call in progress. No caller waits for it any more."""
+        """End the call in progress, for which no caller waits any more."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -293,7 +300,8 @@ class Openings:
                     answers = await self._call(some)
                 except SeqdedupeError as e:
                     if e.reason == "INVALID_NAME" and len(some) > 1:
-                        # Only one name is invalid: each goes alone, so that the others get their own answers.
+                        # Only one name is invalid. Open each name in a separate call, so that the valid names get their
+                        # answers.
                         for one in some:
                             one.goes_alone = True
                         self._waiting.extendleft(reversed(some))
@@ -302,21 +310,21 @@ class Openings:
                 except Exception as e:  # noqa: BLE001 (callers must get any failure, or they would wait forever)
                     answers = [e] * len(some)
                 for one, answer in zip(some, answers, strict=True):
-                    if one.answer.done():  # it was cancelled
+                    if one.answer.done():  # the waiter was cancelled
                         continue
                     if isinstance(answer, OpenedSession):
                         one.answer.set_result(answer)
                     else:
                         one.answer.set_exception(answer)
-                        # Mark it as read: the waiter may be cancelled before it gets it.
+                        # Mark the exception as read: the waiter may be cancelled before it reads the exception.
                         one.answer.exception()
         finally:
             self._task = None
 
     def _take_some(self) -> list[_Waiting]:
-        """Return the next names that can go together: all new, or all resumed, and no name twice.
+        """Return the next names that can share one call: all new or all resumed, and no name twice.
 
-        Names given up meanwhile are skipped: opening one would take it from its current owner.
+        Names whose waiter was cancelled are skipped: opening such a name would take the name from its current owner.
         """
         some: dict[str, _Waiting] = {}
         is_new, most = False, MAX_RESUMED_NAMES
@@ -348,7 +356,7 @@ class Openings:
 
 
 def check_opened(answer: publish_pb2.OpenResponse | None, names: int) -> None:
-    """Raise DecodeError if a sidecar cannot have given this answer to a request with this number of names."""
+    """Raise DecodeError if a sidecar cannot have sent this answer to a request with this number of names."""
     if answer is None:
         raise DecodeError("it cannot be decoded")
     columns = answer.epochs, answer.persisted, answer.persisted_indexes, answer.persisted_message_ids

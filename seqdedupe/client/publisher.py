@@ -1,7 +1,8 @@
-"""A publisher: sends messages with deduplication IDs, in batches that are resent until all messages have receipts.
+"""A publisher: sends messages with deduplication IDs in batches. The publisher resends a batch until all messages have
+receipts.
 
-Begin with `Publisher`, at the end. Its `Delivery` sends to one topic; a `PartitionedDelivery` has one for each
-partition. `TopicHistory` detects that a topic is not the one that gave earlier receipts.
+Begin with `Publisher`, at the end. Its `Delivery` sends to one topic; a `PartitionedDelivery` has one `Delivery` for
+each partition. `TopicHistory` detects that the current topic is not the topic that gave earlier receipts.
 """
 
 import asyncio
@@ -56,14 +57,17 @@ from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 # -- Delivery of batches with deduplication IDs to a topic: each batch is resent until all of it has its receipt.
 
 MAX_PENDING_BYTES = 64 * 1024 * 1024
-"""The most bytes that wait for receipts. A call that sends more waits until there is room."""
+"""The maximum number of bytes that wait for receipts. A call that would exceed this number waits until there is
+room."""
 
 MAX_RUNS = 4096
-"""The most runs of indexes that a publisher remembers. Messages of others are between them. The lowest go first."""
+"""The maximum number of runs of indexes that a publisher remembers. Between two runs are messages of other publishers.
+If there are more runs, the lowest run is dropped."""
 
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 1.0
@@ -71,7 +75,7 @@ _LONGEST_DELAY_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """The batch of one call, until all of it has its receipt."""
+    """The batch of one call, until all rows of the batch have receipts."""
 
     batch: Batch
     size_bytes: int
@@ -80,7 +84,7 @@ class _Call:
     breaks: Breaks = field(default_factory=Breaks)
 
     def record(self, receipt: ReceiptColumns) -> BatchResult:
-        """Add this receipt to the result, and return the result."""
+        """Add this receipt to the result. Return the result if it is complete."""
         if self.result is None:
             self.result = BatchResult.of(np.full(len(self.batch), NO_SEQUENCE_ID, np.int64), receipt)
         else:
@@ -89,27 +93,27 @@ class _Call:
 
 
 class TopicHistory:
-    """The facts about a topic from its receipts. Receipts of an older copy of its log, or of a topic that was recreated
-    under its name, contradict them. They arrive in any order, and a duplicate has the index of its original: a low
-    index alone proves nothing.
-    """
+    """The facts about a topic from the topic's receipts. If a receipt contradicts these facts, it comes from an older
+    copy of the topic's log, or from a topic that was recreated under the same name. Receipts arrive in any order, and a
+    duplicate has the index of its original message. So a low index alone proves nothing."""
 
     def __init__(self) -> None:
         self.has_receipts = False
         self.term = 0
         """The highest term of an answer."""
         self._incarnation = 0
-        self._durable_index = 0  # the sidecar has said that everything below this index is durable
-        self._floor = 0  # the same index, when the stream began
-        self._first_indexes: list[int] = []  # those of the runs assigned to new messages, rising
+        self._durable_index = 0  # the sidecar has reported that everything below this index is durable
+        self._floor = 0  # the value of `_durable_index` when the stream began
+        self._first_indexes: list[int] = []  # the first indexes of the runs assigned to new messages, rising
         self._next_indexes: list[int] = []
 
     def begin_stream(self) -> None:
-        """Note that later answers belong to requests sent after all receipts so far."""
+        """Note that answers from now on belong to requests that were sent after all receipts so far."""
         self._floor = self._durable_index
 
     def take(self, incarnation: int, term: int, durable_index: int) -> None:
-        """Record the topic's state from an answer with receipts, whose term is not too low. Raises DATA_LOSS."""
+        """Record the topic's state from an answer with receipts. The caller has checked that the term of the answer is
+        not too low. Raises DATA_LOSS."""
         if self.has_receipts and incarnation != self._incarnation:
             what = f"the topic was recreated: its incarnation is {incarnation}, and was {self._incarnation} before"
             raise error("DATA_LOSS", what, incarnation=incarnation, incarnation_before=self._incarnation)
@@ -125,16 +129,16 @@ class TopicHistory:
         self._durable_index = max(self._durable_index, durable_index)
 
     def lower_term(self, term: int) -> SeqdedupeError:
-        """Return the error for another history: every sidecar answers with this lower term."""
+        """Return the error for a topic whose history was replaced: every sidecar answers with this lower term."""
         what = f"the sidecar answers with an older state than before: term {term} ({self.term} before)"
         return error("DATA_LOSS", what, term=term, term_before=self.term)
 
     def given(self, first_index: int, rows: int) -> None:
-        """Record that `rows` new messages have the indexes from `first_index` on. Raises DATA_LOSS if an index was
-        assigned before."""
+        """Record that `rows` new messages have the indexes from `first_index` on. Raises DATA_LOSS if one of these
+        indexes was assigned before."""
         next_index = first_index + rows
         firsts, nexts = self._first_indexes, self._next_indexes
-        at = bisect_left(firsts, next_index)  # the runs from there on begin after it
+        at = bisect_left(firsts, next_index)  # the runs from `at` on begin after the new run
         if at and nexts[at - 1] > first_index:
             index = max(first_index, firsts[at - 1])
             raise error("DATA_LOSS", f"index {index} was given to another message before", index=index)
@@ -154,7 +158,7 @@ class TopicHistory:
 
 
 class Delivery:
-    """Sends to one topic, for one event loop. `Publisher` is its public form, and states the guarantee."""
+    """Sends to one topic, on one event loop. The public class `Publisher` uses it, and states the guarantee."""
 
     def __init__(
         self,
@@ -188,15 +192,16 @@ class Delivery:
         self._task: asyncio.Task[None] | None = None
         self._failure: SeqdedupeError | None = None
         self._passed_on: list[asyncio.Task[None]] = []
-        """The calls made before the client knew that the topic is partitioned."""
+        """The calls made before the client learned that the topic is partitioned."""
         self._last_refusal: UnavailableError | None = None
         self._is_in_trouble = False
-        """Whether anything has failed or was refused since a call last received its receipts."""
+        """Whether an attempt has failed or was refused since a call last received its receipts."""
         self._is_closed = False
         self._has_begun = False  # a sidecar has answered
         self._history = TopicHistory()
         self._older: set[SidecarAddress] = set()
-        """The sidecars that have answered with a lower term than the highest, since the last answer without one."""
+        """The sidecars that have answered with a lower term than the highest term, since the last answer with the
+        highest term."""
 
     def open(self) -> None:
         """Start to send."""
@@ -204,7 +209,7 @@ class Delivery:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """End the delivery. Calls in progress raise OUTCOME_UNKNOWN, later calls INVALID_REQUEST."""
+        """End the delivery. Calls in progress raise OUTCOME_UNKNOWN; later calls raise INVALID_REQUEST."""
         self._is_closed = True
         self._fail(error("OUTCOME_UNKNOWN", f"the publisher of {self.topic} was closed"))
         if self._task is not None:
@@ -215,14 +220,15 @@ class Delivery:
             await asyncio.gather(*self._passed_on)
 
     def abandon(self) -> None:
-        """End the work, from any thread, when no caller can close the delivery any more."""
+        """End the work, from any thread, if no caller can close the delivery any more."""
         if self._task is not None:
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
         if self._spread is not None:
             self._spread.abandon()
 
     async def send(self, batch: Batch) -> BatchResult:
-        """Send the batch, and return when all of it is in the log. Raises the errors of `Publisher.send_batch`."""
+        """Send the batch, and return when all of its messages are in the log. Raises the errors of
+        `Publisher.send_batch`."""
         self._check_is_open()
         size_bytes = BATCH_OVERHEAD_BYTES + sum(map(len, batch.encoded_parts()))
         if size_bytes > MAX_BATCH_BYTES:
@@ -249,7 +255,7 @@ class Delivery:
             return await call.done
         finally:
             if call.done.cancelled():
-                with suppress(ValueError):  # it is in flight
+                with suppress(ValueError):  # the batch is in flight
                     self._ready.remove(call)
             self._pending_bytes -= size_bytes
             async with self._room:
@@ -333,7 +339,7 @@ class Delivery:
         self._ready.clear()
 
     async def _connect(self) -> None:
-        """Send and take answers until the stream ends. Calls without a receipt by then are sent again."""
+        """Send frames and handle answers until the stream ends. Calls that have no receipt by then are sent again."""
         address = self._route.address
         channel = channel_to(self._sidecars, address)
         try:
@@ -360,12 +366,13 @@ class Delivery:
                 await channel.close()
 
     def _broke(self, why: SeqdedupeError) -> None:
-        """Count the calls in flight when the connection broke. A call that was alone on too many of them ends."""
+        """Count a broken connection for each call that was in flight. A call that was alone on too many broken
+        connections ends."""
         now = asyncio.get_running_loop().time()
         is_alone = self._is_taken and len(self._out) == 1 and now - self._answered_at < SOON_SECONDS
         for call in self._out.values():
             if call.breaks.add(why, now, is_alone=is_alone) and not call.done.done():
-                what = call.breaks.why(f"a batch of {len(call.batch):,} messages", call.size_bytes)
+                what = call.breaks.why(f"a batch of {counted(len(call.batch), 'message')}", call.size_bytes)
                 call.done.set_exception(error("OUTCOME_UNKNOWN", f"{what}: {why}", hint=HINT_OF_BREAKS))
 
     async def _until_ready(self) -> None:
@@ -376,15 +383,15 @@ class Delivery:
             await asyncio.sleep(left_seconds)
 
     async def _until_taken(self) -> None:
-        """Wait until the sidecar answers on this stream. A stream that it does not take ends anyway, and the frame is
-        not to blame."""
+        """Wait until the sidecar answers on this stream. If the sidecar does not accept the stream, the stream ends,
+        and the frame is not the cause."""
         while not self._is_taken:
             self._news.clear()
             await self._news.wait()
 
     async def _frames(self) -> list[InFlightBatch]:
         await self._until_ready()
-        # The suspect that was waited for may have ended meanwhile.
+        # The suspect frame for which this stream waited may have ended meanwhile.
         if self._ready and self._ready[0].breaks.is_suspect:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SOON_SECONDS):
@@ -436,11 +443,13 @@ class Delivery:
             if (call := self._out.pop(refusal.frame, None)) is not None:
                 self._refused(call, why)
         if not self._out:
-            self._news.set()  # a suspect may wait for this, or others for the suspect's answer
+            # a suspect frame may wait for this answer, or other frames may wait for the suspect's answer
+            self._news.set()
 
     def _check_history(self, answer: StreamAnswer) -> None:
-        """Check an answer before any of its receipts counts. Raises DATA_LOSS; NOT_OWNER if this sidecar, but not every
-        sidecar, answers with a lower term than before: a former owner answers duplicates from memory."""
+        """Check an answer before any of its receipts counts. Raises DATA_LOSS. Raises NOT_OWNER if this sidecar, but
+        not every sidecar, answers with a lower term than before: such a sidecar is a former owner, which answers
+        duplicates from memory."""
         history = self._history
         if answer.term >= history.term:
             self._older.clear()
@@ -497,7 +506,7 @@ class Delivery:
         self._end_calls(why)
 
     def _end_calls(self, why: SeqdedupeError) -> None:
-        """End all calls made so far. Later calls are tried."""
+        """End all calls made so far with this error. Later calls are attempted."""
         for call in (*self._out.values(), *self._ready):
             if not call.done.done():
                 call.done.set_exception(why)
@@ -506,16 +515,17 @@ class Delivery:
 
 
 class PartitionedDelivery:
-    """Spreads the batches of a publisher over the open deliveries to the partitions, given in order."""
+    """Spreads the batches of a publisher over the partitions. The open deliveries of the partitions are given in
+    order."""
 
     def __init__(self, parts: Sequence[Delivery], route: int) -> None:
         self._parts = parts
         self._by_key = route == admin_pb2.DEDUPLICATION_ROUTE_KEY
 
     async def send(self, batch: Batch) -> BatchResult:
-        """Send a batch, and return when all of it is in the log. Raises the error of the first partition that failed:
-        other partitions may have their messages, which are DUP if sent again. Raises INVALID_BATCH if a key is
-        missing."""
+        """Send a batch, and return when all of its messages are in the log. Raises the error of the first partition
+        that failed. The messages of other partitions may then be in the log; they are answered DUP if sent again.
+        Raises INVALID_BATCH if a key is missing."""
         if self._by_key:
             self._check_keys(batch)
         some = self._rows_by_partition(batch)
@@ -525,7 +535,7 @@ class PartitionedDelivery:
         result = BatchResult.undecided(np.full(len(batch), NO_SEQUENCE_ID, np.int64))
         for (k, rows), outcome in zip(some, sent, strict=True):
             if isinstance(outcome, SeqdedupeError) and outcome.reason == "INVALID_REQUEST" and len(some) > 1:
-                # Closed meanwhile. Only for this partition is it certain that nothing was sent.
+                # The delivery was closed meanwhile. Only for this partition is it certain that nothing was sent.
                 raise error("OUTCOME_UNKNOWN", f"nothing went to partition {k}: {outcome.message}") from outcome
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -578,16 +588,16 @@ def new_id() -> bytes:
 class Publisher:
     """Sends to one topic of deduplication IDs. Use it as `async with client.publisher(topic) as publisher`.
 
-    A call returns when all its messages are durable in the log, each exactly once, even if they were sent several
-    times. If any client sends the same ID again within the topic's window, the answer is DUP, with the index and
-    message ID of the original. Calls in progress at the same time have no order.
+    A call returns when all messages of the call are durable in the log, each exactly once, even if they were sent
+    several times. If any client sends the same ID again within the topic's window, the answer is DUP, with the index
+    and message ID of the original message. Calls in progress at the same time have no order.
 
     After a broken connection or a temporary refusal the publisher sends again. After `delivery_timeout_seconds` (None:
-    no limit) the call raises OutcomeUnknownError, and the publisher continues. The messages of that call, or of a
-    cancelled one, may be in the log or not. It is safe to repeat the call with the same ID.
+    no limit) the call raises OutcomeUnknownError, and the publisher continues. The messages of such a call, or of a
+    cancelled call, may or may not be in the log. It is safe to repeat the call with the same ID.
 
-    In a partitioned topic, each message goes to the partition of its ID or of its key, as set when the topic was
-    created. A call that raises may have sent to some partitions. A publisher belongs to one event loop.
+    In a partitioned topic, the ID or the key of a message selects the partition, as set when the topic was created. If
+    a call raises an error, the messages for some partitions may have been sent. A publisher belongs to one event loop.
     """
 
     def __init__(
@@ -599,7 +609,7 @@ class Publisher:
         describe: Callable[[], Awaitable[admin_pb2.Topic]] | None = None,
     ) -> None:
         self.topic: str = topic_name(topic)
-        config = ProducerConfig(delivery_timeout_seconds=delivery_timeout_seconds)  # checks the timeout
+        config = ProducerConfig(delivery_timeout_seconds=delivery_timeout_seconds)  # the timeout is validated here
         self._checks = Builder(b"", NO_SEQUENCE_ID, config, lambda batch: None)
         self._delivery = Delivery(sidecars, self.topic, on_waiting, config.delivery_timeout_seconds, describe)
 
@@ -613,12 +623,12 @@ class Publisher:
         await self.close()
 
     async def close(self) -> None:
-        """End the publisher. Calls in progress raise OUTCOME_UNKNOWN: wait for them first, if their messages matter.
-        Later calls raise INVALID_REQUEST."""
+        """End the publisher. Calls in progress raise OUTCOME_UNKNOWN. To know the outcome of these calls, wait for them
+        before closing. Later calls raise INVALID_REQUEST."""
         await self._delivery.close()
 
     def abandon(self) -> None:
-        """End the work, from any thread, when no caller can close the publisher any more."""
+        """End the work, from any thread, if no caller can close the publisher any more."""
         self._delivery.abandon()
 
     async def send(
@@ -630,13 +640,13 @@ class Publisher:
         event_time: datetime | int | None = None,
         properties: Properties | None = None,
     ) -> Published:
-        """Send a message, and return when it is in the log.
+        """Send a message, and return when the message is in the log.
 
-        The ID has 1 to 255 bytes; text is encoded as UTF-8. Without an ID the message gets a new one, and keeps it each
-        time it is resent. Another call is then another message.
+        The ID has 1 to 255 bytes; text is encoded as UTF-8. Without an ID the message gets a new ID, and keeps that ID
+        when it is resent. A second call without an ID sends a different message.
 
-        Raises InvalidRequestError; OutcomeUnknownError if no receipt comes within `delivery_timeout_seconds`. These
-        errors end the publisher: AccessDeniedError, NotFoundError, DamagedError, and DataLossError when the topic
+        Raises InvalidRequestError. Raises OutcomeUnknownError if no receipt arrives within `delivery_timeout_seconds`.
+        These errors end the publisher: AccessDeniedError, NotFoundError, DamagedError, and DataLossError if the topic
         contradicts earlier receipts.
         """
         one = new_id() if deduplication_id is None else deduplication_id
@@ -659,11 +669,11 @@ class Publisher:
         event_times_ms: Numbers | None = None,
         properties: PropertyRows | None = None,
     ) -> BatchResult:
-        """Send messages in columns, at most 65,536 with 8 MiB together, and return when all are in the log. Otherwise
-        the same as `send`.
+        """Send messages in columns, at most 65,536 messages with 8 MiB together, and return when all messages are in
+        the log. Otherwise the same as `send`.
 
-        The result has arrays for `verdicts`, `indexes` and `message_ids`; its `sequence_ids` are -1. The second message
-        with an ID in one batch is DUP of the first. Raises BATCH_TOO_LARGE.
+        The result has arrays for `verdicts`, `indexes` and `message_ids`; its `sequence_ids` are -1. If an ID occurs
+        twice in one batch, the second message is answered DUP of the first. Raises BATCH_TOO_LARGE.
         """
         rows = len(payloads.offsets) - 1 if isinstance(payloads, Binary) else len(payloads)
         batch = self._checks.check_columns(payloads, np.arange(rows), keys, event_times_ms, properties)

@@ -1,4 +1,5 @@
-"""The reader of a topic or of its partitions: messages in order, none skipped or repeated, across reconnects."""
+"""The reader of a topic or of a topic's partitions. It delivers messages in order, and skips and repeats none after a
+reconnect."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -29,52 +30,58 @@ from seqdedupe.message_id import MessageId, MessageIds, Position, checked_index
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
+from seqdedupe.wording import counted
 
 Start = Position | MessageId | int | Literal["earliest", "latest"]
-"""Start after a position or a message ID, at an index, with the first stored message, or with the next published one.
+"""Where to start: after a position or a message ID, at an index, with the first stored message, or with the next
+message published.
 
-A message ID alone must be from the embedded log, where it contains the index. Other logs need a position."""
+A message ID alone must be from the embedded log, where it contains the index. For other logs, use a position.
+"""
 
 _READ_STREAM = "/seqdedupe.v1.ReadService/ReadStream"
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
 
 _MISSED = 2
-"""The connection counts as broken after this number of missed signs of life from the sidecar. Pings do not suffice: a
-proxy may answer them for a silent host."""
+"""The connection counts as broken after the sidecar has omitted this number of heartbeats. Pings are not sufficient,
+because a proxy may answer them for a host that does not respond."""
 
 MAX_MISFITS = 5
-"""The most streams in a row whose answers do not follow the messages read so far. A component on the way may repeat or
-drop answers. After one more such stream the reader ends with the first misfit."""
+"""The maximum number of consecutive streams whose answers do not follow the messages read so far. A component
+between client and sidecar may repeat or drop answers. After one more such stream, the reader ends with the first
+inconsistency."""
 
 
 class Reader(Messages):
     """Reads a topic: `async for message in reader`, or `async for stored in reader.batches()` for whole batches.
 
-    `start` is a position or message ID (the reader starts after it), an index, "earliest" (the first stored message),
-    or "latest" (the first message published after the reader has connected). By default the reader ends with the last
-    message that existed when it connected. With `follow` it never ends. With `stop_index` it ends before that index,
-    and waits for messages that do not exist yet. After a lost connection, or while the topic recovers, the reader waits
-    without a time limit and then continues. It skips and repeats no message. `position` is the position of the last
-    message handed out.
+    `start` is one of: a position or message ID (the reader starts after it), an index, "earliest" (the first stored
+    message), or "latest" (the first message published after the reader has connected). By default the reader ends with
+    the last message that existed when the reader connected. With `follow` the reader never ends. With `stop_index` the
+    reader ends before that index, and waits for messages that do not exist yet. After a lost connection, or while the
+    topic recovers, the reader waits without a time limit and then continues. The reader skips and repeats no message.
+    `position` is the position of the last message returned.
 
-    With a `cursor` the reader starts after the cursor's position, or at `start` if the cursor has none. `save_position`
-    moves the cursor: call it when the effects of all messages handed out are done. After a crash, messages since the
-    last saved position come again. Their effects should be idempotent.
+    With a `cursor` the reader starts after the cursor's position. If the cursor has no position, the reader starts at
+    `start`. `save_position` moves the cursor. Call it when the effects of all messages returned so far are complete.
+    After a crash, the reader returns the messages since the last saved position again. So their effects should be
+    idempotent.
 
-    If an answer does not follow the earlier ones, the reader reads again over a new stream. It raises
-    ANSWERS_INCONSISTENT if that does not help.
+    If an answer does not follow the earlier answers, the reader reads again over a new stream. If that does not help,
+    it raises ANSWERS_INCONSISTENT.
 
-    A message that is damaged on the sidecar's disk ends the reader. With `skip_damaged` it continues with the next
-    readable message. `skipped` names the missing messages before any later message is handed out.
+    A message that is damaged on the sidecar's disk ends the reader. With `skip_damaged` the reader continues with the
+    next readable message. `skipped` contains the indexes of the missing messages before the reader returns any later
+    message.
 
-    `on_waiting` is called on the event loop, with the reason, once each time that the reader has waited for a second
-    for the sidecar or for the topic's recovery. Waiting for new messages does not count.
+    `on_waiting` is called on the event loop, with the reason, if the reader has waited for a second for the sidecar or
+    for the topic's recovery. It is called once for each such wait. Waiting for new messages does not count.
 
     The reader raises these errors:
 
-    - `PositionError`: the messages are trimmed, the topic was recreated, or it ends before the end that it had when
-      the reader connected.
+    - `PositionError`: the messages are trimmed, the topic was recreated, or the topic now ends before the end that it
+      had when the reader connected.
     - `NotFoundError`: the topic is unknown.
     - `DamagedError`: stored messages are damaged (not with `skip_damaged`), or answers are inconsistent.
     """
@@ -112,21 +119,21 @@ class Reader(Messages):
         """Whether a sidecar has answered that the topic exists."""
         self._next_index: int | None = None  # None: unknown before the first message
         self._stop_index = None if stop_index is None else checked_index(stop_index)
-        self._stops_at_end = stop_index is None and not follow  # the first connection fixes that index
+        self._stops_at_end = stop_index is None and not follow  # the first connection sets the stop index
         self._after: Position | None = None
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
         self._silent_seconds: float | None = None
-        """A stream that is silent for longer counts as broken. None: no limit."""
-        self._records: list[Any] = []  # those of the last answer, in reverse
+        """The connection counts as broken if the stream is silent for longer than this. None: no limit."""
+        self._records: list[Any] = []  # the records of the last answer, in reverse
         self._stored: StoredBatch | None = None  # the batch in hand, and the next row of it
         self._row = 0
         self._closed = False
         self._has_begun = False  # a sidecar has answered
         self._misfits: list[SeqdedupeError] = []
-        """The inconsistencies of answers, one for each stream since the last progress."""
+        """The inconsistencies of answers: one for each stream since a stream last made progress."""
         self._is_misled = False
-        """Whether this stream brought one."""
+        """Whether the current stream had an inconsistent answer."""
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         if isinstance(start, Position):
             self._read_on_after(start)
@@ -142,10 +149,10 @@ class Reader(Messages):
         self._after, self._incarnation, self._next_index = position, position.incarnation, position.index + 1
 
     async def save_position(self) -> None:
-        """Move the cursor to `position`; the move is durable on return. Without a position, or at the same one, nothing
-        changes. Raises CURSOR_MOVED if another owner has moved the cursor since it was read; INVALID_REQUEST without a
-        cursor. Raises OUTCOME_UNKNOWN if the answer got lost; the next call settles that.
-        """
+        """Move the cursor to `position`. When the call returns, the new position is durable. If there is no position
+        yet, or the cursor already has this position, nothing changes. Raises CURSOR_MOVED if another owner has moved
+        the cursor since this reader read it; INVALID_REQUEST if the reader has no cursor. Raises OUTCOME_UNKNOWN if the
+        answer was lost; then call `save_position` again."""
         if self._cursor is None:
             raise error("INVALID_REQUEST", f"this reader of {self.topic} was given no cursor")
         position = self.position
@@ -162,8 +169,8 @@ class Reader(Messages):
 
     @property
     def position(self) -> Position | None:
-        """The position after the last message handed out. Before the first message: the start position, if known."""
-        stored, row = self._stored, self._row  # in this order: the event loop may take the next batch meanwhile
+        """The position of the last message returned. Before the first message: the start position, if it is known."""
+        stored, row = self._stored, self._row  # Read in this order: the event loop may fetch the next batch meanwhile.
         return stored.position(row - 1) if stored is not None and row else self._before
 
     def has_in_hand(self) -> bool:
@@ -212,7 +219,7 @@ class Reader(Messages):
                 if not moves_on:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except BaseException:
-                # Cancelled or refused: the stream is dropped, and a later call starts from the position.
+                # The call was cancelled or refused: drop the stream, and let a later call start from the position.
                 await self._disconnect()
                 raise
         return False
@@ -229,13 +236,14 @@ class Reader(Messages):
         return True
 
     def _doubt(self, misfit: SeqdedupeError) -> None:
-        """Take nothing more from this stream. `fetch` opens another."""
+        """Accept no further answers from this stream. `fetch` opens another stream."""
         self._misfits.append(misfit)
         self._is_misled = True
         self._records.clear()
 
     async def _begin_again(self) -> None:
-        """Disconnect and pause, so that a new connection begins. Raises the first misfit after too many."""
+        """Disconnect and pause, so that the reader connects again. After too many inconsistent streams, raise the first
+        inconsistency."""
         await self._disconnect()
         if len(self._misfits) > MAX_MISFITS:
             first, *_ = self._misfits
@@ -260,7 +268,7 @@ class Reader(Messages):
     async def _connect(self) -> bool:
         """Begin to read at the next index. Return false if there is nothing to read, or the reader was closed."""
         channel = self._channel = channel_to(self._sidecars, self._route.address)
-        # Without a next index, what is before the stop may all be trimmed.
+        # Without a next index: retention may have trimmed everything before the stop index.
         may_be_trimmed = self._next_index is None and self._stop_index is not None
         if self._incarnation is None or may_be_trimmed or (self._stops_at_end and not self._is_at_stop):
             await self._look_at_the_ends(channel)
@@ -282,7 +290,7 @@ class Reader(Messages):
             request_serializer=read_pb2.ReadStreamRequest.SerializeToString,
         )(request)
         self._call = call
-        # A sidecar sends the metadata at once, even if there is nothing to read.
+        # A sidecar sends the metadata at once, even if there is no message to read.
         try:
             async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
                 await call.initial_metadata()
@@ -297,7 +305,8 @@ class Reader(Messages):
         return self._stop_index is not None and (self._next_index or 0) >= self._stop_index
 
     async def _look_at_the_ends(self, channel: grpc.aio.Channel) -> None:
-        """Fix the positions of "latest" and of the end, so that they stay the same after a reconnect."""
+        """Determine the position of "latest" and the end of the topic once, so that both stay the same after a
+        reconnect."""
         request = read_pb2.GetLastMessageIdRequest(topic=self.topic)
         answer: read_pb2.GetLastMessageIdResponse | None = await ReadServiceStub(channel).GetLastMessageId(
             request, timeout=CALL_TIMEOUT_SECONDS
@@ -336,7 +345,8 @@ class Reader(Messages):
                 )
 
     def _read_start(self) -> read_pb2.ReadStart:
-        # After skipped messages the index is used: the position before them would bring them again.
+        # After skipped messages, continue at the index: the position before the skipped messages would return them
+        # again.
         if self._after is not None and self._next_index == self._after.index + 1:
             return read_pb2.ReadStart(after=self._after.to_proto())
         if self._next_index is not None:
@@ -344,7 +354,7 @@ class Reader(Messages):
         return read_pb2.ReadStart(earliest=True)
 
     async def _receive(self) -> bool:
-        """Take the next answer. Return false when the stream has ended at the stop index."""
+        """Handle the next answer. Return false when the stream has ended at the stop index."""
         call = self._call
         if call is None:
             return False
@@ -389,7 +399,7 @@ class Reader(Messages):
         self._incarnation = incarnation
 
     def _skip(self, first_index: int, next_index: int) -> None:
-        """Note the indexes that the sidecar skips. After a reconnect it may name some of them again."""
+        """Note the indexes that the sidecar skips. After a reconnect the sidecar may report some of them again."""
         expected = first_index if self._next_index is None else self._next_index
         if first_index > expected:
             raise self._not_the_next(f"{first_index} to {next_index - 1} were skipped", first_index)
@@ -437,15 +447,16 @@ class Reader(Messages):
 # -- The reader of a partitioned topic: the messages of each partition in order, the partitions in turn.
 
 _FORM = "partitions-1:"
-"""The prefix of a position's text: its version."""
+"""The prefix of a position's text. It identifies the version of the format."""
 
 _PARTITIONED = "Begin at earliest or latest, or at a position that a reader of the whole topic gave."
 
 
 class PartitionedPosition(NamedTuple):
-    """The position of a reader of a partitioned topic: a position in each partition, in the order of their numbers.
+    """The position of a reader of a partitioned topic: one position for each partition, in the order of the partition
+    numbers.
 
-    `str()` returns its text, and `parse` reads that text. Two partitioned positions have no order.
+    `str()` returns a text that `parse` reads. Two partitioned positions have no order.
     """
 
     partitions: tuple[Position, ...]
@@ -455,7 +466,7 @@ class PartitionedPosition(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> "PartitionedPosition":
-        """Return the position that `str()` printed. Raises INVALID_POSITION."""
+        """Parse the text of a position that `str()` returned. Raises INVALID_POSITION."""
         if not text.startswith(_FORM):
             what = f"{text[:80]!r} is no position in a partitioned topic, as {_FORM}123@45,…"
             raise error("INVALID_POSITION", what, hint=_PARTITIONED)
@@ -466,7 +477,7 @@ PartitionedStart = PartitionedPosition | Literal["earliest", "latest"]
 
 
 class PartitionEnds(NamedTuple):
-    """The positions before the first stored message of a partition, and after its last message."""
+    """Two positions of a partition: before its first stored message, and after its last message."""
 
     earliest: Position
     latest: Position
@@ -475,14 +486,14 @@ class PartitionEnds(NamedTuple):
 class PartitionedReader(Messages):
     """Reads all partitions of a topic: `async for message in reader`, or `reader.batches()` for whole batches.
 
-    It has one `Reader` for each partition, which behaves as described there. It hands out one batch of each partition
-    in turn, as they arrive. Messages of two partitions have no order. It ends when the readers of all partitions have
-    ended; with `follow` never. `message.partition` is the partition of a message. To continue later, start at
-    `position`.
+    The reader uses one `Reader` for each partition, with the behaviour described there. It returns batches of the
+    partitions in turn, as the batches arrive. Messages of different partitions have no order. The reader ends when the
+    readers of all partitions have ended; with `follow` it never ends. `message.partition` is the partition of a
+    message. To continue later, start at `position`.
 
-    `Client.partitioned_reader` makes it. `ends` looks up the ends of all partitions; `part` makes the reader of one.
-    Raises the errors of `Reader`; INVALID_REQUEST for a topic without partitions; INVALID_POSITION for a position with
-    another number of partitions.
+    `Client.partitioned_reader` makes a partitioned reader. `ends` looks up the ends of all partitions; `part` makes the
+    reader of one partition. Raises the errors of `Reader`; INVALID_REQUEST for a topic without partitions;
+    INVALID_POSITION for a position with a different number of partitions.
     """
 
     def __init__(
@@ -503,14 +514,14 @@ class PartitionedReader(Messages):
         self._fetching: dict[int, asyncio.Task[bool]] = {}
         self._ended: set[int] = set()
         self._starts: tuple[Position, ...] = ()
-        self._turn = 0  # the partition whose batch is or was in hand
-        self._holds = False  # whether it is in hand now
+        self._turn = 0  # the partition of the current or last batch
+        self._holds = False  # whether there is a current batch
         self._closed = False
 
     @property
     def position(self) -> PartitionedPosition | None:
-        """The positions after the last message handed out of each partition. Before the first read: the start position,
-        or None if none was given."""
+        """The positions after the last message returned of each partition. Before the first read: the start position,
+        or None if there is none."""
         if not self._readers:
             return self._start if isinstance(self._start, PartitionedPosition) else None
         each = zip(self._readers, self._starts, strict=True)
@@ -518,7 +529,7 @@ class PartitionedReader(Messages):
 
     @property
     def skipped(self) -> dict[int, list[range]]:
-        """With `skip_damaged`, the indexes of the messages skipped, in order, by partition."""
+        """With `skip_damaged`: the indexes of the messages skipped, in order, for each partition."""
         return {k: reader.skipped for k, reader in enumerate(self._readers)}
 
     def has_in_hand(self) -> bool:
@@ -531,7 +542,8 @@ class PartitionedReader(Messages):
         return self._readers[self._turn].rest_in_hand() if self._holds else None
 
     def take_record(self) -> bool:
-        """Take a record of the next partition that has one. Otherwise the same as for a single topic."""
+        """Make a received record the current batch, from the next partition that has a record. Otherwise the same as
+        for a single topic."""
         if not self._readers:
             return False
         self._holds = False
@@ -569,7 +581,7 @@ class PartitionedReader(Messages):
         if isinstance(self._start, PartitionedPosition):
             self._starts = self._start.partitions
             if len(self._starts) != len(ends):
-                what = f"the position has {len(self._starts)} partitions, and {self.topic} has {len(ends)}"
+                what = f"the position has {counted(len(self._starts), 'partition')}, and {self.topic} has {len(ends)}"
                 raise error("INVALID_POSITION", what, hint="It is of another topic, or of one that was created again.")
         else:
             self._starts = tuple(one.earliest if self._start == "earliest" else one.latest for one in ends)

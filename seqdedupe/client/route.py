@@ -1,7 +1,7 @@
-"""The choice of the sidecar to ask: only this module decides it, without any I/O.
+"""Decides which sidecar the client asks. Only this module makes this decision; it does no I/O.
 
-Begin with `Sidecars`, the sidecars given to a client, and `Route`, the one to ask now. `WaitingNotice` notifies the
-user that none answers.
+Begin with `Sidecars`, the sidecars given to a client, and `Route`, which contains the sidecar to ask now.
+`WaitingNotice` notifies the user if no sidecar answers.
 """
 
 import asyncio
@@ -21,11 +21,12 @@ from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
 
 def in_order(topic: str, addresses: Iterable[str]) -> list[str]:
-    """Return the addresses in the order in which they are tried for the topic with this full name.
+    """Return the addresses in the order in which the client tries them for the topic with this full name.
 
-    The weight of an address is the first 8 bytes, as an unsigned big-endian number, of the SHA-256 of the topic's
-    name, a line feed and the address, in UTF-8. The highest weight comes first. So topics spread evenly, and adding or
-    removing an address moves no topic between the others.
+    The weight of an address is computed from the SHA-256 of the topic's name, a line feed and the address, in UTF-8:
+    the weight is the first 8 bytes of the hash, as an unsigned big-endian number. The address with the highest weight
+    comes first. So topics are spread evenly. If an address is added or removed, no topic moves between the other
+    addresses.
     """
     return sorted(addresses, key=lambda address: sha256(f"{topic}\n{address}".encode()).digest()[:8], reverse=True)
 
@@ -33,7 +34,7 @@ def in_order(topic: str, addresses: Iterable[str]) -> list[str]:
 # -- The sidecars given to a client: the addresses it tries, the domains it may be redirected to, and its credentials.
 
 Addresses = str | Sequence[str]
-"""Addresses and domains: in one text, separated by commas, or in a sequence."""
+"""Addresses and domains: one text in which they are separated by commas, or a sequence."""
 
 _DOMAIN = "*."
 _LABEL = r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?"
@@ -56,9 +57,10 @@ class Sidecars:
 
     @classmethod
     def parse(cls, given: Addresses, credentials: Credentials = NO_CREDENTIALS) -> Self:
-        """Parse addresses, and domains like `*.example.org`. Duplicates count once.
+        """Parse addresses, and domains like `*.example.org`. Duplicates are removed.
 
-        In a sequence a comma is part of the address, for example of a socket's path. Raises INVALID_ADDRESS.
+        If `given` is a sequence, a comma in an item is part of the address, for example of a socket's path. Raises
+        INVALID_ADDRESS.
         """
         texts = [text.strip() for text in given.split(",")] if isinstance(given, str) else list(given)
         addresses = tuple(SidecarAddress.parse(text) for text in texts if not text.startswith(_DOMAIN))
@@ -72,27 +74,27 @@ class Sidecars:
 
     @property
     def is_one(self) -> bool:
-        """Whether there is no other sidecar to ask."""
+        """Whether the client knows only one sidecar, and no domain."""
         return len(self.addresses) == 1 and not self.domains
 
     def in_order(self, topic: str) -> tuple[SidecarAddress, ...]:
-        """Return the addresses in the order in which they are tried for a topic (its full name), or for a call without
-        a topic if the name is empty."""
+        """Return the addresses in the order in which the client tries them for a topic (full name). With an empty name,
+        return the order for a call without a topic."""
         if not topic or len(self.addresses) == 1:
             return self.addresses
         by_text = {str(address): address for address in self.addresses}
         return tuple(by_text[text] for text in in_order(topic, by_text))
 
     def allowed(self, text: str) -> SidecarAddress | None:
-        """Return the address if a client may be redirected to it: it is listed, or a host in one of the domains. Else
-        return None."""
+        """Return the address if a client may be redirected to it: the address is in the list, or its host is in one of
+        the domains. Otherwise return None."""
         try:
             address = SidecarAddress.parse(text)
         except SeqdedupeError:
             return None
         if address in self.addresses:
             return address
-        # A host such as `elsewhere.org#.example.org` ends like the domain, and gRPC would connect to the first part.
+        # A host such as `elsewhere.org#.example.org` ends with the domain, but gRPC would connect to the first part.
         is_host = _HOST.fullmatch(address.host) is not None
         return address if is_host and any(address.host.endswith("." + domain) for domain in self.domains) else None
 
@@ -116,7 +118,8 @@ _log = logging.getLogger("seqdedupe")
 
 
 def logged(on_waiting: OnWaiting) -> OnWaiting:
-    """Wrap a callback that no event loop calls: its errors are logged, and end no work."""
+    """Wrap a callback that is not called by an event loop. The callback's errors are logged, and do not end the
+    caller's work."""
 
     def call(why: UnavailableError) -> None:
         try:
@@ -130,7 +133,7 @@ def logged(on_waiting: OnWaiting) -> OnWaiting:
 class WaitingNotice:
     """Calls `on_waiting`, on the event loop, once for each wait that has lasted for SAY_WAITING_SECONDS.
 
-    Errors of the callback end no work: they go to the loop's exception handler, which logs them.
+    Errors of the callback do not end the client's work: the event loop's exception handler logs them.
     """
 
     def __init__(self, on_waiting: OnWaiting | None) -> None:
@@ -144,7 +147,7 @@ class WaitingNotice:
         if self._since is None:
             self._since = now
         if self._on_waiting is not None and now - self._since >= SAY_WAITING_SECONDS:
-            self._since = math.inf  # the callback was called
+            self._since = math.inf  # the callback was already called for this wait
             loop.call_soon(self._on_waiting, why)
 
     def goes_on(self) -> None:
@@ -155,44 +158,48 @@ class WaitingNotice:
 logger = logging.getLogger("seqdedupe.client")
 
 MAX_REDIRECTS = 5
-"""The most redirects followed in a round. After that the next sidecar in the list is asked."""
+"""The maximum number of redirects followed in a round. After that the client asks the next sidecar in the list."""
 
 MAX_RETURNS = 5
-"""The most times, until a success, that a sidecar is asked again after a pause because another one names it as the
-owner. The topic is moving between the two. Asking uninvolved sidecars could take long, or get no answer."""
+"""The maximum number of times, until a success, that the client asks a sidecar again after a pause because another
+sidecar names it as the owner. The topic is moving between these two sidecars. Asking sidecars that are not involved
+could take long, or get no answer."""
 
 OWNER_ADDRESS = "owner_address"
-"""The key in NOT_OWNER's numbers with the owner's address. It may be missing, or empty."""
+"""The key of the owner's address in NOT_OWNER's numbers. The key may be missing, or its value empty."""
 
 _LEADS_ELSEWHERE = {"NOT_OWNER", "DRAINING", "UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN"}
-"""The reasons after which another sidecar is asked. After all others the same sidecar is asked again, later."""
+"""The reasons after which the client asks another sidecar. When all other sidecars were asked, the client asks the same
+sidecar again, after a pause."""
 
 _IS_DOUBTED = {"TOPIC_NOT_FOUND", "NO_STATE"}
 """The reasons that may be true only for this sidecar, not for the topic."""
 
 _IS_SURE = "shard"
-"""A key in TOPIC_NOT_FOUND's numbers: the answer comes from the only sidecar that could have the topic."""
+"""A key in TOPIC_NOT_FOUND's numbers. With this key, the answer comes from the only sidecar that could have the
+topic."""
 
 _PASSES = {"NOT_OWNER", "DRAINING"}
-"""The reasons that sidecars give while a topic moves from one to another."""
+"""The reasons that a sidecar returns while a topic moves to another sidecar."""
 
 
 class Route:
-    """The sidecars of a topic, and the one to ask now (`address`).
+    """The sidecars that may own a topic, and the sidecar to ask now (`address`).
 
-    They are asked in the topic's order, each once in a round. If one of them names the owner, the owner comes before
-    the next in the list. After a round the caller waits, and begins again with the first sidecar, or with a sidecar
-    that was already asked but is named as the owner.
+    The client asks the sidecars in the topic's order, each once in a round. If a sidecar names the owner, the client
+    asks the owner before the next sidecar in the list. After a round the client waits. Then it begins again with the
+    first sidecar, or with a sidecar that was already asked but has been named as the owner.
     """
 
     def __init__(self, sidecars: Sidecars, topic: str = "", *, first: SidecarAddress | None = None) -> None:
-        """Begin with `first`, where the topic was last found. Without a topic the order is that of the list."""
+        """Begin with `first`, the sidecar where the topic was last found. Without a topic, use the order of the
+        list."""
         self._sidecars = sidecars
         self._topic = topic
         self._order = sidecars.in_order(topic)
         self.address = first or self._order[0]
-        self._asked: set[SidecarAddress] = set()  # in this round
-        self._said: dict[SidecarAddress, UnavailableError] = {}  # the last error of each, the latest at the end
+        self._asked: set[SidecarAddress] = set()  # the sidecars asked in this round
+        self._said: dict[SidecarAddress, UnavailableError] = {}  # the last error of each sidecar, the latest at the end
         self._unknown_to: set[SidecarAddress] = set()  # since the last success
         self._redirects = 0
         self._returns = 0  # since the last success
@@ -201,12 +208,12 @@ class Route:
 
     @property
     def is_one(self) -> bool:
-        """Whether there is no other sidecar to ask."""
+        """Whether the client knows no other sidecar."""
         return self._sidecars.is_one
 
     def moves_on(self, why: UnavailableError) -> bool:
-        """Take the error of `address`. Return true if `address` is now another sidecar, to be asked at once. Else the
-        caller must wait first."""
+        """Handle an error of the sidecar at `address`. Return true if `address` is now another sidecar, which the
+        caller must ask at once. Otherwise the caller must wait first."""
         if self._is_over:
             self._begin_round()
         self._asked.add(self.address)
@@ -226,16 +233,17 @@ class Route:
         return not self._is_over
 
     def doubted(self, e: SeqdedupeError) -> SeqdedupeError:
-        """Return the meaning of an error of `address`. A sidecar that does not know the topic may not have heard of it
-        yet. A sidecar without its state may get it from the owner. So these errors count as NOT_OWNER until all listed
-        sidecars have answered so. But a sidecar that has the topic's shard knows."""
+        """Convert an error of the sidecar at `address`. A sidecar that does not know the topic may not have received it
+        yet. A sidecar without the topic's state may get the state from the owner. So these errors become NOT_OWNER
+        until all listed sidecars have returned such an error. The error of a sidecar that owns the topic's shard is
+        final and is not converted."""
         if e.reason not in _IS_DOUBTED or self.is_one or _IS_SURE in e.numbers:
             return e
         self._unknown_to.add(self.address)
         return e if self._unknown_to.issuperset(self._order) else error("NOT_OWNER", e.message)
 
     def goes_well(self) -> None:
-        """Note a success with `address`. At the next error, all sidecars may be asked again."""
+        """Note a success with the sidecar at `address`. After the next error, all sidecars may be asked again."""
         if self._said or self._unknown_to:
             self._said.clear()
             self._unknown_to.clear()
@@ -250,11 +258,12 @@ class Route:
 
     @property
     def passes(self) -> bool:
-        """Whether a sidecar asked in this round has given a reason that soon passes."""
+        """Whether a sidecar asked in this round has returned a reason that lasts only a short time."""
         return not self.is_one and any(self._said[address].reason in _PASSES for address in self._asked)
 
     def told(self) -> UnavailableError:
-        """Return one error with the messages of all sidecars asked since the last success, and the last reason."""
+        """Return one error that contains the messages of all sidecars asked since the last success. Its reason is the
+        last sidecar's."""
         last = list(self._said.values())[-1]
         if len(self._said) == 1:
             return last
@@ -263,7 +272,7 @@ class Route:
         return type(last)(last.reason, whole, last.hint, last.retry_delay_ms, last.numbers)
 
     def _comes_back_to(self, owner: SidecarAddress) -> bool:
-        """Return whether a topic seems to be moving to this sidecar, which has already answered in this round."""
+        """Return whether the topic seems to be moving to this sidecar, which was already asked in this round."""
         if owner == self.address or owner not in self._asked or self._said[owner].reason not in _PASSES:
             return False
         self._returns += 1
@@ -276,7 +285,8 @@ class Route:
         return next((address for address in self._order if address not in self._asked), None)
 
     def _owner(self, why: UnavailableError) -> SidecarAddress | None:
-        """Return the owner that a sidecar has named, if the client may go there: its credentials go along."""
+        """Return the owner that a sidecar has named, if the client may connect to that address. The restriction is
+        needed because the client would send its credentials there."""
         named = why.numbers.get(OWNER_ADDRESS, "") if why.reason == "NOT_OWNER" else ""
         owner = self._sidecars.allowed(named) if named else None
         if named and owner is None and named != self._ignored:

@@ -1,8 +1,9 @@
-"""The queue of a producer's batches and their receipts: the client's duties (`publish.proto`), without any I/O.
+"""The queue of a producer's batches and their receipts. This module fulfils the client's duties (`publish.proto`)
+without any I/O.
 
-A batch keeps its place, its messages and its link from when it is queued until it is durable. It is always resent
-whole, in a new frame: rows that already have a receipt are then Dup, which changes nothing. A batch with receipts that
-is not durable yet is resent only after a resume that does not find it.
+A batch keeps its place in the queue, its messages and its link until the batch is durable. A batch is always resent
+completely, in a new frame. Rows that already have a receipt are then answered DUP, which changes nothing. A batch that
+has receipts but is not durable yet is resent only after a resume that does not find the batch's messages.
 """
 
 import itertools
@@ -23,11 +24,12 @@ from seqdedupe.client.pending import (
 )
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.wording import counted
 
 
 @dataclass(slots=True)
 class Counters:
-    """The counters of a producer. Rows that are sent again count again."""
+    """The counters of a producer. Rows that are sent again are counted again."""
 
     rows_sent: int = 0
     not_dup: int = 0
@@ -38,16 +40,16 @@ class Counters:
 
 
 class SendQueue:
-    """A session's batches that are not durable, oldest first, and their frames in flight on the stream.
+    """The batches of a session that are not durable, oldest first, and the frames in flight on the stream.
 
-    After a refusal or an UNKNOWN nothing more is sent (`must_rewind`) until all frames in flight have been answered.
-    After the delay, `rewind` then starts again from the oldest batch without a receipt.
+    After a refusal or an UNKNOWN, the queue sends nothing (`must_rewind`) until all frames in flight have been
+    answered. After the delay, `rewind` restarts from the oldest batch without a receipt.
     """
 
     def __init__(self) -> None:
         self.counters = Counters()
         self.failure: SeqdedupeError | None = None
-        """The failure because of which no more batches are taken."""
+        """The failure after which the queue accepts no more batches."""
         self.must_rewind = False
         self.retry_delay_ms = 0
         """With `must_rewind`: the longest delay that a refusal asked for."""
@@ -60,13 +62,13 @@ class SendQueue:
         self.without_receipt = 0
         """The number of batches that wait for a receipt."""
         self._not_durable = 0  # the number of batches with receipts that are not durable yet
-        self._durable_index = 0  # the last one that the stream reported
+        self._durable_index = 0  # the last durable index that the stream reported
         self._entries: deque[PendingBatch] = deque()
         self._out = 0  # the number of entries from the left sent since the last rewind
         self._unanswered: dict[int, PendingBatch] = {}  # by frame
         self._incarnation = self._term = 0
         self._epochs = NO_INT64S  # the column of every frame
-        self._opened = NO_SEQUENCE_ID  # the persisted ID in the last answer of Open
+        self._opened = NO_SEQUENCE_ID  # the persisted ID in the last answer to Open
         self._last_queued = NO_SEQUENCE_ID
         self._highest_sent = NO_SEQUENCE_ID
         self._highest_receipt = NO_SEQUENCE_ID
@@ -74,17 +76,17 @@ class SendQueue:
         self._gave_up = False  # a batch without a receipt was dropped
 
     def __len__(self) -> int:
-        """Return the number of batches kept: they, or batches before them, are not durable."""
+        """Return the number of batches in the queue. Each of them, or an earlier batch, is not durable."""
         return len(self._entries)
 
     @property
     def entries(self) -> Iterable[PendingBatch]:
-        """The batches kept, oldest first."""
+        """The batches in the queue, oldest first."""
         return tuple(self._entries)
 
     @property
     def is_all_durable(self) -> bool:
-        """Whether no batch with a receipt can still be lost."""
+        """Whether all batches with receipts are durable, so that none can be lost."""
         return not self._not_durable
 
     @property
@@ -99,17 +101,17 @@ class SendQueue:
 
     @property
     def term(self) -> int:
-        """The highest term of an answer."""
+        """The highest term in any answer."""
         return self._term
 
     @property
     def incarnation(self) -> int:
-        """The topic's incarnation in the answer of Open; 0 before."""
+        """The topic's incarnation in the answer to Open; 0 before this answer."""
         return self._incarnation
 
     @property
     def durable_sequence_id(self) -> int:
-        """The ID up to which everything sent is durable; -1 if nothing is."""
+        """The ID up to which everything sent is durable; -1 if nothing is durable."""
         return max(self._opened, self._settled_up_to)
 
     @property
@@ -123,7 +125,8 @@ class SendQueue:
         return sum(len(entry.sequence_ids) for entry in self._entries if entry.has_receipts and not entry.durable)
 
     def add(self, pending: PendingBatch) -> None:
-        """Queue a sealed batch, with IDs above all queued before. After a failure, fail it at once."""
+        """Queue a sealed batch. Its IDs are above the IDs of all batches queued earlier. If the session has failed,
+        fail the batch at once."""
         pending.last_refusal = self.last_refusal
         if self.failure is not None:
             pending.fail(self.failure)
@@ -137,10 +140,11 @@ class SendQueue:
         self.without_receipt += 1
 
     def open(self, incarnation: int, term: int, epoch: int, persisted: int, *, is_forgotten: bool = False) -> bool:
-        """Take an answer of Open, the first one or one to a resume. Frames of the old stream are no longer in flight.
+        """Handle an answer to Open, which started or resumed the session. Frames of the old stream are no longer in
+        flight.
 
-        Return whether the topic had messages of this producer, and has forgotten them by its policy (`is_forgotten`).
-        Raises FencedError, DataLossError.
+        Return whether the topic once had messages of this producer and has forgotten them by the topic's policy
+        (`is_forgotten`). Raises FencedError, DataLossError.
         """
         begins_anew = is_forgotten and max(self._opened, self._highest_receipt) > persisted
         if begins_anew:
@@ -157,8 +161,8 @@ class SendQueue:
         return begins_anew
 
     def _settle_after_resume(self, persisted: int) -> None:
-        """Settle the batches that have receipts. They are durable if Open has found them; else they wait for new
-        receipts."""
+        """Settle the batches that have receipts. A batch is durable if Open has found its messages; otherwise the batch
+        waits for new receipts."""
         for entry in self._entries:
             if entry.has_receipts and not entry.durable:
                 if entry.last_sequence_id <= persisted:
@@ -175,7 +179,7 @@ class SendQueue:
         self._highest_receipt = max(self._highest_receipt, entry.last_sequence_id)
 
     def _begin_anew(self, persisted: int) -> None:
-        """Forget earlier messages and answers. The links of batches still to be sent begin at `persisted`."""
+        """Forget earlier messages and answers. The links of batches that are still to be sent begin at `persisted`."""
         self._opened, self._highest_receipt, self._last_queued = persisted, NO_SEQUENCE_ID, NO_SEQUENCE_ID
         for entry in self._entries:
             if not entry.durable:
@@ -236,7 +240,8 @@ class SendQueue:
         self.retry_delay_ms = 0
 
     def counts(self, incarnation: int, term: int) -> bool:
-        """Return whether an answer on the stream counts: its term must not be lower. Raises DataLossError."""
+        """Return whether to accept an answer on the stream: its term must not be lower than the highest term. Raises
+        DataLossError."""
         if incarnation != self._incarnation:
             raise error(
                 "DATA_LOSS",
@@ -250,12 +255,12 @@ class SendQueue:
         return True
 
     def rows_of(self, frame: int) -> int | None:
-        """Return the number of rows of a frame that waits for its answer; None for other frames."""
+        """Return the number of rows of a frame that waits for its answer; None for any other frame."""
         pending = self._unanswered.get(frame)
         return None if pending is None else len(pending.sequence_ids)
 
     def receipt(self, frame: int, receipt: ReceiptColumns) -> None:
-        """Take a receipt. A receipt of a frame that is not in flight changes nothing."""
+        """Record a receipt. A receipt of a frame that is not in flight changes nothing."""
         pending = self._unanswered.pop(frame, None)
         if pending is None:
             return
@@ -295,10 +300,11 @@ class SendQueue:
         self.counters.unknown += int(by_verdict[Verdict.UNKNOWN])
 
     def asks_for_resume(self, frame: int, refusal: SeqdedupeError) -> bool:
-        """Return whether this refusal may mean that the topic has forgotten the producer. A resume settles that.
+        """Return whether this refusal may mean that the topic has forgotten the producer. Only a resume shows whether
+        that is so.
 
-        Either the topic does not know the session, or it lacks the predecessor of the first message without a receipt,
-        which it had.
+        The refusal has this meaning in two cases. The topic does not know the session's epoch. Or the topic lacks the
+        predecessor of the first message without a receipt, although that predecessor had a receipt.
         """
         pending = self._unanswered.get(frame)
         if pending is None:
@@ -307,9 +313,9 @@ class SendQueue:
         return refusal.reason == "INVALID_EPOCH" or (refusal.reason == "PREDECESSOR_MISSING" and is_first)
 
     def refused(self, frame: int, refusal: SeqdedupeError) -> None:
-        """Take a refusal. A refusal of a frame that is not in flight changes nothing.
+        """Handle a refusal. A refusal of a frame that is not in flight changes nothing.
 
-        If sending again cannot help, this batch and all later ones fail. Earlier batches continue.
+        If sending again cannot help, this batch and all later batches fail. Earlier batches continue.
         """
         pending = self._unanswered.pop(frame, None)
         if pending is None:
@@ -325,8 +331,8 @@ class SendQueue:
         self.fail(refusal, pending)
 
     def broke(self, why: SeqdedupeError, now_seconds: float, *, is_alone: bool) -> None:
-        """Count a broken connection. `is_alone`: only one frame, of this producer, was in flight. A frame that was
-        alone on too many broken connections fails, with all later batches."""
+        """Count a broken connection. `is_alone`: the only frame in flight was a frame of this producer. If a frame was
+        alone on too many broken connections, its batch and all later batches fail."""
         if self._unanswered and self.breaks.add(why, now_seconds, is_alone=is_alone):
             (pending,) = self._unanswered.values()
             self.held_up(why)
@@ -334,8 +340,7 @@ class SendQueue:
             self.fail(self.outcome_unknown(self.breaks.why(what, pending.size_bytes)), pending)
 
     def put_back(self, frame: int) -> None:
-        """Note that a frame was not admitted because of other producers. For a frame that is not in flight nothing
-        changes."""
+        """Note that a frame was not admitted because of other producers. A frame that is not in flight is ignored."""
         if self._unanswered.pop(frame, None) is None:
             return
         self.counters.frames_refused += 1
@@ -343,14 +348,14 @@ class SendQueue:
         self.must_rewind = True
 
     def held_up(self, why: SeqdedupeError | None) -> None:
-        """Record why nothing becomes durable, for callers that wait; None: something does."""
+        """Record the reason why no batch becomes durable, for callers that wait. None: batches become durable again."""
         if why is not self.last_refusal:
             self.last_refusal = why
             for entry in self._entries:
                 entry.last_refusal = why
 
     def fail(self, failure: SeqdedupeError, first: PendingBatch | None = None) -> None:
-        """Fail the batches from `first` on (None: all), and all batches added later."""
+        """Fail the batches from `first` on (None: all batches), and all batches that are added later."""
         self.failure = self.failure or failure
         kept = list(itertools.takewhile(lambda entry: entry is not first, self._entries)) if first else []
         failed = [entry for entry in itertools.islice(self._entries, len(kept), None) if not entry.durable]
@@ -364,8 +369,8 @@ class SendQueue:
         self._let_go()
 
     def outcome_unknown(self, what: str) -> SeqdedupeError:
-        """Return the error of batches that are given up. It has the reason, the durable ID, and the number of messages
-        without a receipt."""
+        """Return the error of batches that are given up. The error contains the reason, the durable ID, and the number
+        of messages without a receipt."""
         why, durable, left = self.last_refusal, self.durable_sequence_id, self.rows_without_receipt
         because = "" if why is None else f": {why}"
         up_to = f"everything up to sequence ID {durable} is durable" if durable >= 0 else "nothing is durable yet"
@@ -373,7 +378,7 @@ class SendQueue:
             up_to += f", {late:,} with a receipt {'is' if late == 1 else 'are'} not known to be"
         given_up = error(
             "OUTCOME_UNKNOWN",
-            f"{what}{because}; {up_to}, {left:,} {'message has' if left == 1 else 'messages have'} no receipt",
+            f"{what}{because}; {up_to}, {counted(left, 'message has', 'messages have')} no receipt",
             hint=None if why is None else why.hint,
             durable_sequence_id=durable,
             messages_without_receipt=left,

@@ -1,7 +1,8 @@
-"""A publish stream to one topic. Several producers share it; their small frames go out combined.
+"""A publish stream to one topic. Several producers share the stream, and their small frames are combined into one
+message.
 
-Begin with `PublishStream`. Before it comes the combination of small frames (`parts_of`, `whole`). After it come the
-connections that the producers of a client share, with one stream for each topic.
+Begin with `PublishStream`. The functions before it combine small frames (`parts_of`, `whole`). The classes after it
+manage the connections that the producers of a client share, with one stream for each topic.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from seqdedupe.limits import MAX_BATCH_ROWS, NO_SEQUENCE_ID
 # -- Frames of several producers combined into one: a message then costs less.
 
 SMALL_BATCH_BYTES = 16 * 1024
-"""A larger batch goes in a separate frame: copying it would cost more than combining saves."""
+"""A batch above this size is sent in a separate frame: copying the batch would cost more than combining saves."""
 
 S = TypeVar("S")
 
@@ -40,12 +41,13 @@ class ProducerFrame(Generic[S]):
     goes_alone: bool
 
     def __len__(self) -> int:
-        """Return the number of its rows."""
+        """Return the number of rows of the frame."""
         return len(self.frame.batch)
 
 
 def parts_of(parts: Sequence[ProducerFrame[S]]) -> list[list[ProducerFrame[S]]]:
-    """Return the frames to send, in this order. Neighbouring parts may form one frame, with no producer twice in it."""
+    """Return the frames to send, in this order. Neighbouring parts may be combined into one frame, which contains each
+    producer at most once."""
     if len(parts) == 1:
         return [[*parts]]
     frames: list[list[ProducerFrame[S]]] = []
@@ -68,7 +70,7 @@ def parts_of(parts: Sequence[ProducerFrame[S]]) -> list[list[ProducerFrame[S]]]:
 
 
 def whole(frames: Sequence[InFlightBatch]) -> InFlightBatch:
-    """Combine frames of several producers into one, with the number of the first."""
+    """Combine frames of several producers into one frame. The combined frame has the number of the first."""
     if len(frames) == 1:
         return frames[0]
     return InFlightBatch(
@@ -96,7 +98,8 @@ def _whole(batches: Sequence[Batch]) -> Batch:
 
 
 def _filled(columns: Sequence[Int64s], rows: Sequence[int], none: int) -> Int64s:
-    """Return the column of all batches, with `none` for a batch without it. Empty if no batch has it."""
+    """Return one column for all batches. A batch without the column is filled with `none`. Empty if no batch has the
+    column."""
     if not any(map(len, columns)):
         return NO_INT64S
     return np.concatenate(
@@ -105,7 +108,8 @@ def _filled(columns: Sequence[Int64s], rows: Sequence[int], none: int) -> Int64s
 
 
 def _offsets(columns: Sequence[Int32s], rows: Sequence[int], ends: Sequence[int]) -> Int32s:
-    """Return the offsets of all batches, one after the other. Empty if no batch has them. `ends`: the last of each."""
+    """Return the offsets of all batches, one batch after the other. `ends` contains the last offset of each batch.
+    Empty if no batch has offsets."""
     if not any(map(len, columns)):
         return NO_INT32S
     parts: list[Int32s] = [np.zeros(1, np.int32)]
@@ -117,7 +121,8 @@ def _offsets(columns: Sequence[Int32s], rows: Sequence[int], ends: Sequence[int]
 
 
 def _joined(columns: Sequence[Binary], rows: Sequence[int]) -> Binary:
-    """Return the column of all batches, with absent values for a batch without it. Empty if no batch has it."""
+    """Return one column for all batches, with absent values for a batch without the column. Empty if no batch has the
+    column."""
     if not any(columns):
         return Binary()
     offsets = _offsets([column.offsets for column in columns], rows, [len(column.data) for column in columns])
@@ -143,13 +148,14 @@ FULL_MESSAGE_BYTES = 160 * 1024
 keeps the sidecar waiting. Even with the largest batch added, it is far below the sidecar's limit."""
 
 SMALL_MESSAGE_BYTES = FULL_MESSAGE_BYTES // 2
-"""A larger message does not wait for further frames: waiting would cost more than combining saves."""
+"""A message above this size does not wait for further frames: waiting would cost more than combining saves."""
 
 MAX_FRAMES = 256
 """The most frames in one message."""
 
 SLOT_SECONDS = 1.0
-"""A stream not taken by then goes over another connection: this one may have reached its limit of streams."""
+"""If the sidecar has not accepted a stream after this time, the client uses another connection: the first may have
+reached its limit of streams."""
 
 SOON_SECONDS = 10.0
 """A component that ends a stream because of a frame does so by then. A later end is a time-out, and says nothing about
@@ -166,7 +172,8 @@ class Answers(NamedTuple):
 
     receipts: list[tuple[int, ReceiptColumns]]
     refusals: list[tuple[int, SeqdedupeError | None]]
-    """None: the frame was refused because of others, or its answer says nothing; it can be sent again at once."""
+    """None: the frame was refused because of other producers, or its answer contains no decision. The frame can be sent
+    again at once."""
     durable_index: int = 0
     """The index below which all messages of the topic are durable."""
 
@@ -182,41 +189,44 @@ class Sender(Protocol):
 
     @property
     def waits_until_durable(self) -> bool:
-        """Whether it has a receipt for a message that is not durable yet."""
+        """Whether the session has a receipt for a message that is not durable yet."""
 
     @property
     def is_suspect(self) -> bool:
-        """Whether its next frame may break connections. Then it is sent when nothing else is in flight."""
+        """Whether the session's next frame may break connections. The stream sends such a frame when nothing else is in
+        flight."""
 
     def next_frame(self) -> InFlightBatch | None:
-        """Return its next frame to send now; None if there is none."""
+        """Return the session's next frame to send now; None if there is none."""
 
     def take(self, incarnation: int, term: int, answers: Answers) -> bool:
-        """Take answers, and return whether these were the last ones that it needs. An error ends only this sender."""
+        """Handle these answers, and return whether the session needs no further answers. If an error is raised, only
+        this session leaves the stream."""
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A sender's place on a stream, while the stream serves it."""
+    """The place of a sender on a stream, while the stream sends for it."""
 
     sender: Sender
     leaving: asyncio.Future[None]
     """The future that ends the seat."""
     is_ready: bool = False
-    """Whether it waits for its turn: it may have something to send."""
+    """Whether the sender waits for its turn, because it may have something to send."""
     goes_alone: bool = False
-    """Whether its frames are not combined with others, until one has its receipt."""
+    """Whether the sender's frames are not combined with other frames. This ends when one of its frames has a
+    receipt."""
 
     @property
     def is_taken(self) -> bool:
-        """Whether the sender still has the seat."""
+        """Whether the sender still uses the seat."""
         return not self.leaving.done()
 
     def send_away(self, why: Exception) -> None:
-        """End the seat with this error, unless it has ended already."""
+        """End the seat with this error. A seat that has already ended does not change."""
         if self.is_taken:
             self.leaving.set_exception(why)
-            # Mark it as read: the sender's task may be cancelled before it gets it.
+            # Mark the exception as read: the sender's task may be cancelled before it reads the exception.
             self.leaving.exception()
 
 
@@ -229,21 +239,23 @@ class StreamChannel:
 
 
 class PublishStream:
-    """A stream, from the call to its end. Senders take turns, one frame at a time; small frames are combined.
+    """A publish stream, from the call to its end. Senders take turns, one frame at a time; small frames are combined.
 
-    A sender that leaves or is sent away does not affect the others. When the stream ends, all senders get the reason.
+    If one sender leaves or is removed because of an error, the other senders are not affected. When the stream ends,
+    all senders receive the reason.
     """
 
     def __init__(self, first: StreamChannel, second: StreamChannel, address: SidecarAddress, topic: str) -> None:
-        """Begin the stream over the first connection, or over the second if the first has no free stream. `Open` goes
-        over the second. So streams that use up a connection do not block `Open`."""
+        """Begin the stream over the first connection, or over the second connection if no more streams fit on the
+        first. `Open` calls use the second connection. So streams that use up the first connection do not block
+        `Open`."""
         self.users = 0
         """The number of users, counted by `SharedConnections`."""
         self.openings = Openings(second.channel, address, topic)
         self.ended_alone = False
-        """Whether it ended soon after a frame of one sender, with nothing else in flight."""
+        """Whether the stream ended soon after a frame of one sender, with nothing else in flight."""
         self._first, self._second = first, second
-        self._link: StreamChannel | None = None  # the connection that counts this stream
+        self._link: StreamChannel | None = None  # the connection whose `streams` includes this stream
         self._address = address
         self._topic = topic
         self._call = publish_call(first.channel)
@@ -257,7 +269,7 @@ class PublishStream:
         """The senders with a receipt for a message that is not durable yet."""
         self._durable_index = 0
         self._term = 0
-        """The highest term answered. Answers with a lower term are ignored."""
+        """The highest term in any answer. Answers with a lower term are ignored."""
         self._old_answers = 0
         """The number of ignored answers in a row."""
         self._work = asyncio.Event()
@@ -273,23 +285,24 @@ class PublishStream:
         return self._over.is_set()
 
     async def close(self) -> None:
-        """End the stream. It has no users any more."""
+        """End the stream. The caller ensures that it has no users any more."""
         self._task.cancel()
         await asyncio.gather(self._task, self.openings.close(), return_exceptions=True)
 
     async def begin(self, *, has_topic: bool) -> None:
-        """Wait until the sidecar takes the stream. Raises the reason of a refusal, if known by then.
+        """Wait until the sidecar accepts the stream. If the sidecar has already refused the stream, raise the reason.
 
-        If the topic is known to exist (`has_topic`), the stream names it at once. The sidecar waits for the name only
-        for seconds, and the `Open` that comes next may take longer."""
+        If the topic is known to exist (`has_topic`), the stream sends the topic's name at once. The sidecar waits only
+        a few seconds for the name, and the `Open` call that follows may take longer.
+        """
         await self._begun.wait()
         if has_topic:
             self._is_used.set()
         await self.check()
 
     async def check(self) -> None:
-        """Raise the error with which the stream has ended, if it has. A refused stream has ended once a call made after
-        `begin` is answered."""
+        """Raise the error with which the stream has ended, if it has ended. If the sidecar refuses a stream, that
+        stream has ended by the time when a later call is answered."""
         if self._call.done():
             self._is_used.set()
             await self._over.wait()
@@ -297,8 +310,8 @@ class PublishStream:
             raise self._end.with_traceback(None)
 
     async def serve(self, sender: Sender) -> None:
-        """Send the sender's frames and pass it its answers, until it has taken the last one. Raises the sender's
-        errors, and the error with which the stream ends."""
+        """Send the sender's frames and pass the answers to the sender, until the sender needs no further answer. Raises
+        the sender's errors, and the error with which the stream ends."""
         if self._end is not None:
             raise self._end.with_traceback(None)
         seat = self._seats[sender] = Seat(sender, asyncio.get_running_loop().create_future())
@@ -311,7 +324,7 @@ class PublishStream:
             self._not_durable.discard(seat)
 
     def ready(self, sender: Sender) -> None:
-        """Give the sender a turn. A sender calls this when it may newly have something to send."""
+        """Put the sender into the queue for a turn. A sender calls this when it may have something new to send."""
         if (seat := self._seats.get(sender)) is not None:
             self._queue(seat)
 
@@ -326,7 +339,7 @@ class PublishStream:
             with typed_errors(self._address):
                 await self._until_taken()
             self._begun.set()
-            # Before the first Open the topic may not exist.
+            # Before the first Open the topic may not exist yet.
             await self._is_used.wait()
             await exchange(
                 self._call,
@@ -353,13 +366,13 @@ class PublishStream:
                 seat.send_away(self._end)
 
     async def _until_taken(self) -> None:
-        """Wait until the sidecar has taken the stream. If it does not, raise TOO_MANY_STREAMS if others are open over
-        the connections, else UNREACHABLE."""
+        """Wait until the sidecar has accepted the stream. If it does not, raise TOO_MANY_STREAMS if other streams are
+        open over the connections, otherwise UNREACHABLE."""
         first, second = self._first, self._second
         if await self._is_taken(SLOT_SECONDS):
             self._count(first)
             return
-        # The second connection may be allowed the same number of streams as the first has. One is kept for `Open`.
+        # The second connection may have the same limit of streams as the first. One of its streams is kept for `Open`.
         if second.streams + 1 < first.streams:
             self._count(second)
             self._call.cancel()
@@ -393,10 +406,10 @@ class PublishStream:
     # -- out ---------------------------------------------------------------------------------------------------
 
     async def _frames_to_send(self) -> Sequence[InFlightBatch]:
-        """Return the next frames for a message. Waits until there are any.
+        """Return the next frames for one message. Waits until there are frames to send.
 
-        While other frames are in flight, a small message waits as long as each turn of the event loop brings more. A
-        caller that sends several batches in sequence is not done after the first.
+        While other frames are in flight, a small message waits as long as each turn of the event loop adds more frames.
+        A caller that sends several batches in sequence may not have finished after the first batch.
         """
         parts: list[ProducerFrame[Seat]] = []
         while not self._add_ready(parts):
@@ -409,7 +422,7 @@ class PublishStream:
         return [self._frame_of(some) for some in parts_of(parts)]
 
     def _add_ready(self, parts: list[ProducerFrame[Seat]]) -> bool:
-        """Add the frames that are ready now, for one message. Return whether there were any."""
+        """Add the frames that are ready now to this message. Return whether there were any."""
         if not self._out:
             self._answered_at = asyncio.get_running_loop().time()
         before = len(parts)
@@ -449,7 +462,8 @@ class PublishStream:
         durable_index = 0
         if answer.term < self._term:
             self._check_old_answers(answer.term)
-            # An `Open` answered a higher term before. This answer is void, and these frames get no other answer.
+            # An earlier answer to `Open` had a higher term. So this answer is ignored, and its frames get no other
+            # answer.
             for number in (*(frame for frame, _ in answer.receipts), *(old.frame for old in answer.refusals)):
                 _put_back(self._out.pop(number, []), told)
         else:
@@ -464,7 +478,8 @@ class PublishStream:
                 for seat in self._not_durable:
                     _of(seat, told)
         if not self._out:
-            self._work.set()  # a suspect's frame may wait for this, or others for the suspect's answer
+            # a suspect's frame may wait for this answer, or other frames may wait for the suspect's answer
+            self._work.set()
         for seat, answers in told.items():
             if not seat.is_taken:
                 continue
@@ -480,7 +495,8 @@ class PublishStream:
                 self._not_durable.discard(seat)
 
     def _check_old_answers(self, term: int) -> None:
-        """End a stream that brings only old answers: if the term of that `Open` was wrong, the next ones show it."""
+        """End a stream on which only answers with an old term arrive. If the higher term of the earlier `Open` was
+        wrong, the next answers to `Open` will show this."""
         self._old_answers += 1
         if self._old_answers > MAX_OLD_ANSWERS:
             what = f"{self._address} goes on to answer with term {term}, lower than {self._term} before"
@@ -501,8 +517,8 @@ class PublishStream:
             _of(part.sender, told).receipts.append((part.frame.number, columns))
 
     def _take_refusal(self, parts: list[ProducerFrame[Seat]], refusal: Any, told: dict[Seat, Answers]) -> None:
-        """Take a refusal. A combined frame that is refused because of some of its producers, or permanently, is split.
-        The producers that are or may be the cause send again in separate frames, which get separate answers."""
+        """Handle a refusal. If a combined frame is refused because of some of its producers, or permanently, the frame
+        is split. The producers that are or may be the cause resend in separate frames, which get separate answers."""
         named = {producer.producer_name for producer in refusal.producers}
         why: SeqdedupeError | None = refusal_error(refusal)
         if len(parts) > 1 and (named or refusal.retry_delay_ms < 0):
@@ -529,8 +545,8 @@ def _of(seat: Seat, told: dict[Seat, Answers]) -> Answers:
 
 # -- The connections that the producers of a client share: one to each sidecar, with a stream for each topic.
 #
-# Sessions are opened over a second connection, which closes after some seconds without a call. Proxies limit the
-# streams of a connection, and publish streams may use all of them.
+# Sessions are opened over a second connection, which closes after some seconds without a call. Proxies limit the number
+# of streams of a connection, and publish streams may use all streams of the first connection.
 
 _CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN"}
 """The reasons of a stream's end if its connection is lost or silent, or a component on the way has ended it. Another
@@ -541,7 +557,7 @@ _Place = tuple[asyncio.AbstractEventLoop, SidecarAddress]
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """Two connections to a sidecar, and their streams by topic."""
+    """Two connections to a sidecar, and their publish streams by topic."""
 
     first: StreamChannel
     second: StreamChannel
@@ -550,9 +566,9 @@ class _Shared:
 
 
 class SharedConnections:
-    """Opens connections when a producer needs them, and closes them when no producer does.
+    """Opens connections when a producer needs them, and closes them when no producer needs them any more.
 
-    After a connection is lost, later callers get a new one, which connects again.
+    After a connection is lost, later callers use a new connection.
     """
 
     def __init__(self, sidecars: Sidecars) -> None:

@@ -1,6 +1,8 @@
-"""The rule and the state it stands on: pure, without I/O, clock, asyncio or gRPC.
+"""The deduplication rule and the state on which it is based. The code here is pure: no I/O, no clock, no asyncio, no
+gRPC.
 
-Begin with `rule`: whether a frame is admitted, and what each of its rows is. `producers` has the state that it judges
-by, with `name_table` and `recent`; `replay` brings in what is in the log. By deduplication ID it is
-`id_window` instead, which stands on `id_slots` (in memory), `id_runs` (on disk) and `id_table` (the hash table).
+Begin with `rule`, which decides whether a frame is admitted, and the verdict of each row. `producers` contains the
+state that the rule needs, with `name_table` and `recent`; `replay` merges the contents of the log into this state. For
+deduplication IDs the state is `id_window`, which is based on `id_slots` (in memory), `id_runs` (on disk) and `id_table`
+(the hash table).
 """

@@ -1,7 +1,8 @@
 """Runs of deduplication IDs: the IDs of consecutive messages, sorted by hash, in pages on disk.
 
-Memory holds the first hash of each page, and a filter. The filter has blocks of FILTER_WORDS words; an ID sets one bit
-in each word of one block. An ID that passes the filter is looked up in the page, where its bytes decide.
+Memory contains the first hash of each page, and a filter. The filter has blocks of FILTER_WORDS words; an ID sets one
+bit in each word of one block. An ID that passes the filter is looked up in its page, where the bytes of the IDs are
+compared.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, for_kernels, ke
 # -- Pieces of a window's chunks, as snapshots keep them.
 
 PIECE_BYTES = 64 * 1024
-"""The most bytes of IDs and lengths that a snapshot writes at once. The write holds up the whole process."""
+"""The maximum number of bytes of IDs and lengths that a snapshot writes in one step. The write blocks the whole
+process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,10 @@ PAGE_BYTES = 4096
 FILTER_WORDS = 8
 FILTER_BITS_AN_ID = 14
 MAX_ROWS = 2**31
-"""The most messages from the first to the last of a run."""
+"""The maximum number of messages in a run."""
 
 PAGE_HEAD = 2
-"""Bytes of a page before its columns: the number of IDs."""
+"""The bytes of a page before its columns. They contain the number of IDs."""
 _OF_AN_ID = 5
 """Bytes of a page per ID, in addition to the ID: the distance of its index from the run's first one, and its length."""
 
@@ -80,7 +82,7 @@ class IdRun:
     chunks: Int64s2
 
     def __len__(self) -> int:
-        """The number of indexes from its first to its last."""
+        """The number of indexes in the run."""
         return self.end_index - self.first_index
 
     @property
@@ -88,16 +90,16 @@ class IdRun:
         return self.first_hashes.nbytes + self.filter.nbytes
 
     def covers(self, other: "IdRun") -> bool:
-        """Whether this run has all indexes of the other one."""
+        """Return whether this run contains all indexes of the other run."""
         return self.first_index <= other.first_index and other.end_index <= self.end_index
 
     def pages_of(self, hashed: int) -> range:
-        """Return the pages that can have an ID of this hash."""
+        """Return the range of pages that can contain an ID with this hash."""
         first, end = (int(np.searchsorted(self.first_hashes, hashed, side)) for side in ("left", "right"))
         return range(max(first - 1, 0), end)
 
     def pages_between(self, low: int | None, high: int | None) -> range:
-        """Return the pages that can have hashes from `low` to before `high` (None: no bound)."""
+        """Return the range of pages that can contain hashes from `low` to before `high` (None: no bound)."""
         first = 0 if low is None else int(np.searchsorted(self.first_hashes, low, "left")) - 1
         end = len(self.first_hashes) if high is None else int(np.searchsorted(self.first_hashes, high, "left"))
         return range(max(first, 0), end)
@@ -160,7 +162,7 @@ def entries_with(sizes: Uint8s, deltas: Int64s, ids: Uint8s, key: Int64s) -> Run
 
 
 def page_fits(page: bytes) -> bool:
-    """Whether the columns of a page add up to its bytes."""
+    """Return whether the columns of a page add up to the page's size."""
     rows = int.from_bytes(page[:PAGE_HEAD], "little")
     if not rows or len(page) < PAGE_HEAD + _OF_AN_ID * rows:
         return False
@@ -258,7 +260,7 @@ def hash_rows(raw: Bytes, places: Int64s, key: Int64s, hashes: Int64s) -> int:
 
 @kernel(bare=True)
 def probe(hashes: Int64s, words: Int64s, rows: Int64s) -> int:
-    """Write to `rows` the rows of a batch that pass the filter. Return how many they are."""
+    """Write to `rows` the rows of a batch that pass the filter. Return the number of these rows."""
     count = 0
     for row in range(len(hashes)):
         hashed = int(hashes[row])
@@ -305,13 +307,14 @@ MILLISECONDS_A_SECOND = 1000
 class ImportedIds:
     """The part of an imported window that is in memory.
 
-    Its run begins with 0, and `end_index` is the number of IDs. The distance of an ID is a second since 1970: the ID
-    was published by then.
+    Its run begins with 0, and `end_index` is the number of IDs. Instead of an index, each ID has a second since 1970:
+    the ID was published no later than this second.
     """
 
     run: IdRun
     key: bytes
-    """The hash key, SECRET_BYTES long. It belongs to this run: the topic may have another key after the next start."""
+    """The hash key, SECRET_BYTES long. It belongs to this run: after the next start, the topic may have a different
+    key."""
     checksum: bytes
     """The checksum of the file."""
 

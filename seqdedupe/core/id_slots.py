@@ -1,9 +1,10 @@
 """The part of a window of deduplication IDs that is in memory: chunks of IDs, and the hash table that finds them.
 
-The table finds all IDs of the chunks in memory. It also leads to some IDs that are forgotten or lie in runs. That is
-harmless: a look-up that finds one sees that its chunk is gone. Two kinds of work are divided among frames, so that no
-frame waits for all of it. Each frame sweeps a share of the slots clear of forgotten IDs, one slot after the other: that
-is faster than looking for each of these IDs. If a larger table is needed, each frame moves a share of the IDs into it.
+The table finds all IDs of the chunks in memory. It may also contain slots of IDs that are forgotten or have moved to
+runs. That is harmless: a look-up that finds such a slot sees that its chunk is gone. Two kinds of work are divided
+among frames, so that no frame waits for all of it. Each frame clears forgotten IDs from a part of the slots, one slot
+after the other, which is faster than looking up each of these IDs. If a larger table is needed, each frame moves some
+of the IDs into it.
 """
 
 from bisect import bisect_right
@@ -73,7 +74,7 @@ class Newer:
         self.order: deque[int] = deque()
         """The places of the chunks."""
         self.free: list[int] = []
-        """Places that nothing leads to. The last one is used next; the others have no memory."""
+        """Places to which no slot leads. The last one is used next; the others use no memory."""
         self.is_sealed = True
         """Whether the newest chunk accepts no more IDs."""
         self.opened = 0
@@ -146,7 +147,7 @@ class Newer:
         self.is_sealed = False
 
     def give_back(self, place: int) -> None:
-        """Free a place that nothing leads to any more."""
+        """Free a place to which no slot leads any more."""
         self.release()
         self.free.append(place)
 
@@ -214,15 +215,16 @@ _FULL = 0.9
 _AT_ONCE = 1 << 14
 """A table with at most this number of slots is replaced in one step."""
 _MOVED_A_ROW = 8
-"""IDs moved into the larger table per new row: enough to finish before the table in use is full."""
+"""The number of IDs moved into the larger table for each new row. This is enough to finish before the table in use is
+full."""
 _PAGE_SLOTS = 512
 """Slots per page of memory."""
 _TOUCHED_A_ROW = 64
-"""Slots of the larger table whose memory is touched per new row, before the first ID is put there. IDs go everywhere in
-the table, and the first write to each page takes the system microseconds."""
+"""For each new row, the memory of this number of slots of the larger table is touched, before the first ID is stored
+there. IDs are stored all over the table, and the first write to each page takes the operating system microseconds."""
 _SWEPT_A_ROW = 16
-"""Slots swept per new row, while any forgotten IDs are left. So all slots are swept before 1/16 as many IDs are
-forgotten again."""
+"""The number of slots swept for each new row, as long as there are forgotten IDs. So all slots are swept before 1/16 as
+many IDs are forgotten again."""
 _SWEPT_A_FRAME = 64
 _SWEPT_AT_ONCE = 512
 """The least number of slots to sweep in one call: the call alone costs as much as a thousand slots."""
@@ -239,24 +241,26 @@ class Slots:
         self._hashes = np.empty(HASHED, np.int64)
         """Working memory of `put` and `take_out`."""
         self._larger: Growing | None = None
-        """The table that will replace the one in use. It has all IDs before `_moved`."""
+        """The table that will replace the table in use. It contains all IDs before `_moved`."""
         self._touched = 0
         """The number of its slots that have memory."""
         self._larger_state = np.zeros(STATES, np.int64)
         self._moved = (0, 0)
         """A first index of a chunk, and a number of rows: all chunks before it, and these rows of it, are moved."""
         self._forgotten: deque[tuple[int, int]] = deque()
-        """Places of chunks that are forgotten or lie in runs. Each has the `_swept` at which no slot leads there."""
+        """Places of chunks that are forgotten or are in runs. Each has the value of `_swept` at which no slot leads to
+        the place any more."""
         self._swept = 0
         """The number of slots swept so far, in all rounds."""
         self._owed = 0
-        """The number of slots still to be swept for the frames that came."""
+        """The number of slots that must still be swept for the frames so far."""
         self._given_back: deque[Iterator[None]] = deque()
-        """Tables that are no longer needed. To release one takes the system long too, so it is done in steps."""
+        """Tables that are no longer needed. Releasing a table takes the operating system a long time, so it is done in
+        steps."""
 
     @property
     def rows(self) -> Int64s:
-        """The table in use. It is another array after it has grown."""
+        """The table in use. After it has grown, it is a different array."""
         rows: Int64s = self._table.rows
         return rows
 
@@ -323,7 +327,7 @@ class Slots:
         return min(int(self._state[USED]), self._newer.rows)
 
     def go_on(self, rows: int) -> None:
-        """Do the share of a frame with `rows` rows in sweeping and growing."""
+        """Do the part of sweeping and growing that belongs to a frame with `rows` rows."""
         if self._forgotten:
             self._owed += _SWEPT_A_ROW * rows + _SWEPT_A_FRAME
             if self._owed >= _SWEPT_AT_ONCE:
@@ -332,7 +336,8 @@ class Slots:
         self._grow(_TOUCHED_A_ROW * rows, _MOVED_A_ROW * rows)
 
     def tidy(self, rows: int) -> bool:
-        """Do the share of `rows` rows in sweeping, release memory, and replace a nearly empty table by a smaller one.
+        """Do the part of sweeping that belongs to `rows` rows, release memory, and replace a nearly empty table by a
+        smaller table.
 
         Return whether there is more to do.
         """
@@ -345,7 +350,7 @@ class Slots:
         return bool(self._forgotten or self._given_back) or self._larger is not None
 
     def give_up_larger(self) -> None:
-        """Drop the larger table and keep the one in use. IDs may lie in other places after this."""
+        """Drop the larger table and keep the table in use. Afterwards IDs may be in other places."""
         if self._larger is not None:
             self._given_back.append(self._larger.clear())
             self._larger = None

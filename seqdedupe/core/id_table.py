@@ -1,13 +1,13 @@
-"""A hash table of deduplication IDs. It tells whether an ID is known, and where its newest message lies.
+"""A hash table of deduplication IDs. It shows whether an ID is known, and where the ID's newest message is.
 
-The IDs themselves lie in *chunks*. Each chunk is at a *place*, with room for CHUNK_ROWS IDs and CHUNK_BYTES in all. A
-row of a place is `place << ROW_BITS | row`. A slot of the table holds the row of an ID and some bits of its hash. The
-bits only save comparisons: an ID is found if its bytes are equal. The hash is keyed, so nobody can choose IDs that
-collide.
+The IDs themselves are in *chunks*. Each chunk is at a *place*, with room for CHUNK_ROWS IDs and CHUNK_BYTES in total. A
+row of a place is `place << ROW_BITS | row`. A slot of the table contains the row of an ID and some bits of the ID's
+hash. The bits only save comparisons: an ID is found if its bytes are equal. The hash is keyed, so nobody can choose IDs
+that collide.
 
-A slot is negative, with 27 bits of the hash and 36 of the row; or it is EMPTY. EMPTY is zero, as new memory is, so a
-table of any size is made at once. The *home* of an ID is the slot that its hash points to. The ID is at its home or in
-a later slot, with no empty slot between. Removing an ID moves later ones up, so no tombstones are needed.
+A slot is negative, with 27 bits of the hash and 36 bits of the row; or it is EMPTY. EMPTY is zero, like new memory, so
+a table of any size is created at once. The *home* of an ID is the slot to which the ID's hash points. The ID is at its
+home or in a later slot, with no empty slot between. Removing an ID moves later IDs up, so no tombstones are needed.
 """
 
 from typing import Any
@@ -51,11 +51,11 @@ LAST_TIME_MS = 3
 COLUMNS = 4
 
 GONE = -(1 << 62)
-"""The FIRST_INDEX of a chunk that is forgotten or lies in runs. Slots that still lead there do not count."""
+"""The FIRST_INDEX of a chunk that is forgotten or is in runs. Slots that still lead to such a chunk are ignored."""
 
 # The elements of `state`.
 WINDOW = 0
-"""The first index whose ID counts. The table may still have earlier IDs that are not swept out yet."""
+"""The first index whose ID is valid. The table may still contain earlier IDs that are not swept out yet."""
 CONFIRMED = 1
 """All messages below this index are in the log."""
 NEXT = 2
@@ -65,7 +65,7 @@ CURRENT = 3
 USED = 4
 """The number of slots in use."""
 IS_FAR = 5
-"""1 once an ID was so far from its home that its slot does not tell where the home is."""
+"""1 if an ID was ever so far from its home that its slot does not show the home."""
 STATES = 6
 
 
@@ -146,7 +146,8 @@ def _close(slots: Int64s, hole: int) -> None:
 
 @for_kernels
 def _close_far(slots: Int64s, hole: int, key: Int64s, ids: Uint8s, offsets: Int32s) -> None:
-    """Do the same where IDs may be far from home. It is a second function because it would slow the first one down."""
+    """Do the same as `_close` in a table where IDs may be far from home. It is a separate function because it would
+    slow down the other one."""
     mask = slots.shape[0] - 1
     at = (hole + 1) & mask
     slot = int(slots[at])

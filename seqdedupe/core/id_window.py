@@ -1,16 +1,18 @@
 """The window of a topic of deduplication IDs: the IDs of the newest messages, and the verdict about an ID.
 
-The window is a suffix of the log. Messages below `confirmed_index` are persisted, later ones are in flight, and those
-below `first_index` are forgotten. IDs lie in chunks (`Newer`). Chunks fill up one after the other, and are forgotten as
-a whole, the oldest first. A forgotten ID stops counting at once; the table (`id_slots`) is cleared of it in steps.
+The window covers the end of the log. Messages below `confirmed_index` are persisted, later messages are in flight, and
+messages below `first_index` are forgotten. IDs are in chunks (`Newer`). Chunks are filled one after the other, and each
+is forgotten as a whole, the oldest first. A forgotten ID is invalid at once; the table (`id_slots`) is cleared of it in
+steps.
 
-Older chunks may lie in runs on disk (`Older`). The table is cleared of their IDs in the same way, and a decision looks
-into the runs first. Chunks move in order: from memory to a run, then out of the window.
+Older chunks may be in runs on disk (`Older`). The table is cleared of their IDs in the same way, and a decision first
+looks into the runs. Chunks move in order: from memory to a run, then out of the window.
 
-An ID counts at the highest index at which it was accepted. It may have been accepted twice: beyond the window, or while
-the topic does not deduplicate. Then the other occurrence changes nothing when it is forgotten or fails.
+The valid index of an ID is the highest index at which the ID was accepted. An ID may have been accepted twice: beyond
+the window, or while the topic does not deduplicate. Then nothing changes when the other occurrence is forgotten or
+fails.
 
-Begin with `IdWindow`. A `Moment` is a time, and how far the clock can be trusted.
+Begin with `IdWindow`. A `Moment` is a time with two bounds, which express how far the clock can be trusted.
 """
 
 from collections import deque
@@ -49,9 +51,10 @@ class Moment:
     """Two bounds of the present time, in milliseconds since 1970."""
 
     earliest_ms: int
-    """It is not earlier. IDs are forgotten for their age by this time. 0: unknown, and none are."""
+    """The time is not earlier than this. The age of IDs is computed with this bound. 0: unknown, and no ID is forgotten
+    for its age."""
     latest_ms: int
-    """It is not later. New messages get this time."""
+    """The time is not later than this. New messages get this time."""
 
 
 # -- The older part of a window of deduplication IDs: runs, and the chunks from which they were made.
@@ -63,14 +66,17 @@ class Older:
     def __init__(self) -> None:
         self.runs: tuple[IdRun, ...] = ()
         self.generation = 0
-        """Changes whenever `runs` does. A result found in runs of another generation is void."""
+        """A number that changes whenever `runs` changes. A result that was found in the runs of another generation is
+        invalid."""
         self.offered: IdRun | None = None
         """A complete run that the next snapshot is to name. It was made of the oldest chunks in memory, or of
         neighbouring runs."""
         self.next_number = 1
-        """The number of the run that is being made, or of the next one. All runs in use have lower numbers."""
+        """The number of the run that is being created, or otherwise of the next run. All runs in use have lower
+        numbers."""
         self.clears = 0
-        """The number of times that all IDs were dropped. A run that was begun before the last time is useless."""
+        """The number of times that all IDs were dropped. A run that was begun before the last of these times is
+        useless."""
         self.chunks: deque[Chunk] = deque()
         """The chunks in runs that are not forgotten, the oldest first."""
 
@@ -97,7 +103,7 @@ class Older:
         return found
 
     def to_name(self, first_index: int) -> tuple[IdRun, ...]:
-        """Return the runs that a snapshot taken now must name: with the offered one, without forgotten ones."""
+        """Return the runs that a snapshot taken now must name: including the offered run, without forgotten runs."""
         runs = self.runs
         if (new := self.offered) is not None:
             before = [run for run in runs if run.end_index <= new.first_index]
@@ -169,8 +175,9 @@ class IdWindow:
         self._newer = Newer(self._state)
         self._slots = Slots(self.hash_key, self._newer, self._state)
         self._replaced: deque[tuple[int, Int64s2]] = deque()
-        """For each part of a frame in flight that has IDs known before: the index after it, and the rows where these
-        IDs lie and lay (see `id_table.decide`). Stored messages have no entry: their places get other IDs later."""
+        """For each part of a frame in flight with IDs that were known before: the index after the part, the rows where
+        these IDs are now, and the rows where they were before (see `id_table.decide`). Stored messages have no entry,
+        because their places are reused for other IDs."""
         self._id_bytes = 0
         """The size of the IDs in all chunks that are not forgotten, in memory and in runs."""
 
@@ -298,7 +305,7 @@ class IdWindow:
             self._replaced.popleft()
 
     def fail(self) -> None:
-        """Fail all messages in flight, as if they had not come. The log will never have them."""
+        """Fail all messages in flight, as if they had never arrived. They will never be in the log."""
         if self.next_index == self.confirmed_index:
             return
         self._slots.give_up_larger()
@@ -456,7 +463,7 @@ class IdWindow:
             self._replaced.append((self.next_index, known))
 
     def _restore(self) -> None:
-        """Let IDs that were accepted again and have failed count at their earlier rows."""
+        """Make IDs that were accepted again, and then failed, valid at their earlier rows again."""
         for _, known in reversed(self._replaced):
             for lies, before in known[::-1].tolist():
                 if not self._is_in_use(lies) and self._is_in_use(before):

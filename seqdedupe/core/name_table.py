@@ -1,9 +1,10 @@
-"""The names of a topic's producers, by name and by number, in arrays: no object per name, and no long pause.
+"""The names of a topic's producers, by name and by number. They are stored in arrays, without an object for each name
+and without long pauses.
 
-Names stand one after the other, in the order in which they came. A hash table finds them. A slot holds the upper half
-of a name's hash, and the name's number plus one; 0 is an empty slot. If a slot has another name, the search goes on at
-the next slot. A table that becomes full is replaced by one of twice the size. Each new name moves a few names into the
-larger table, so no caller waits for all of them.
+Names are stored one after the other, in order of arrival. A hash table finds them. A slot contains the upper half of a
+name's hash, and the name's number plus one; 0 is an empty slot. If a slot contains another name, the search continues
+at the next slot. A table that becomes full is replaced by a table of twice the size. Each new name moves a few names
+into the larger table, so no caller waits until all names are moved.
 """
 
 import mmap
@@ -20,7 +21,7 @@ from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
 # -- An array that grows without being copied.
 
 MAPPED_BYTES = 1024 * 1024
-"""From this size on an array has separate pages of memory. A smaller one is copied faster than its pages are mapped."""
+"""From this size on an array has separate pages of memory. Copying a smaller array is faster than mapping its pages."""
 
 _RELEASED_BYTES = 4 * 1024 * 1024
 """The memory that is released in one step. That takes the system about 0.3 ms."""
@@ -30,9 +31,9 @@ _GROWTH = 8
 
 
 class Growing:
-    """`rows`: an array whose first axis can grow. New rows are zero.
+    """`rows` is an array whose first axis can grow. New rows are zero.
 
-    Do not keep `rows`, nor a view of it, while it may grow: data written to an old array can be lost.
+    Do not keep `rows`, or a view of it, while the array may grow: data written to an old array can be lost.
     """
 
     def __init__(self, rows: int, width: tuple[int, ...], dtype: npt.DTypeLike) -> None:
@@ -58,7 +59,8 @@ class Growing:
         self._resize(rows)
 
     def release(self, row: int) -> None:
-        """Release the memory of one row, whose data is not needed. Pages that other rows share stay."""
+        """Release the memory of one row whose data is not needed. Memory pages that also contain other rows are
+        kept."""
         if self._memory is not None:
             first = -(-row * self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             end = (row + 1) * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE

@@ -52,7 +52,8 @@ _ROW = np.dtype([("idle", np.uint8), ("stream", np.int32)])
 
 
 class Activity:
-    """For each producer, the number of idle periods and the stream that used it last; and the connected streams."""
+    """For each producer, the number of idle periods and the stream that last used the producer. Also the connected
+    streams."""
 
     def __init__(self, capacity: int) -> None:
         self._table = Growing(capacity, (), _ROW)
@@ -142,7 +143,7 @@ def mark_all(numbers: Int64s, dirty: Uint8s) -> int:
 
 
 def are_empty(rows: Int64s) -> Bools:
-    """Return which producer rows hold no more than that of an unknown producer."""
+    """Return which producer rows contain no more than the row of an unknown producer."""
     empty = np.empty(len(rows), np.uint8)
     find_empty(rows, empty)
     return empty.view(bool)
@@ -168,9 +169,10 @@ def are_all(column: Uint8s, numbers: Int64s, value: int) -> bool:
 
 @kernel()
 def move_rows(numbers: Int64s2, stays: Uint8s, new_numbers: Int64s) -> int:
-    """Move the producer rows that stay to the front, in place. `new_numbers` gets their new numbers, -1 for the others.
+    """Move the producer rows to keep to the front, in place. `new_numbers` receives their new numbers, -1 for the other
+    rows.
 
-    Return the number of rows that stay.
+    Return the number of rows to keep.
     """
     staying = 0
     for row in range(stays.shape[0]):
@@ -188,11 +190,11 @@ _WORD_BITS = 64
 
 
 class Producers:
-    """The known state of a topic's producers. A producer's *number* is its place in the order in which names came.
+    """The known state of a topic's producers. A producer's *number* is its place in the order in which names arrived.
 
-    `numbers[number]` is its producer row (see `rule`). A bit of `dirty` tells whether the row has changed since the
-    last `collect_dirty`. New names replace both arrays, so do not keep them. `renumber` gives new numbers and changes
-    `generation`: a caller that keeps a number compares the generation.
+    `numbers[number]` is the producer row (see `rule`). A bit of `dirty` shows whether the row has changed since the
+    last `collect_dirty`. New names replace both arrays, so do not keep references to them. `renumber` assigns new
+    numbers and changes `generation`: a caller that keeps a number must compare the generation.
     """
 
     def __init__(self) -> None:
@@ -205,7 +207,8 @@ class Producers:
         self.generation = 0
         """The number of times that producers were renumbered."""
         self.has_forgotten = False
-        """Whether names were ever forgotten, also by earlier processes. An unknown name may then have had a session."""
+        """Whether names were ever forgotten, also by earlier processes. If so, an unknown name may have had a
+        session."""
         self.forgotten_stated = NO_MESSAGE
         """The log states `has_forgotten` from this index on; -1: not known."""
         self._has_purged = False
@@ -318,7 +321,7 @@ class Producers:
         return found
 
     def refusal(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool, gapless: bool = False) -> int:
-        """Return why a frame is not admitted, or ADMITTED. See `rule.refusal`."""
+        """Return the reason why a frame is not admitted, or ADMITTED. See `rule.refusal`."""
         return refusal(view, places, producer_rows, self._numbers.rows, lone, gapless, _NO_REASONS)
 
     def expected_ids(self, view: Uint8s, places: Int64s, producer_rows: Int64s) -> Int64s:
@@ -328,7 +331,7 @@ class Producers:
         return expected
 
     def reasons(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool, gapless: bool = False) -> Uint8s:
-        """Return for each producer of a frame why its messages are not admitted, or ADMITTED."""
+        """Return for each producer of a frame the reason why its messages are not admitted, or ADMITTED."""
         reasons = np.empty(len(producer_rows), np.uint8)
         refusal(view, places, producer_rows, self.numbers, lone, gapless, reasons)
         return reasons
@@ -368,7 +371,7 @@ class Producers:
         )  # fmt: skip
 
     def fail_in_flight(self) -> None:
-        """Take back everything in flight: the log will never have it. See `rule.fail`."""
+        """Revoke everything in flight: it will never be in the log. See `rule.fail`."""
         fail(self.numbers, len(self))
 
     # -- sessions and snapshots --------------------------------------------------------------------------------
@@ -380,9 +383,9 @@ class Producers:
         return self._may_have_sessions
 
     def open(self, numbers: Int64s, epochs: Int64s) -> None:
-        """Put the epochs that Open gave into force at once. This fences the producers' older sessions.
+        """Put the epochs that Open has assigned into force at once. This fences the producers' older sessions.
 
-        `confirm_sessions` makes them last; `fail_in_flight` takes them back.
+        `confirm_sessions` makes the epochs permanent; `fail_in_flight` revokes them.
         """
         self.numbers[numbers, EPOCH] = epochs
         self._may_have_sessions = True
@@ -404,10 +407,10 @@ class Producers:
             confirm(numbers, epochs, each, persisted, stated, self.numbers, self.dirty)
 
     def reset(self, numbers: Int64s, epochs: Int64s, persisted: Int64s, index: int) -> None:
-        """Apply a control record that sets these producers. It is in the log, before the message with this index.
+        """Apply a control record that sets these producers. It is in the log before the message with this index.
 
-        Their earlier IDs do not count any more, and no earlier message is an original. IDs that a producer has pushed
-        since stay pushed. Live and replayed records are treated alike.
+        Earlier IDs of these producers are void, and no earlier message is an original. IDs that a producer has pushed
+        since stay pushed. Live and replayed records are treated in the same way.
         """
         self._may_have_sessions = True
         rows = self.numbers[numbers]
@@ -423,11 +426,11 @@ class Producers:
         mark_all(numbers, self.dirty)
 
     def purge(self, numbers: Int64s, index: int) -> None:
-        """Apply a control record that forgets these producers. It is in the log, before the message with this index.
+        """Apply a control record that forgets these producers. It is in the log before the message with this index.
 
-        Without producers, the record says that some were forgotten. What it and earlier records say of them does not
-        count any more. IDs that a producer has pushed since stay pushed, and its session stays in force. Live and
-        replayed records are treated alike.
+        Without producers, the record states that some producers were forgotten. The statements of this record and of
+        earlier records about these producers are void. IDs that a producer has pushed since stay pushed, and its
+        session stays in force. Live and replayed records are treated in the same way.
         """
         rows = self.numbers[numbers]
         has_sent = rows[:, PUSHED] != rows[:, PERSISTED]
@@ -445,7 +448,8 @@ class Producers:
         self.forgotten_stated = index - 1
 
     def due(self, periods: int, first: int, end: int) -> Int64s:
-        """Return the producers from `first` to before `end` to be forgotten: idle that long, nothing in flight."""
+        """Return the producers from `first` to before `end` that must be forgotten: idle for `periods`, with nothing in
+        flight."""
         idle = self.activity.idle_for(periods, first, min(end, len(self)))
         rows = self.numbers[idle]
         in_flight = (rows[:, PUSHED] != rows[:, PERSISTED]) | (rows[:, EPOCH] != rows[:, DURABLE_EPOCH])
@@ -458,10 +462,10 @@ class Producers:
         return are_empty(self.numbers[: len(self)])
 
     def renumber(self, names: Names, stays: Bools, back: Int64s) -> tuple[Int64s, Names]:
-        """Replace the names: those that stay, in their order, and then those in `back`.
+        """Replace the names by the names that stay, in their order, followed by the names in `back`.
 
-        Return the new number of each old one, -1 if it is gone, and the old names. All rows count as changed. See
-        `LettingGo`.
+        Return the new number for each old number, -1 if the producer is removed, and the old names. All rows count as
+        changed. See `LettingGo`.
         """
         rows_back = self.numbers[back]
         new_numbers = np.empty(len(self), np.int64)
@@ -479,9 +483,10 @@ class Producers:
         return new_numbers, old
 
     def stated_below(self, index: int, first: int = 0, end: int | None = None) -> Int64s:
-        """Return the producers from `first` to before `end` that the log from `index` on may not state any more.
+        """Return the producers from `first` to before `end` whose state the log may not state at or after `index`.
 
-        Before the log below `index` is dropped, their DURABLE_EPOCH and PERSISTED must be stated again.
+        Before the log below `index` is dropped, the DURABLE_EPOCH and PERSISTED of these producers must be written
+        again.
         """
         numbers = self.numbers[first : len(self) if end is None else min(end, len(self))]
         is_something = (numbers[:, DURABLE_EPOCH] > 0) | (numbers[:, PERSISTED] >= 0)
@@ -534,7 +539,7 @@ NAMES_A_STEP = 4096
 
 
 class LettingGo:
-    """The removal of some producers of a topic. Only one may be in progress."""
+    """The removal of some producers of a topic. Only one removal may be in progress."""
 
     def __init__(self, producers: Producers, is_free: Bools) -> None:
         """`is_free`, by producer number: whether the row is `empty` and nothing uses the number."""
@@ -555,9 +560,10 @@ class LettingGo:
             yield
 
     def finish(self, is_free: Bools) -> Int64s:
-        """Renumber the remaining producers, in their order. Return the new number of each old one, -1 if it is gone.
+        """Renumber the remaining producers, in their order. Return the new number for each old number, -1 if the
+        producer is removed.
 
-        `is_free` is the present state. A producer that came back since the beginning stays, and gets one of the last
+        `is_free` is the current state. A producer that came back since the beginning stays, and gets one of the last
         numbers. All rows count as changed.
         """
         newer = len(is_free) - len(self._stays)

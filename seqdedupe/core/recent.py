@@ -1,15 +1,16 @@
-"""The last 65,536 messages of a topic: they give the index of a known sequence ID.
+"""The last 65,536 messages of a topic, which are used to find the index of a known sequence ID.
 
-A ring of rows: sequence ID, index, the same producer's previous message, and one far before it. Messages are counted
-from 0 as they enter. `numbers[producer_row, NEWEST]` is the count of a producer's newest message. Each message leads to
-the previous one, so a search for duplicates walks over one producer's messages only. -1 is none.
+A ring of rows. Each row contains a sequence ID, an index, a link to the same producer's previous message, and a link to
+a message of the producer far before it. Messages are counted from 0 as they enter the ring. `numbers[producer_row,
+NEWEST]` is the count of a producer's newest message. Each message has a link to the previous one, so a search for
+duplicates visits only the messages of one producer. -1 means no message.
 
-An old message, or one that has left the ring, is recognized in a few dozen steps, since each message also leads far
-back. If its two predecessors go equally far, it goes as far as both together; else it goes to the previous message
-(Myers' skew-binary lists).
+An old message, or a message that has left the ring, is recognized in a few dozen steps, because each message also has
+the link far back. If the far links of a message's two predecessors span equal distances, its own far link spans both
+together; otherwise it leads to the previous message (Myers' skew-binary lists).
 
-A ring begins without rows and is doubled as messages enter (`with_room`), so a topic uses memory only for messages that
-it had: 2.5 MiB for 65,536. The number of rows is a power of two. The ring wraps only at 65,536.
+A ring begins without rows and is doubled as messages enter (`with_room`). So a topic uses memory only for messages that
+it has had: 2.5 MiB for 65,536 messages. The number of rows is a power of two. The ring wraps only at 65,536 rows.
 """
 
 import numpy as np
@@ -29,7 +30,7 @@ INDEX = 1
 BEFORE = 2
 FAR = 3
 STEPS = 4
-"""The number of its producer's messages that FAR goes back."""
+"""FAR leads back by this number of the producer's messages."""
 COLUMNS = 5
 
 

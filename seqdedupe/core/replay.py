@@ -1,4 +1,5 @@
-"""Replay: merge many batches of the log at a time into the numbers and the ring. Also ranges of a broker's log."""
+"""Replay: merges many batches of the log together into the numbers and the ring. Also handles ranges of a broker's
+log."""
 
 import numpy as np
 
@@ -115,9 +116,11 @@ def look(
     overlap: bool,
     found: Int64s,
 ) -> int:
-    """Return the problem of the first row that cannot be judged, and set `found[0]` to the row; SOUND if there is none.
+    """Return the problem of the first row that cannot be judged, and set `found[0]` to the row. Return SOUND if all
+    rows can be judged.
 
-    With `overlap` a range that straddles `persisted` cannot be judged: no verdict would be true of all its messages.
+    With `overlap` a range that is partly at or below `persisted` cannot be judged: no verdict would be true of all its
+    messages.
     """
     for row in range(lowest.shape[0]):
         if passes.shape[0] != 0 and passes[row] != 0:
@@ -207,7 +210,7 @@ def confirm_ranges(
     numbers: Int64s2,
     dirty: Uint8s,
 ) -> int:
-    """Merge sound rows that are in the log by maximum. Live and replayed rows are treated alike.
+    """Merge valid rows that are in the log by maximum. Live and replayed rows are treated in the same way.
 
     Return the number of rows.
     """

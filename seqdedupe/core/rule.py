@@ -1,9 +1,11 @@
-"""The rule: whether a frame is admitted, the verdict of each of its rows, and how the log's answer changes the numbers.
+"""The rule: whether a frame is admitted, the verdict of each row of the frame, and how the log's answer changes the
+numbers.
 
-`numbers` has one row of int64 per producer, its *producer row*. A kernel gets the producers of a call (`producer_rows`)
-and columns with one value per row: the index of its producer among them (`indexes`; empty: always the first), its
-lowest sequence ID, and its highest. A row of a batch is one message, so both IDs are one column. A row may also be an
-opaque range. Then the lowest ID decides and the highest is recorded, as in Pulsar.
+`numbers` has one row of int64 for each producer, the *producer row*. A kernel receives the producers of a call
+(`producer_rows`) and columns with one value for each row: the place of the row's producer among these producers
+(`indexes`; empty: always the first), the lowest sequence ID, and the highest sequence ID. A row of a batch is one
+message, so both IDs are in the same column. A row may also be an opaque range. Then the lowest ID decides and the
+highest ID is recorded, as in Pulsar.
 """
 
 import numpy as np
@@ -22,7 +24,7 @@ from seqdedupe.limits import LINK_LEFT_OUT
 
 # Columns of `numbers`.
 PUSHED = 0
-"""The highest ID that was handed to the log."""
+"""The highest ID that was passed to the log."""
 PERSISTED = 1
 """The highest ID that the log has confirmed."""
 EPOCH = 2
@@ -62,11 +64,11 @@ def mark(dirty: Uint8s, producer_row: int) -> int:
 
 @kernel(inline=True)
 def reason(epoch: int, link: int, first: int, pushed: int, persisted: int, current: int, lone: bool) -> int:
-    """Return why one producer's messages are not admitted, or ADMITTED.
+    """Return the reason why one producer's messages are not admitted, or ADMITTED.
 
     `first` is the producer's first ID, `current` the epoch in force. A message is admitted only after its predecessor.
-    If its ID and that of its predecessor are both above `pushed`, a message between is missing. To admit it would move
-    the watermark over a hole.
+    If the message's ID and its predecessor's ID are both above `pushed`, a message between them is missing. Admitting
+    the message would move the watermark past the missing message.
     """
     if link < LINK_LEFT_OUT or link >= first:
         return INVALID_PREDECESSOR
@@ -94,15 +96,16 @@ def first_ids(indexes: Int32Column, ids: Int64Column, producers: int) -> Int64s:
 
 @kernel(inline=True)
 def leaves_out(first: int, pushed: int) -> bool:
-    """Whether IDs are missing between `pushed` and `first`, which is above it. Without a pushed ID none are missing."""
+    """Return whether IDs are missing between `pushed` and `first`, which is above `pushed`. If no ID was pushed, none
+    are missing."""
     return 0 <= pushed < first - 1
 
 
 @kernel()
 def gaps(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, expected: Int64s) -> int:
-    """Return the number of producers that skip an ID in what a frame has above PUSHED. See `leaves_out`.
+    """Return the number of producers that skip an ID in those rows of a frame that are above PUSHED. See `leaves_out`.
 
-    Fill `expected`, one element per producer, with the ID that is missing at the first gap, -1 if there is none.
+    Fill `expected`, one element for each producer, with the ID that is missing at the first gap, -1 if there is no gap.
     """
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
@@ -127,9 +130,10 @@ def gaps(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, ex
 def refusal(
     raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, lone: bool, gapless: bool, reasons: Uint8s
 ) -> int:
-    """Return why a frame is not admitted, or ADMITTED. Among the reasons of its producers, the first check counts.
+    """Return the reason why a frame is not admitted, or ADMITTED. If its producers have different reasons, the reason
+    that is checked first is returned.
 
-    Fill `reasons`, one element per producer, unless it is empty. Nothing else changes. With `lone` a link may be
+    Fill `reasons`, one element for each producer, unless it is empty. Nothing else changes. With `lone` a link may be
     omitted; with `gapless` no ID may be skipped.
     """
     ids = int64_column(raw, places, SEQUENCE_IDS)
@@ -168,7 +172,7 @@ def decide(
     """Judge each row, and count new rows as pushed. Return the number of new rows.
 
     With `deduplicate` off every row is new, and the numbers still move by maximum. A range's highest ID is not below
-    its lowest. Rows marked in `passes` (empty: none) are not messages: they are new, and change nothing.
+    its lowest. Rows marked in `passes` (empty: none) are not messages: they are new, and change no number.
     """
     producer_row = producer_rows[0]
     new = 0
@@ -208,10 +212,10 @@ def confirm_rows(
     numbers: Int64s2,
     dirty: Uint8s,
 ) -> int:
-    """Merge rows that are in the log by maximum. The log states them from index `stated` on (-1: not known).
+    """Merge rows that are in the log by maximum. The log states their IDs from index `stated` on (-1: not known).
 
-    A record of a topic that does not deduplicate may have a lower ID than is known. It does not state the ID in force.
-    Return the number of rows.
+    A record of a topic that does not deduplicate may have an ID below the known ID. Such a record does not state the ID
+    in force. Return the number of rows.
     """
     producer_row = producer_rows[0]
     for row in range(highest.shape[0]):
@@ -239,9 +243,10 @@ def confirm(
     numbers: Int64s2,
     dirty: Uint8s,
 ) -> int:
-    """Merge rows and epochs of a record that is in the log at `index` by maximum.
+    """Merge the rows and epochs of a record that is in the log at `index` by maximum.
 
-    `epochs` has one value per producer. Live and replayed records are treated alike. Return the number of rows.
+    `epochs` has one value for each producer. Live and replayed records are treated in the same way. Return the number
+    of rows.
     """
     stated = index
     for p in range(producer_rows.shape[0]):
@@ -269,7 +274,7 @@ def confirm_batch(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: In
 
 @kernel()
 def fail(numbers: Int64s2, producers: int) -> int:
-    """Take back all pushed IDs and opened epochs that are not confirmed: the log will never have them.
+    """Revoke all pushed IDs and opened epochs that are not confirmed: they will never be in the log.
 
     Return the number of producers.
     """

@@ -46,8 +46,9 @@ _STARTING = _Cause(Fault.DATABASE, "the database server is starting, or is no fu
 _UNREACHABLE = _Cause(
     Fault.DATABASE, "the database server cannot be reached: it does not run, or the network is broken"
 )
-_NO_ENTRY = _Cause(Fault.DATABASE, "the database server does not let this user in")
+_NO_ENTRY = _Cause(Fault.DATABASE, "the database server does not let this user into this database")
 _NO_DATABASE = _Cause(Fault.DATABASE, "the server has no such database")
+_NOW_NOT = _Cause(Fault.DATABASE, "the database server answers, and takes no connection now")
 _POOL = _Cause(Fault.DATABASE, "the engine's pool had no connection free in time")
 _LOCK = _Cause(Fault.REPEAT, "another transaction holds a lock for too long")
 _DEADLOCK = _Cause(Fault.REPEAT, "the database has ended a deadlock with another transaction")
@@ -144,11 +145,16 @@ _TEXTS = (
     (r"FATAL: .*authentication failed|FATAL: .*role \".*\" does not exist", _NO_ENTRY),
     (r"FATAL: .*no pg_hba\.conf entry|no password supplied", _NO_ENTRY),
     (r"FATAL: .*database \".*\" does not exist", _NO_DATABASE),
-    (r"FATAL: .*(too many clients|connection slots)", _CONNECTIONS),
+    (r"FATAL: .*(too many clients|too many connections|connection slots)", _CONNECTIONS),
     (r"FATAL: .*the database system is ", _STARTING),
-    (r"connection to server .* failed: ", _UNREACHABLE),
 )
-"""If libpq gets no connection, it gives no SQLSTATE, and the server's message is in the server's language."""
+"""If libpq gets no connection, it gives no SQLSTATE. These are the messages of a server whose language is English."""
+
+_NO_CONNECTION = re.compile(r"connection to server .* failed: ")
+"""The text of libpq itself, which does not depend on the server's language."""
+
+_ANSWERED = re.compile(_NO_CONNECTION.pattern + r"[^\s:]+:  ")
+"""The same, followed by a server's answer: libpq writes its severity, a colon and two spaces."""
 
 _ENDED_STATE = "57P01"
 """The SQLSTATE for all connections when a server shuts down, or for one connection that an administrator ends."""
@@ -240,7 +246,23 @@ def _cause(failure: BaseException) -> _Cause:
     if state is not None or number is not None or not _is_a(failure, "OperationalError", "InterfaceError"):
         return _REFUSED
     said = str(_driver_error(failure))
-    return next((cause for pattern, cause in _TEXTS if re.search(pattern, said)), _LOST)
+    known = next((cause for pattern, cause in _TEXTS if re.search(pattern, said)), None)
+    return known or _without_connection(_driver_error(failure), said)
+
+
+def _without_connection(failure: Any, said: str) -> _Cause:
+    """Return the cause of a failure without a code, in whatever language the server has answered.
+
+    A server that refuses a user or a database names it. One that starts, or has no connection free, names neither.
+    """
+    if not _NO_CONNECTION.search(said):
+        return _LOST
+    if (answer := _ANSWERED.search(said)) is None:
+        return _UNREACHABLE
+    tried = getattr(failure, "pgconn", None)
+    names = (getattr(tried, name, b"").decode(errors="replace") for name in ("user", "db"))
+    is_named = any(re.search(rf"\W{re.escape(name)}\W", said[answer.end() :]) for name in names if name)
+    return _NO_ENTRY if is_named else _NOW_NOT
 
 
 def codes_of(failure: BaseException) -> tuple[str | None, int | None]:

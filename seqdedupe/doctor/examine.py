@@ -31,6 +31,7 @@ from seqdedupe.store.parts import LogKind, TopicRecord, TopicState
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.windows import read_pages
 from seqdedupe.topic.policy import ImportedWindow
+from seqdedupe.wording import counted
 
 # -- The import into a topic of deduplication IDs: the log says what was imported, and the store must have it.
 
@@ -314,13 +315,15 @@ def _check_partitions(topics: list[TopicFindings]) -> None:
         missing = [k for k in range(topic.partitions) if partition_name(whole, k) not in there]
         if missing and not any(topic.notes):
             lacks = ", ".join(map(str, missing))
-            topic.disagreements.append(f"it is one of {topic.partitions} partitions, and these are not there: {lacks}")
+            topic.disagreements.append(
+                f"it is one of {counted(topic.partitions, 'partition')}, and these are not there: {lacks}"
+            )
             topic.cures.append(RESTORE)
 
 
 def _directory_cures(topics: list[TopicFindings]) -> list[str]:
     damaged = sum(not topic.is_whole for topic in topics)
-    return [f"{damaged} of {len(topics)} topics are not whole: see what each says"]
+    return [f"not whole: {damaged:,} of {counted(len(topics), 'topic')}: see what each says"]
 
 
 # -- The log of one topic, from its first byte to its last, and whether it fits the store's snapshot.

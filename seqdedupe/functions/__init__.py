@@ -1,4 +1,4 @@
-"""Pulsar Functions that take effect exactly once: `DedupeFunction` wraps an unchanged function.
+"""Pulsar Functions that take effect exactly once: `DedupeFunction` wraps a function, which needs no changes.
 
 docs/guides/functions.md describes the deployment. The wrapper needs the modules of Pulsar's Python runtime, grpcio,
 googleapis-common-protos, grpcio-status and numpy.
@@ -16,20 +16,21 @@ __all__ = ["DedupeFunction"]
 class DedupeFunction(pulsar.Function):  # type: ignore[misc]  # Pulsar's client has no types
     """A Pulsar Function that wraps another function, which then takes effect exactly once.
 
-    The outputs that the wrapped function returns or publishes are in their topics once for each input, in the order of
-    the inputs. This holds after any failure, and if Pulsar delivers an input several times, provided that inputs keep
-    coming. All other effects happen at least once. Only `userConfig` configures it, see docs/guides/functions.md.
+    For each input, the outputs that the wrapped function returns or publishes are in their topics once, in the order of
+    the inputs. This holds after any failure, and if Pulsar delivers an input several times, provided that new inputs
+    continue to arrive. All other effects happen at least once. The only configuration is `userConfig`, see
+    docs/guides/functions.md.
 
-    `process` raises nothing: the runtime would deliver a failed input again a minute later, after other inputs. Instead
-    `process` waits, or ends the process.
+    `process` never raises an exception: the runtime would deliver a failed input again a minute later, after other
+    inputs. Instead `process` waits, or ends the process.
     """
 
-    # The runtime swallows an exception of a constructor, and then calls the class as if it were a module.
+    # The runtime ignores an exception of a constructor, and then calls the class as if the class were a module.
     def __init__(self) -> None:
         self._instance: Any = None
 
     def process(self, input: object, context: Any) -> None:
-        """Take an input. The wrapper uses the bytes of the message, not the runtime's `input`."""
+        """Process an input. The wrapper uses the bytes of the message, not the runtime's `input`."""
         process = InstanceProcess()
         try:
             if self._instance is None:
@@ -40,7 +41,8 @@ class DedupeFunction(pulsar.Function):  # type: ignore[misc]  # Pulsar's client 
 
 
 def _instance(context: Any, process: InstanceProcess) -> Any:
-    """Make the instance. The import is late: modules may be missing, and the runtime would not report that."""
+    """Create the instance. The import happens here because modules may be missing, which the runtime would not
+    report."""
     try:
         from seqdedupe.functions.instance import FunctionInstance
     except Exception as e:

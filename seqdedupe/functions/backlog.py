@@ -1,4 +1,5 @@
-"""The unsettled outputs for one topic: how they are put into frames, and when they are settled. No I/O."""
+"""The outputs for one topic that are not settled. This module puts them into frames, and decides when they are settled.
+No I/O."""
 
 import heapq
 import itertools
@@ -17,31 +18,31 @@ from seqdedupe.functions.identity import FunctionOutput
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 
 FULL_FRAME_BYTES = 128 * 1024
-"""Inputs that are ready together go in one frame until it has this size."""
+"""Inputs that are ready at the same time share a frame until the frame has this size."""
 MAX_FRAME_ROWS = 4096
 MANY_NAMES = 10_000
-"""The number of names at which idle names are forgotten: each ledger of an input topic has separate names."""
+"""If there are this many names, idle names are forgotten. (Each ledger of an input topic has separate names.)"""
 
 
 class Row(NamedTuple):
-    """An output under its name."""
+    """An output, with its producer name."""
 
     name: str
     sequence_id: int
     output: FunctionOutput
     settled: Callable[[], None]
-    """Called once, when the log holds it."""
+    """A function that is called once, when the log contains the output."""
 
 
 class _Name:
-    """A producer name. `epoch` is NO_EPOCH while it has no session."""
+    """A producer name. `epoch` is NO_EPOCH while the name has no session."""
 
     __slots__ = ("epoch", "has_sent", "opened", "queued", "sent", "settled", "waiting")
 
     def __init__(self) -> None:
         self.epoch = NO_EPOCH
         self.has_sent = False
-        """Whether a message was sent since the session was opened. Then a link leads to it."""
+        """Whether a message was sent since the session was opened. If so, the next message has a link to it."""
         self.opened: list[Callable[[int], None]] = []
         self.settled = self.queued = self.sent = NO_SEQUENCE_ID
         self.waiting: list[tuple[int, int, Callable[[], None]]] = []
@@ -52,7 +53,7 @@ class _Name:
         return not self.waiting and not self.opened
 
     def settle_up_to(self, sequence_id: int) -> None:
-        """Settle the outputs up to this ID. An output up to it that the log lacks will never be in the log."""
+        """Settle the outputs up to this ID. An output up to this ID that is not in the log will never be there."""
         self.settled = max(self.settled, sequence_id)
         while self.waiting and self.waiting[0][0] <= self.settled:
             heapq.heappop(self.waiting)[2]()
@@ -69,8 +70,8 @@ class OutputFrame(NamedTuple):
 class Backlog:
     """The outputs to publish to a topic, in the order in which they were added.
 
-    The rows of one `add` stay together in one frame. A row that comes again while its copy is in flight settles with
-    that copy. A row at or below the settled ID of its name is settled at once.
+    The rows of one `add` stay together in one frame. If a row is added again while its copy is in flight, both settle
+    together. A row at or below the settled ID of its name is settled at once.
     """
 
     def __init__(self) -> None:
@@ -99,7 +100,8 @@ class Backlog:
             self._unsent.append(group)
 
     def ask(self, name: str, answer: Callable[[int], None]) -> None:
-        """Call `answer` with the highest sequence ID that the log holds under a name, once its session has started."""
+        """Call `answer` with the highest sequence ID that the log contains under a name. The call happens once the
+        session of the name has started."""
         found = self._name(name)
         if found.epoch == NO_EPOCH:
             found.opened.append(answer)
@@ -120,7 +122,7 @@ class Backlog:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to send or to ask."""
+        """Whether there is anything to send, or a name to open."""
         return bool(self._unsent or self._frames) or any(self._names[name].opened for name in self._unopened)
 
     @property
@@ -129,15 +131,15 @@ class Backlog:
         return bool(self._frames)
 
     def rewind(self) -> None:
-        """Prepare to send all unsettled outputs again when the sessions are resumed: the stream is gone."""
+        """Prepare to send all unsettled outputs again when the sessions are resumed, because the stream has ended."""
         for frame in reversed(self._frames):
             self._unsent.extendleft(reversed(frame.groups))
         self._frames.clear()
         self._answered.clear()
 
     def forget_idle(self) -> None:
-        """Forget the names with nothing in flight. If one is used again, opening it shows the settled ID."""
-        # Drop rows that are settled: the start of a session may have settled them while they waited to be sent.
+        """Forget the names with nothing in flight. If such a name is used again, opening it returns the settled ID."""
+        # Drop rows that are settled: starting a session may have settled rows that were waiting to be sent.
         unsettled = (
             [row for row in group if row.sequence_id > self._names[row.name].settled] for group in self._unsent
         )
@@ -154,8 +156,8 @@ class Backlog:
         return list(self._unopened)
 
     def lost(self, name: str) -> bool:
-        """Note that another process has taken the name over. Return whether the name is still needed here: then it
-        needs a new session."""
+        """Note that another process has taken the name over. Return whether this process still needs the name: then the
+        name needs a new session."""
         self._names[name].epoch = NO_EPOCH
         self._unopened[name] = None
         return not self._names[name].is_idle
@@ -163,7 +165,7 @@ class Backlog:
     def opened(self, name: str, epoch: int, persisted: int, *, is_forgotten: bool = False) -> None:
         """Note that a session was started or resumed. Outputs at or below `persisted` are settled.
 
-        Raises DATA_LOSS if less is persisted than was settled before.
+        Raises DATA_LOSS if `persisted` is lower than an ID that was settled before.
         """
         state = self._names[name]
         if is_forgotten:
@@ -184,11 +186,12 @@ class Backlog:
     # -- frames ------------------------------------------------------------------------------------------------
 
     def next_frame(self) -> OutputFrame | None:
-        """Return the next frame to send; None if there is nothing to send, or a name must be opened or answers awaited
-        first.
+        """Return the next frame to send. Return None if there is nothing to send, or if a name must be opened or
+        answers must arrive first.
 
-        Links keep the order only of messages with the same name. An input of a new ledger has new names. So before a
-        name begins, all earlier frames must be settled: else they could be refused, and this one accepted.
+        Links keep only the order of messages with the same name, and an input from a new ledger has new names. So
+        before the first frame of a name is sent, all earlier frames must be settled. Otherwise the sidecar could refuse
+        the earlier frames and accept this frame.
         """
         groups: list[Sequence[Row]] = []
         begun: set[str] = set()
@@ -243,14 +246,14 @@ class Backlog:
         )
 
     def rows_of(self, number: int) -> int | None:
-        """Return the number of rows of a frame in flight; None for other frames."""
+        """Return the number of rows of a frame in flight; None for any other frame."""
         return next((len(frame.batch) for frame in self._frames if frame.number == number), None)
 
     def receipt(self, number: int, verdicts: npt.NDArray[np.uint8]) -> bool:
-        """Take a receipt (no verdicts: all rows are new). Return whether it settles the frame; if not, the frame must
-        be sent again.
+        """Record a receipt (no verdicts: all rows are new). Return whether the receipt settles the frame; if not, the
+        frame must be sent again.
 
-        Frames settle in their own order, even if their receipts come in another order.
+        Frames settle in the order in which they were sent, even if their receipts arrive in another order.
         """
         rows = self.rows_of(number)
         if rows is None:

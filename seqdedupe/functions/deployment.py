@@ -1,4 +1,4 @@
-"""The settings of a function in its `userConfig`, and the checks of its deployment."""
+"""The settings of a function in its `userConfig`, and the checks of the function's deployment."""
 
 import difflib
 import logging
@@ -25,39 +25,42 @@ class FunctionSettings:
     """The keys of `userConfig` that belong to the wrapper. All other keys belong to the wrapped function."""
 
     wrapped: str
-    """The function: `module.Class`, or `module` with a `process(input)`."""
+    """The wrapped function: `module.Class`, or `module` with a `process(input)`."""
     sidecar_address: str = DEFAULT_ADDRESS
-    """One address, or several separated by commas, as for a client."""
+    """One address, or several addresses separated by commas, as for a client."""
     sidecar_token_file: str = ""
-    """The token's file, present at each instance, like the TLS files below. Unset: the environment decides."""
+    """The path of the token's file, which must exist at each instance, like the TLS files below. If unset, the token
+    comes from the environment."""
     sidecar_token_secret: str = ""
-    """The name of the function's secret with the token, as an alternative to the file."""
+    """The name of the function's secret that contains the token, as an alternative to the file."""
     sidecar_tls_ca_file: str = ""
     sidecar_tls_certificate_file: str = ""
     sidecar_tls_key_file: str = ""
     output_topic: str = ""
-    """The topic for the function's return values. Unset: the output topic of the deployment."""
+    """The topic for the function's return values. If unset: the output topic of the deployment."""
     dead_letter_topic: str = ""
-    """The topic for inputs on which the function fails. Unset: the process ends."""
+    """The topic for inputs on which the function fails. If unset, such an input ends the process."""
     max_message_retries: int = 3
-    """The number of further calls of a failing function."""
+    """How often a failing function is called again for the same input."""
     retry_delay_ms: int = 100
     """The delay between two calls."""
     identity: str = "message_id"
-    """What identifies an input: `message_id`, Pulsar's message ID; or `index`, a sidecar's index."""
+    """The identity of an input: `message_id` is Pulsar's message ID; `index` is the index that a sidecar assigned."""
     input_serde: str = ""
-    """A class that converts the message's bytes to the function's input. Unset: the function gets the bytes."""
+    """A class that converts the message's bytes to the function's input. If unset, the function receives the bytes."""
     output_serde: str = ""
-    """A class that converts the function's output to bytes. Unset: bytes stay bytes; text and numbers become text."""
+    """A class that converts the function's output to bytes. If unset, bytes are not converted, and text and numbers are
+    written as text."""
     max_in_flight_messages: int = 1000
-    """The most inputs that wait for their outputs to settle."""
+    """The maximum number of inputs that wait for their outputs to settle."""
     max_in_flight_bytes: int = 16 * 1024 * 1024
     give_up_after_seconds: int = 600
-    """The longest time that an input may wait for its outputs. Then the process ends, and its successor goes on."""
+    """The maximum time that an input may wait for its outputs. After this time the process ends, and its successor
+    continues."""
 
 
 _LEAST = {"max_message_retries": 0, "retry_delay_ms": 0}
-"""The minimum of these settings. For all other numbers it is 1."""
+"""The minimum of these settings. The minimum of all other numbers is 1."""
 
 
 def _invalid(why: str, hint: str | None = None) -> SeqdedupeError:
@@ -88,7 +91,7 @@ def settings_of(user_config: Mapping[str, Any]) -> FunctionSettings:
 
 
 def _number(key: str, value: object, least: int) -> int:
-    """Return a whole number from `userConfig`, where all numbers may be floats. Raises INVALID_FUNCTION."""
+    """Return an integer from `userConfig`, in which all numbers may be floats. Raises INVALID_FUNCTION."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -97,10 +100,10 @@ def _number(key: str, value: object, least: int) -> int:
 
 
 def check_deployment(details: Any) -> None:
-    """Check that a function is deployed as the wrapper needs it. `details` are Pulsar's `FunctionDetails`.
+    """Check that the deployment of the function fits the wrapper. `details` are Pulsar's `FunctionDetails`.
 
-    Raises INVALID_FUNCTION, which says what to set. Without order, a watermark would treat late messages as duplicates.
-    So Shared subscriptions are refused for every kind of identity.
+    Raises INVALID_FUNCTION, whose text says what to set. Shared subscriptions deliver messages out of order, and a
+    watermark would then drop late messages as duplicates. So they are refused for both kinds of identity.
     """
     if (chosen := GUARANTEES[details.processingGuarantees]) != "MANUAL":
         raise _invalid(

@@ -1,4 +1,5 @@
-"""Inputs and outputs of a function: the identity of an input, the same at each delivery, and the outputs' metadata."""
+"""Inputs and outputs of a function: the identity of an input, which is the same at each delivery, and the metadata of
+the outputs."""
 
 import base64
 import binascii
@@ -21,10 +22,11 @@ from seqdedupe.names import new_producer_name, source_name, topic_name
 # -- The outputs of the wrapped function, as they are published through the sidecar.
 
 MAX_OUTPUT_BYTES = MAX_PAYLOAD_BYTES - 4096
-"""The maximum size of an output. A Pulsar topic accepts it, with the additions of sidecar and client, and so does any
-other topic."""
+"""The maximum size of an output. Every topic accepts an output of this size, also a Pulsar topic, where sidecar and
+client add data."""
 OVERHEAD_BYTES = 320
-"""The most bytes of an output besides payload, key and properties: the producer's name, IDs, tags and lengths."""
+"""The maximum size of an output in addition to its payload, key and properties: the producer's name, IDs, tags and
+lengths."""
 PROPERTY_OVERHEAD_BYTES = 8
 
 Callback = Callable[[Any, Any], object]
@@ -42,10 +44,10 @@ class FunctionOutput:
     callback: Callback | None = None
 
     size_bytes: int = field(init=False)
-    """The most bytes that it takes in a batch."""
+    """The maximum size of the output in a batch."""
 
     def __post_init__(self) -> None:
-        # Computed once: each new frame asks for it.
+        # The size is computed once, because each new frame uses it.
         size = OVERHEAD_BYTES + len(self.payload) + len(self.key or b"")
         for name, value in self.properties.items():
             size += (len(name) + len(value)) * 4 + PROPERTY_OVERHEAD_BYTES
@@ -53,7 +55,7 @@ class FunctionOutput:
 
 
 def check_fits(outputs: list[FunctionOutput]) -> None:
-    """Check that an input's outputs for a topic fit into one frame. Raises MESSAGE_TOO_LARGE."""
+    """Check that the outputs of an input for one topic fit into one frame. Raises MESSAGE_TOO_LARGE."""
     for output in outputs:
         if output.size_bytes > MAX_OUTPUT_BYTES:
             raise error(
@@ -89,19 +91,20 @@ def _is_kept(time_ms: int) -> bool:
 
 
 class InputSource:
-    """The input that outputs come from. Outputs inherit its metadata unless they set their own. Raises NEWER_FORMAT.
+    """The input of a function. Outputs inherit the input's metadata unless they set their own. Raises NEWER_FORMAT.
 
-    Key, event time and properties are those that its producer gave, even if a sidecar stored them in another form.
+    Key, event time and properties are the values that the input's producer set, even if a sidecar stored them in
+    another form.
     """
 
     def __init__(self, context: Any) -> None:
         self.unreadable: UnicodeDecodeError | None = None
-        """The reason why metadata is missing here. Pulsar accepts keys and properties that are not text, but its client
-        cannot return them."""
+        """The reason why metadata of the input is missing here. Pulsar accepts keys and properties that are not text,
+        but its client cannot return them."""
         self.topic = str(context.get_current_message_topic_name())
         given: Mapping[str, str] = self._read(context.get_message_properties, {})
         self.place = EntryPlace.parse(given.get(ENTRY, ""), self.topic)
-        """Its place in a topic that a sidecar writes; None if no sidecar has written it."""
+        """The place of the input in a topic that a sidecar writes; None if no sidecar has written the input."""
         self.kind = given.get(KIND, "") if self.place is not None else ""
         self.key: bytes | None = self._read(context.get_message_key, "").encode() or None
         self.event_time_ms = int(context.get_message_eventtime() or 0)
@@ -132,7 +135,7 @@ class InputSource:
         self, topic: str, payload: bytes, conf: Mapping[str, Any] | None = None, callback: Callback | None = None
     ) -> FunctionOutput:
         """Return the output, with the metadata in `message_conf`. Raises INVALID_REQUEST for metadata that cannot be
-        kept."""
+        stored."""
         conf = conf or {}
         if unknown := sorted(set(conf) - set(_TAKEN)):
             raise error(
@@ -151,14 +154,15 @@ class InputSource:
         return FunctionOutput(topic_name(str(topic)), payload, key, time_ms, dict(properties), callback)
 
     def dead_letter(self, topic: str, payload: bytes, told: Mapping[str, str]) -> FunctionOutput:
-        """Return the input itself as an output, with the properties `told` in addition to its own. An event time that
-        cannot be kept is omitted."""
+        """Return the input itself as an output. The properties `told` are added to the input's properties. An event
+        time that cannot be stored is omitted."""
         time_ms = self.event_time_ms if _is_kept(self.event_time_ms) else 0
         return FunctionOutput(topic_name(topic), payload, self.key, time_ms, {**self.properties, **told})
 
 
 BATCH_INDEX_BITS = 20
-"""The low bits of a sequence ID that hold the place within a batched entry. The bits above hold the entry ID."""
+"""The low bits of a sequence ID, which contain the index within a batched entry. The higher bits contain the entry
+ID."""
 
 MAX_ENTRY_ID = MAX_SEQUENCE_ID >> BATCH_INDEX_BITS
 
@@ -166,26 +170,28 @@ DEAD_LETTER = "dead-letter"
 
 _LARGEST_NUMBER = 10**19 - 1
 _MOST_OUTPUTS = 10**5 - 1
-"""Placeholders for a ledger and an output's number that are unknown so far. No real one makes a longer name."""
+"""Placeholders for a ledger and an output number that are not known yet. No real values make a longer name."""
 
 
 class InputIdentity(NamedTuple):
-    """An input's place in the order of inputs. Sequence IDs of inputs with the same `source` rise in that order."""
+    """The place of an input in the order of inputs. The sequence IDs of inputs with the same `source` rise in this
+    order."""
 
     source: str
     sequence_id: int
 
     def producer_name(self, k: int) -> str:
-        """Return the name under which the k-th output for a topic is published."""
+        """Return the producer name under which the k-th output for a topic is published."""
         return f"{self.source}/{k}"
 
     def of_dead_letter(self) -> "InputIdentity":
-        """Return the identity of the input's dead letter. Outputs and dead letters never have the same name."""
+        """Return the identity of the input's dead letter. Outputs and dead letters always have different names."""
         return InputIdentity(f"{self.source}/{DEAD_LETTER}", self.sequence_id)
 
 
 def check_names(function: str, topic: str) -> None:
-    """Raise INVALID_FUNCTION if names of this function's outputs for inputs of this topic could become too long."""
+    """Raise INVALID_FUNCTION if the producer names of this function's outputs for inputs of this topic could become too
+    long."""
     longest = f"{function}/{topic}/{_LARGEST_NUMBER}/{DEAD_LETTER}/{_MOST_OUTPUTS}"
     try:
         new_producer_name(longest)
@@ -199,11 +205,11 @@ def check_names(function: str, topic: str) -> None:
 
 
 def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batch_index: int) -> InputIdentity:
-    """Return the identity by Pulsar's message ID. `topic` is the full name of a topic or partition; `batch_index` is -1
-    if there is none.
+    """Return the identity based on Pulsar's message ID. `topic` is the full name of a topic or partition; `batch_index`
+    is -1 if there is none.
 
-    The ledger is part of the name: a recreated topic has other ledgers, and within a topic ledgers rise. Raises
-    INVALID_SEQUENCE_ID for an entry ID or a batch that is too large for a unique sequence ID.
+    The ledger is part of the name, because a recreated topic has other ledgers, and ledger IDs rise within a topic.
+    Raises INVALID_SEQUENCE_ID if the entry ID or the batch index is too large for a unique sequence ID.
     """
     if not 0 <= entry_id <= MAX_ENTRY_ID or batch_index >= 1 << BATCH_INDEX_BITS:
         raise error(
@@ -216,7 +222,7 @@ def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batc
 
 
 def by_index(function: str, topic: str, place: EntryPlace | None) -> InputIdentity:
-    """Return the identity by the index that a sidecar assigned. Raises INVALID_FUNCTION if no sidecar wrote the
+    """Return the identity based on the index that a sidecar assigned. Raises INVALID_FUNCTION if no sidecar wrote the
     message."""
     if place is None or place.index < 0:
         raise error(

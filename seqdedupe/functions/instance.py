@@ -1,7 +1,8 @@
-"""A running instance of a function: it passes Pulsar's messages to the wrapped function, and results to the pipeline.
+"""A running instance of a function. It passes Pulsar's messages to the wrapped function, and the results to the
+pipeline.
 
-Begin with `FunctionInstance`, at the end. Before it come the credentials for the sidecar, the entries of a topic that
-count, the context of the wrapped function, and how that function is found and called.
+Begin with `FunctionInstance`, at the end. The parts before it are the credentials for the sidecar, the detection of
+void entries, the context of the wrapped function, and the code that finds and calls the wrapped function.
 """
 
 import importlib
@@ -38,9 +39,10 @@ from seqdedupe.names import topic_name
 
 
 def credentials_of(settings: FunctionSettings, get_secret: Callable[[str], str | None]) -> Credentials:
-    """Return the credentials from userConfig, and for the others from the environment. The secret is read at each use.
+    """Return credentials from userConfig. Values that are missing there come from the environment. The secret is read
+    at each use.
 
-    Raises INVALID_FUNCTION if there is no such secret, INVALID_CREDENTIALS.
+    Raises INVALID_FUNCTION if the secret does not exist, INVALID_CREDENTIALS.
     """
     name = settings.sidecar_token_secret
     if name and get_secret(name) is None:
@@ -61,26 +63,27 @@ def credentials_of(settings: FunctionSettings, get_secret: Callable[[str], str |
 
 
 class Owners:
-    """The owners of a topic or partition; detects void entries.
+    """Tracks the owners of a topic or partition, to detect void entries.
 
-    An owner wrote a void entry when another owner had taken over, or after Pulsar had refused an earlier entry. Its
-    producer received no success and sends again, so readers ignore the entry. A reader that starts within void entries
-    cannot detect them. A missing number at the border of two ledgers proves nothing here.
+    A void entry is an entry that an owner wrote after another owner had taken over, or after Pulsar had refused an
+    earlier entry. The producer of a void entry received no success and sends the message again, so readers ignore the
+    entry. A reader that starts among void entries cannot detect them. A missing number at the border of two ledgers
+    proves nothing here.
     """
 
     def __init__(self) -> None:
         self._last: EntryPlace | None = None
-        """The owner's last entry before which no entry is missing."""
+        """The last entry of the current owner before which no entry is missing."""
         self._since = self._at = -1, -1
-        """The position where the owner began; the highest position so far."""
+        """The position of the current owner's first entry, and the highest position so far."""
         self._is_whole = False
-        """Whether every position since the owner's last entry was seen."""
+        """Whether every position since the current owner's last entry was seen."""
         self._hole: tuple[EntryOwner, tuple[int, int]] | None = None
-        """The owner of the newest hole, and the position of the first entry after it."""
+        """The owner that wrote the newest gap, and the position of the first entry after the gap."""
 
     def is_void(self, place: EntryPlace | None, ledger_id: int, entry_id: int) -> bool:
-        """Return whether an entry is void. An entry without a place is not a sidecar's. Entries come in order, and may
-        come again."""
+        """Return whether an entry is void. An entry without a place was not written by a sidecar. Entries must be
+        passed in order; an entry may be passed again."""
         at, is_new = (ledger_id, entry_id), (ledger_id, entry_id) > self._at
         if is_new:
             self._is_whole = self._is_whole and ledger_id == self._at[0] and entry_id == self._at[1] + 1
@@ -109,7 +112,8 @@ Serialize = Callable[[Any], bytes]
 
 
 def payload_of(serialize: Serialize, value: Any) -> bytes:
-    """Return the bytes that a SerDe makes of a value. Raises TypeError if it returns no bytes, and its own errors."""
+    """Return the bytes that a SerDe makes of a value. Raises the errors of the SerDe, and TypeError if the SerDe does
+    not return bytes."""
     payload = serialize(value)
     if not isinstance(payload, bytes | bytearray | memoryview):
         raise TypeError(f"a SerDe has made {type(payload).__name__} of an output: bytes are needed")
@@ -117,10 +121,10 @@ def payload_of(serialize: Serialize, value: Any) -> bytes:
 
 
 class GatheringContext:
-    """Pulsar's context of one input. `publish` gathers outputs, `ack` does nothing; all else is Pulsar's own.
+    """Pulsar's context of one input, with two changes: `publish` gathers outputs, and `ack` does nothing.
 
-    `publish` raises at once for an output that cannot be accepted, and INVALID_REQUEST after `process` has returned.
-    When the output is settled, its callback is called with `pulsar.Result.Ok` and None, in another thread.
+    `publish` raises at once for an output that cannot be accepted, and raises INVALID_REQUEST after `process` has
+    returned. When the output is settled, its callback is called with `pulsar.Result.Ok` and None, in another thread.
     """
 
     def __init__(
@@ -146,8 +150,8 @@ class GatheringContext:
         callback: Callback | None = None,
         message_conf: Mapping[str, Any] | None = None,
     ) -> None:
-        """Gather an output. The parameters are those of Pulsar's `publish`. The compression is ignored: the sidecar
-        decides it."""
+        """Gather an output. The parameters are the same as those of Pulsar's `publish`. The compression is ignored,
+        because the sidecar chooses it."""
         if self._is_over:
             raise error("INVALID_REQUEST", "publish was called after process() had returned")
         conf = dict(message_conf or {})
@@ -171,7 +175,7 @@ class GatheringContext:
 # -- The wrapped function: it is found by name, called with the input that it expects, and its results become bytes.
 
 _OF_PULSAR = "serde."
-"""The prefix of Pulsar's own SerDes, short for `pulsar.functions.serde`."""
+"""The prefix of Pulsar's own SerDes, an abbreviation of `pulsar.functions.serde`."""
 
 
 def _invalid(what: str, e: BaseException) -> SeqdedupeError:
@@ -187,7 +191,7 @@ def find(name: str) -> Any:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as e:
-            # If another module is missing, the found module imports it.
+            # If a different module is missing, it is a module that the found module imports.
             if not module or e.name != name:
                 raise
             return getattr(importlib.import_module(module), attribute)
@@ -196,7 +200,7 @@ def find(name: str) -> Any:
 
 
 def _made(name: str) -> Any:
-    """Return an object of the class with this name, or the module."""
+    """Return an object of the class with this name. If the name is a module's, return the module."""
     found = find(name)
     if not isinstance(found, type):
         return found
@@ -207,7 +211,7 @@ def _made(name: str) -> Any:
 
 
 def as_bytes(value: Any) -> bytes:
-    """Return bytes unchanged; text and numbers as Pulsar's default SerDe writes them. Raises TypeError."""
+    """Return bytes unchanged. Convert text and numbers as Pulsar's default SerDe does. Raises TypeError."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str | int | float | complex):
@@ -216,7 +220,7 @@ def as_bytes(value: Any) -> bytes:
 
 
 class Wrapped:
-    """The function with its SerDes. Raises INVALID_FUNCTION if it is not found."""
+    """The wrapped function with its SerDes. Raises INVALID_FUNCTION if the function is not found."""
 
     def __init__(self, settings: FunctionSettings, output_topic: str) -> None:
         self._output_topic = output_topic
@@ -238,8 +242,8 @@ class Wrapped:
         return self._serializers[name]
 
     def outputs(self, payload: bytes, context: Any, source: InputSource) -> list[FunctionOutput]:
-        """Run the function once, and return its outputs. Raises its errors, and the error of an output that cannot be
-        published."""
+        """Run the function once, and return its outputs. Raises the errors of the function, and the error of an output
+        that cannot be published."""
         if source.unreadable is not None:
             raise source.unreadable
         gathering = GatheringContext(context, source, self._serialize_for, self._output_topic)
@@ -264,7 +268,7 @@ class Wrapped:
 logger = logging.getLogger("seqdedupe.functions")
 
 MAX_ERROR_CHARACTERS = 1000
-"""The most characters of the error's text in a dead letter."""
+"""The maximum number of characters of the error's text in a dead letter."""
 
 _PARTITION = re.compile(r"-partition-\d+$")
 
@@ -298,7 +302,7 @@ class FunctionInstance:
         self._lanes: dict[str, Owners] = {}
         """The owners, by input topic or partition."""
         self._set_aside: dict[str, InputIdentity] = {}
-        """The last dead letter of the current ledger, by input topic or partition."""
+        """The last dead letter in the current ledger, for each input topic or partition."""
         self._counts = Counter(retries=0, dead_letters=0, void=0)
         self._reported: Counter[str] = Counter()
         self._record_metric: Callable[[str, float], None] = context.record_metric
@@ -312,7 +316,7 @@ class FunctionInstance:
 
     @property
     def counts(self) -> Counter[str]:
-        """The numbers of new outputs, duplicates and unknown outcomes, and of restarts, retries, dead letters and void
+        """The numbers of new outputs, duplicates, unknown outcomes, restarts, retries, dead letters and void
         entries."""
         return self._counts + Counter(self._pipeline.counts())
 
@@ -321,7 +325,8 @@ class FunctionInstance:
         self._pipeline.close()
 
     def take(self, context: Any) -> None:
-        """Take the context's message, and return when its outputs are in flight. Never raises for a message."""
+        """Process the context's message, and return when its outputs are in flight. Never raises an exception for a
+        message."""
         message_id = context.get_message_id()
         source = InputSource(context)
         if source.topic not in self._lanes:
@@ -338,8 +343,9 @@ class FunctionInstance:
         outputs, is_dead = self._run(context, source)
         if is_dead:
             identity = identity.of_dead_letter()
-            # A barrier on both sides. A dead letter implies that everything before it is settled. And if a later output
-            # settled first and the instance ended, the message would run again, and its outputs would be duplicates.
+            # Wait on both sides of a dead letter. A dead letter means that everything before it is settled. And if a
+            # later output settled first and the instance ended, the message would run again, and its outputs would be
+            # duplicates.
             self._pipeline.settle()
             self._set_aside[source.topic] = identity
         self._pipeline.add(one, identity, outputs)
@@ -347,12 +353,12 @@ class FunctionInstance:
             self._pipeline.settle()
 
     def _given_topic(self, topic: str) -> str:
-        """Return the name of an input topic in the deployment. Pulsar acknowledges by that name."""
+        """Return the name under which the deployment lists the input topic. Pulsar acknowledges by that name."""
         return self._given_topics.get(topic) or self._given_topics.get(_PARTITION.sub("", topic), topic)
 
     def _counts_for_nobody(self, source: InputSource, message_id: Any) -> bool:
-        """Return whether it is not a producer's message, in a topic that a sidecar writes. Such entries are
-        acknowledged without a call of the function."""
+        """Return whether the entry is in a topic that a sidecar writes, but contains no valid message of a producer.
+        Such entries are acknowledged without a call of the function."""
         if self._lanes[source.topic].is_void(source.place, message_id.ledger_id(), message_id.entry_id()):
             self._counts["void"] += 1
             logger.warning("%s of %s is void and skipped: it was never acknowledged", message_id, source.topic)
@@ -373,8 +379,8 @@ class FunctionInstance:
         )
 
     def _run(self, context: Any, source: InputSource) -> tuple[list[FunctionOutput], bool]:
-        """Return the function's outputs for the message and false; or a dead letter and true, if it fails at each
-        attempt."""
+        """Return the function's outputs for the message, and false. If the function fails at each attempt, return a
+        dead letter, and true."""
         payload = context.message.data()
         which = f"message {context.get_message_id()} of {source.topic}"
         for attempt in range(self._settings.max_message_retries + 1):
@@ -383,9 +389,10 @@ class FunctionInstance:
                 self._sleep(self._settings.retry_delay_ms / 1000)
             try:
                 return self._wrapped.outputs(payload, context, source), False
-            except BaseException as e:  # `sys.exit` too, or a cancelled task: else it would end each new instance
+            # also for `sys.exit` and a cancelled task, which would otherwise end each new instance
+            except BaseException as e:
                 if isinstance(e, SeqdedupeError) and e.reason == "INVALID_FUNCTION":
-                    raise  # every message would fail: no dead letters for that
+                    raise  # every message would fail, so there must be no dead letters
                 if attempt:
                     logger.error("the function has failed again on %s: %s", which, _as_text(text_of(e)))
                 else:
@@ -404,8 +411,8 @@ class FunctionInstance:
         return [source.dead_letter(self._settings.dead_letter_topic, payload, told)], True
 
     def _is_set_aside(self, lane: str, identity: InputIdentity) -> bool:
-        """Return whether a dead letter shows that the input is settled. The dead letter topic is queried when inputs of
-        a new ledger begin."""
+        """Return whether the dead letter topic shows that the input is settled. The dead letter topic is queried when
+        the inputs of a new ledger begin."""
         if not self._settings.dead_letter_topic:
             return False
         of_letter = identity.of_dead_letter()
@@ -417,7 +424,7 @@ class FunctionInstance:
         return identity.sequence_id <= known.sequence_id
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep for `seconds`, or until the process is to stop."""
+        """Sleep for `seconds`, or until the process is asked to stop."""
         until = time.monotonic() + seconds
         waiting = threading.Event()
         while (left := until - time.monotonic()) > 0:

@@ -1,6 +1,7 @@
-"""The pipeline: its thread publishes the outputs of inputs, and acknowledges each input when they are settled.
+"""The pipeline: its thread publishes the outputs of inputs, and acknowledges each input when all outputs of the input
+are settled.
 
-Begin with `Pipeline`. It has an `OutputPublisher` for each topic, which comes first in this file.
+Begin with `Pipeline`. It has one `OutputPublisher`, the first class in this file, for each topic.
 """
 
 import asyncio
@@ -39,33 +40,33 @@ from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 # It never gives up an output on its own: a later stream sends all unsettled outputs again, in their order.
 
 SAY_EVERY_SECONDS = 10.0
-"""The interval of log lines while nothing can be published."""
+"""The interval of log lines while no output can be published."""
 ANSWER_TIMEOUT_SECONDS = 30.0
-"""If frames are in flight and no answer comes for this time, the connection counts as broken."""
+"""If frames are in flight and no answer arrives for this time, the connection counts as broken."""
 SHORTEST_TRUCE_SECONDS = 0.1
 LONGEST_TRUCE_SECONDS = 1.0
-"""The limits of a random pause. For that time another instance keeps the name that it took, before this one takes it
-back."""
+"""The maximum length of a random pause. When another instance has taken a producer name, this instance waits for such a
+pause before it takes the name back."""
 NAMES_PER_OPEN = 3000
-"""The most names, of the maximum length and with epochs, in one call, which may have 1 MiB."""
+"""The maximum number of names, with maximum length and epochs, in one call, which may have 1 MiB."""
 
 _FIRST_DELAY_SECONDS = 0.05
 _LONGEST_DELAY_SECONDS = 2.0
 _TRIED_AGAIN = frozenset({"FENCED", "INVALID_EPOCH", "PREDECESSOR_MISSING", "OUTCOME_UNKNOWN"})
-"""The reasons, in addition to those that the sidecar marks as retriable, after which a new stream helps, with resumed
-or new sessions."""
+"""The reasons after which a new stream with resumed or new sessions helps, in addition to the reasons that the sidecar
+marks as retriable."""
 
 
 class OutputPublisher:
-    """Publishes the outputs for one topic. All of it runs on one event loop."""
+    """Publishes the outputs for one topic, on one event loop."""
 
     def __init__(self, sidecars: Sidecars, topic: str, has_begun: asyncio.Event) -> None:
-        """Make a publisher. The function's publishers share `has_begun`, which is set once a sidecar has answered one
-        of them."""
+        """Create a publisher. All publishers of the function share `has_begun`, which is set when a sidecar has
+        answered one of them."""
         self.backlog = Backlog()
         self.unknown = self.resumes = 0
         self.trouble: SeqdedupeError | None = None
-        """The reason why nothing can be published now; None while there is none known."""
+        """The reason why no output can be published now; None if no such reason is known."""
         self._sidecars = sidecars
         self._route = Route(sidecars, topic)
         self._topic = topic
@@ -77,21 +78,21 @@ class OutputPublisher:
         self._said_at = float("-inf")
 
     def add(self, rows: list[Row]) -> None:
-        """Add an input's outputs for the topic. Earlier outputs are published first."""
+        """Add an input's outputs for this topic. Outputs added earlier are published first."""
         self.backlog.add(rows)
         self._work.set()
 
     async def persisted(self, name: str) -> int:
-        """Return the highest sequence ID that the topic holds under a name; -1 if there is none. Waits for the
-        sidecar."""
+        """Return the highest sequence ID that the topic contains under a producer name; -1 if there is none. Waits for
+        the sidecar."""
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.backlog.ask(name, answer.set_result)
         self._work.set()
         return await answer
 
     async def run(self) -> None:
-        """Publish until cancelled. Raises errors that a retry cannot help, and NOT_A_SIDECAR before a sidecar has ever
-        answered."""
+        """Publish until cancelled. Raises errors after which a retry cannot help. Raises NOT_A_SIDECAR only if no
+        sidecar has ever answered."""
         while True:
             await self._wait_for_work()
             try:
@@ -143,7 +144,7 @@ class OutputPublisher:
     # -- sessions ----------------------------------------------------------------------------------------------
 
     async def _resume(self, stub: PublishServiceStub) -> None:
-        """Resume the existing sessions. Take names back that another instance has taken, after a pause."""
+        """Resume the existing sessions. If another instance has taken a name, take the name back after a pause."""
         sessions = list(self.backlog.sessions().items())
         fenced = False
         for first in range(0, len(sessions), NAMES_PER_OPEN):
@@ -163,7 +164,7 @@ class OutputPublisher:
             await asyncio.sleep(random.uniform(SHORTEST_TRUCE_SECONDS, LONGEST_TRUCE_SECONDS))
 
     async def _open(self, stub: PublishServiceStub) -> None:
-        """Start sessions for the names that have none."""
+        """Start sessions for the names that have no session."""
         while names := self.backlog.unopened()[:NAMES_PER_OPEN]:
             answer = await self._call_open(stub, names, [])
             for refusal in answer.refusals:
@@ -197,7 +198,7 @@ class OutputPublisher:
     # -- the stream --------------------------------------------------------------------------------------------
 
     async def _frames_to_send(self, stub: PublishServiceStub) -> list[InFlightBatch]:
-        """Return the next frame. Waits until there is one."""
+        """Return the next frame. Waits until there is a frame to send."""
         while True:
             if (frame := self.backlog.next_frame()) is not None:
                 return [InFlightBatch(frame.number, frame.batch, 0)]
@@ -219,13 +220,13 @@ class OutputPublisher:
                 logger.info("publishing to %s goes on", self._topic)
                 self.trouble = None
         if not self.backlog.waits_for_answers:
-            self._work.set()  # outputs that begin under a new name have waited for this
+            self._work.set()  # outputs that begin under a new name have waited for the settlement of earlier frames
         for refusal in answer.refusals:
             if self.backlog.rows_of(refusal.frame) is not None:
                 raise refusal_error(refusal)
 
     async def _watch(self) -> None:
-        """End a stream on which frames wait for an answer for too long."""
+        """End the stream if frames wait too long for an answer."""
         while True:
             await asyncio.sleep(ANSWER_TIMEOUT_SECONDS / 10)
             if not self.backlog.waits_for_answers:
@@ -237,37 +238,38 @@ class OutputPublisher:
 logger = logging.getLogger("seqdedupe.functions")
 
 LOOK_SECONDS = 0.1
-"""The interval at which waiting calls check whether the process is to stop."""
+"""The interval at which waiting calls check whether the process was asked to stop."""
 REPORT_SECONDS = 1.0
 INPUT_BYTES = 512
-"""The bytes counted for an input in addition to its outputs."""
+"""The number of bytes counted for an input in addition to its outputs."""
 
 Report = Callable[[dict[str, int], int], None]
-"""A function that receives the counts of `Pipeline.counts`, and the number of inputs that are not acknowledged."""
+"""A function that receives the counts of `Pipeline.counts`, and the number of unacknowledged inputs."""
 
 
 class Process(Protocol):
-    """The process that the function runs in."""
+    """The process in which the function runs."""
 
     @property
     def is_stopping(self) -> bool:
         """Whether the process was asked to end."""
 
     def end(self, why: str, *, failed: bool) -> None:
-        """End the process at once. Inputs that are not acknowledged come again, in order. In a test it may return."""
+        """End the process at once. Pulsar then delivers the unacknowledged inputs again, in order. In a test, this call
+        may return."""
 
 
 class Input:
-    """An input that is not acknowledged. `acknowledge` is called once, from the pipeline's thread."""
+    """An unacknowledged input. `acknowledge` is called once, from the pipeline's thread."""
 
     __slots__ = ("acknowledge", "lane", "left", "since_seconds", "size_bytes")
 
     def __init__(self, lane: str, acknowledge: Callable[[], None]) -> None:
         self.lane = lane
-        """Its topic or partition. The inputs of a lane are acknowledged in order."""
+        """The topic or partition of the input. The inputs of a lane are acknowledged in order."""
         self.acknowledge = acknowledge
         self.left = 0
-        """The number of outputs that are not settled."""
+        """The number of outputs that are not settled yet."""
         self.size_bytes = INPUT_BYTES
         self.since_seconds = 0.0
 
@@ -276,7 +278,7 @@ class Pipeline:
     """The inputs in flight of a function. Only the thread of `process` may call `add`, `settle` and `persisted`."""
 
     def __init__(self, settings: FunctionSettings, sidecars: Sidecars, process: Process, report: Report) -> None:
-        """Start the pipeline's thread. It calls `report` regularly, even while inputs wait."""
+        """Start the pipeline's thread. The thread calls `report` at intervals, even while inputs wait."""
         self._settings = settings
         self._process = process
         self._report = report
@@ -296,7 +298,7 @@ class Pipeline:
     # -- the thread of process() -------------------------------------------------------------------------------
 
     def add(self, one: Input, identity: InputIdentity, outputs: Iterable[FunctionOutput]) -> None:
-        """Pass an input and its outputs to the pipeline, in order. Waits while too much is in flight."""
+        """Add an input and its outputs to the pipeline, in order. Waits while too much data is in flight."""
         rows: dict[str, list[Row]] = {}
         for output in outputs:
             of_topic = rows.setdefault(output.topic, [])
@@ -318,11 +320,11 @@ class Pipeline:
         return self._inputs < self._settings.max_in_flight_messages and self._bytes < self._settings.max_in_flight_bytes
 
     def settle(self) -> None:
-        """Wait until everything is acknowledged."""
+        """Wait until all inputs are acknowledged."""
         self._wait_until(lambda: not self._inputs)
 
     def persisted(self, topic: str, name: str) -> int:
-        """Return the highest sequence ID that a topic holds under a name; -1 if there is none."""
+        """Return the highest sequence ID that a topic contains under a producer name; -1 if there is none."""
 
         async def ask() -> int:
             return await self._publisher(topic).persisted(name)
@@ -333,8 +335,8 @@ class Pipeline:
         return asked.result()
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for inputs in flight, or for the answer to a query. It does not rely only on the pipeline's thread: one
-        of the function's callbacks may block that thread."""
+        """Wait until `is_so` returns true: for inputs in flight, or for the answer to a query. The wait does not rely
+        only on the pipeline's thread, because a callback of the function may block that thread."""
         began = time.monotonic()
         with self._room:
             while not is_so():
@@ -348,8 +350,8 @@ class Pipeline:
         return time.monotonic() - since_seconds > self._settings.give_up_after_seconds
 
     def close(self) -> None:
-        """End all work; the thread stays, idle. Inputs in flight are not acknowledged, even if their outputs are
-        published."""
+        """End all work. The thread continues to exist without work. Inputs in flight are not acknowledged, even if
+        their outputs are published."""
 
         async def cancel() -> None:
             for task in self._tasks:
@@ -360,7 +362,7 @@ class Pipeline:
 
     @property
     def in_flight(self) -> int:
-        """The number of inputs that are not acknowledged."""
+        """The number of unacknowledged inputs."""
         return self._inputs
 
     def counts(self) -> dict[str, int]:
@@ -395,7 +397,7 @@ class Pipeline:
 
     def _end_because(self, e: BaseException) -> None:
         if self._process.is_stopping:
-            # Pulsar's runtime closes its consumers first: nothing can be acknowledged any more.
+            # Pulsar's runtime has closed its consumers before: no input can be acknowledged any more.
             self._process.end("the instance was asked to stop", failed=False)
         if not isinstance(e, SeqdedupeError):
             logger.error("a defect in the wrapper", exc_info=e)
@@ -409,7 +411,7 @@ class Pipeline:
         return found
 
     def _take(self) -> None:
-        # Clear the flag first: later inputs wake this again, or are found below.
+        # Clear the flag first: inputs that arrive later set it again, or are found below.
         self._is_woken = False
         try:
             while self._handed_over:
@@ -433,14 +435,14 @@ class Pipeline:
         return settled
 
     def _acknowledge_soon(self, one: Input) -> None:
-        """Schedule acknowledgements if the input has settled. Inputs that settle at the same time are acknowledged
+        """Schedule acknowledgements if the input is settled. Inputs that settle at the same time are acknowledged
         together."""
         if not one.left and not self._is_acknowledging:
             self._is_acknowledging = True
             self._loop.call_soon(self._acknowledge)
 
     def _acknowledge(self) -> None:
-        """Acknowledge, in each lane, the settled inputs before the first unsettled one."""
+        """Acknowledge, in each lane, the settled inputs before the first unsettled input."""
         self._is_acknowledging = False
         count = size = 0
         try:

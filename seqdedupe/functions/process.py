@@ -1,6 +1,7 @@
-"""The process of an instance, and its end: at once, so that unacknowledged inputs come again in order.
+"""The process of an instance, and how it ends. It ends at once, so that Pulsar delivers the unacknowledged inputs again
+in order.
 
-This module imports nothing that may be missing: it must report missing modules.
+This module imports no module that may be missing, because it must report missing modules.
 """
 
 import logging
@@ -16,11 +17,11 @@ logger = logging.getLogger("seqdedupe.functions")
 
 FAILED = 1
 LOG_TOPIC_SECONDS = 2.0
-"""The longest time that the end of a process waits until the log topic has its last lines."""
+"""The maximum time that the end of the process waits for the last lines to be written to the log topic."""
 
 
 def text_of(e: BaseException) -> str:
-    """Return an error's type and text. Raises nothing, even if the code that makes the text fails."""
+    """Return an error's type and text. Never raises an exception, even if the error's own code for the text fails."""
     try:
         said = str(e)
     except BaseException as again:  # noqa: BLE001 (it is the wrapped function's code)
@@ -29,19 +30,19 @@ def text_of(e: BaseException) -> str:
 
 
 def traceback_of(e: BaseException) -> str:
-    """Return the traceback as Python prints it, for the log. Not every log formatter can handle an error whose text
-    cannot be made."""
+    """Return the traceback as Python prints it, for the log. Some log formatters cannot handle an error whose text
+    cannot be created."""
     return "".join(traceback.format_exception(e)).rstrip()
 
 
 def ending(e: BaseException) -> str:
-    """Return an error as the reason why an instance ends, with its hint if it has one."""
+    """Return the text of an error as the reason why an instance ends, with the error's hint if there is one."""
     return f"{text_of(e)} {e.hint}" if isinstance(e, SeqdedupeError) else text_of(e)
 
 
 def _send_log_topic() -> None:
-    """Flush the log topic, with a time limit. The runtime's log handler sends in the background and has no flush; a
-    broker may be unreachable."""
+    """Flush the log topic, with a time limit. The runtime's log handler sends in the background and has no flush, and
+    the broker may be unreachable."""
     producers = [getattr(handler, "producer", None) for handler in logging.getLogger().handlers]
     for producer in filter(None, producers):
         sending = threading.Thread(target=producer.flush, daemon=True)
@@ -50,15 +51,15 @@ def _send_log_topic() -> None:
 
 
 class InstanceProcess:
-    """This process, which Pulsar's runtime restarts when it ends.
+    """The process of an instance, which Pulsar's runtime restarts when it ends.
 
-    Neither SystemExit nor an exception ends an instance: the runtime catches exceptions of `process`, and continues
-    without the message.
+    Neither SystemExit nor any other exception ends an instance: the runtime catches exceptions of `process`, and
+    continues with the next message.
     """
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the runtime was asked to end (SIGTERM). It does not end while `process` runs."""
+        """Whether the runtime was asked to end (SIGTERM). The runtime does not end while `process` runs."""
         main: Any = sys.modules.get("__main__")
         return getattr(main, "to_run", True) is False
 
@@ -70,5 +71,5 @@ class InstanceProcess:
             _send_log_topic()
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:  # also if the output has no reader any more, and flushing it fails
+        finally:  # also if the output has no reader any more, so that flushing it fails
             os._exit(FAILED if failed else 0)

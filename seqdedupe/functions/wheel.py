@@ -1,7 +1,8 @@
-"""`python -m seqdedupe.functions.wheel CODE … --output FILE`: one wheel of wrapper, client and a function's code.
+"""`python -m seqdedupe.functions.wheel CODE … --output FILE`: build one wheel from the wrapper, the client and a
+function's code.
 
 Pulsar unpacks the wheel and installs nothing else. So the wheel declares no dependencies: the worker's Python
-environment must have them (docs/guides/functions.md). The same code gives the same bytes.
+environment must contain them (docs/guides/functions.md). The same code results in a wheel with the same bytes.
 """
 
 import base64
@@ -28,8 +29,8 @@ RUNTIME_MODULES = frozenset(
         *("secretsprovider", "server", "state_context", "util"),
     )
 )
-"""The modules of Pulsar's Python runtime. Another module with such a name is never imported: the runtime's is already
-loaded."""
+"""The modules of Pulsar's Python runtime. A module of the function with such a name would never be imported, because
+the runtime's module is already loaded."""
 
 _FIRST_TIME = (1980, 1, 1, 0, 0, 0)
 _MODE = 0o644 << 16
@@ -58,8 +59,8 @@ def _files(code: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
 
 
 def build(code: Sequence[Path], output: Path) -> None:
-    """Write the wheel. Raises INVALID_FUNCTION if a path in `code` is no module, two modules have one name, or `output`
-    is no .whl; OSError."""
+    """Write the wheel. Raises INVALID_FUNCTION if a path in `code` is not a module, two modules have the same name, or
+    `output` does not end in .whl; OSError."""
     if output.suffix != ".whl":
         raise error("INVALID_FUNCTION", f"{output} is no name of a wheel: Pulsar tells by .whl what it has to unpack")
     version = metadata.version("seqdedupe")

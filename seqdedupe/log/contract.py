@@ -38,8 +38,8 @@ from seqdedupe.message_id import MessageId
 class Run(NamedTuple):
     """The message IDs of consecutive rows.
 
-    The first row has (`ledger_id`, `entry_id`, `batch_index`). In the following rows the entry counts up where
-    `batch_index` is -1 (an entry is one message), else the batch index does.
+    The first row has (`ledger_id`, `entry_id`, `batch_index`). If `batch_index` is -1, an entry is one message, and the
+    entry ID counts up in the following rows. Otherwise the batch index counts up.
     """
 
     rows: int
@@ -73,31 +73,31 @@ class LargerRecordError(Exception):
 
 
 class Failure(Enum):
-    """Why the log takes no appends until it is opened for writing again."""
+    """The reason why the log accepts no appends until it is opened for writing again."""
 
     REFUSED = "refused"
-    """No append that is not settled as stored is in the log, or ever will be."""
+    """Appends that have not settled as stored are not in the log, and never will be."""
 
     UNKNOWN = "unknown"
-    """A prefix of the appends that are not settled may be in the log. Opening it again and reading tells."""
+    """The first of the unsettled appends may be in the log. Opening the log again and reading it shows which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of the oldest unsettled appends of batches and control records since the log was opened."""
+    """The outcome of the oldest unsettled appends (batches and control records) since the log was opened."""
 
     runs: Sequence[Runs]
     """One element for each further append that is durable: the message IDs of its rows."""
 
     failure: Failure | None = None
-    """Set once, in the last outcome: all other appends have failed."""
+    """The failure. Set only in the last outcome: all other appends have failed."""
 
     why: str = ""
     """With a failure, one line of text for a person."""
 
     written: Sequence[Runs] = ()
-    """One element for each further append that is newly written, in order, but not durable yet. It stays unless the
-    machine stops. Only its sender may learn of it."""
+    """One element for each append that is newly written, in order, but not durable yet. It is kept unless the machine
+    stops. Only its sender may be notified of it."""
 
     @property
     def stored(self) -> int:
@@ -129,7 +129,7 @@ class Entries:
 
 
 class Records(NamedTuple):
-    """Whole records of batches as they are stored, one after the other."""
+    """Complete records of batches as they are stored, one after the other."""
 
     raw: bytes | memoryview
     runs: Sequence[Runs] | None = None
@@ -180,7 +180,7 @@ class DamageFound(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """Entries in the log that are not part of it, as far as they were read since it was opened."""
+    """Entries that are stored in the log but are not part of it, as far as they were read since the log was opened."""
 
     void: int = 0
     """Entries of an owner that had lost the log."""

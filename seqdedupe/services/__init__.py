@@ -1,26 +1,62 @@
-"""Patterns of services over the sidecar, each one object: needs the extra `services`.
+"""Patterns of services that use the sidecar. Each pattern is one class; all of them need the extra `services`.
 
 Each has a folder or file: `outbox`, `consumer`, `inbox`, `pipe`. This file has what they share: the test when a process
-that stands by may take over.
+that stands by may take over, and the lines about attempts that fail.
 """
 
 import time
+from collections.abc import Callable
+
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.wording import counted
+
+REPEAT_SECONDS = 30.0
+"""The least time between two lines about the same reason."""
 
 
 class Stillness:
-    """Whether the working process has shown no change for long enough. Then a process that stands by takes over.
+    """Decides whether the working process has shown no change for long enough, so that a standby process may take over.
 
-    The process that stands by looks from time to time, and measures by its own clock.
+    The standby process looks at the state at intervals, and measures the time with its own clock.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._seen: object = self  # equal to nothing else
+        self._seen: object = self  # an object that is equal to nothing else
         self._since = 0.0
 
     def has_lasted(self, seen: object) -> bool:
-        """Return whether the state has been the same for that number of seconds. `seen` is the state now."""
+        """Return whether the state has not changed for the configured number of seconds. `seen` is the current
+        state."""
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
         return now - self._since >= self._seconds
+
+
+class Retries:
+    """Reports why a service tries again: at the first failure with a reason, then at most every REPEAT_SECONDS with the
+    number of failures. When the service works again, it reports that once."""
+
+    def __init__(self, report: Callable[[str], None], now_seconds: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
+        self._now_seconds = now_seconds
+        self._failures = 0
+        self._reported: dict[str, float] = {}
+        """When each reason was reported last."""
+
+    def failed(self, failure: SeqdedupeError) -> None:
+        """Count a failure after which the service tries again."""
+        self._failures += 1
+        now, since = self._now_seconds(), self._reported.get(failure.reason)
+        if since is None or now - since >= REPEAT_SECONDS:
+            self._reported[failure.reason] = now
+            times = f" (failed {counted(self._failures, 'time')})" if self._failures > 1 else ""
+            self._report(f"trying again{times}: {failure}")
+
+    def works(self) -> None:
+        """Note that the service works."""
+        if self._failures:
+            self._report(f"working again (failed {counted(self._failures, 'time')})")
+            self._failures = 0
+            self._reported.clear()

@@ -1,7 +1,7 @@
-"""What a service has done and how far behind it is, in plain numbers: the service writes them, metrics show them.
+"""The counts of a service, and its lag behind the topic, as plain numbers. The service writes these numbers, and the
+metrics server shows them.
 
-The service counts in `Activity` while it works. `lag_after` asks a sidecar how far a position is behind its topic's
-end.
+A service counts its work in `Activity`. `lag_after` asks a sidecar how many messages follow a position.
 """
 
 import asyncio
@@ -20,42 +20,44 @@ from seqdedupe.message_id import Position
 T = TypeVar("T")
 
 ANSWER_SECONDS = 20.0
-"""The time limit of a look at the lag. After it, the look ends without a result."""
+"""The time limit for measuring the lag. After this time, the measurement ends without a result."""
 
 AT_ONCE = 16
-"""The number of topics that are asked for at the same time."""
+"""The number of topics whose lag is measured at the same time."""
 
 _OF_DATABASES = ("OUTPUT_UNAVAILABLE", "OUTBOX_UNAVAILABLE")
-"""Failures of a database. A look at the lag proves nothing about them, because it asks only the sidecar."""
+"""Failures of a database. Measuring the lag does not show whether such a failure is over, because it asks only the
+sidecar."""
 
 UNTYPED = "OTHER"
-"""The reason of a failure that is none of `seqdedupe.errors`."""
+"""The reason of a failure that is not an error of `seqdedupe.errors`."""
 
 
 class State(Enum):
-    """The present action of a service."""
+    """The current state of a service."""
 
     RUNNING = "running"
-    """It works, or has done all the work there is."""
+    """The service works, or has done all available work."""
     WAITING = "waiting"
-    """It cannot continue until something else answers. Its reason names that."""
+    """The service cannot continue until another system responds. The reason identifies that system."""
     STANDBY = "standby"
-    """Another process works. This process takes over if the other one ends."""
+    """Another process does the work. This process takes over if the other process ends."""
     STOPPED = "stopped"
-    """It has not begun, or has ended. It has a reason if it failed."""
+    """The service has not started, or has ended. If it failed, there is a reason."""
 
 
 class Lag(NamedTuple):
-    """How far behind a service is."""
+    """The number and age of the messages that a service has not processed yet."""
 
     messages: int
     """The number of messages that are not processed yet."""
     oldest_ms: int | None
-    """The publish time of the oldest of them, in milliseconds since 1970. None if there is none, or it is not known."""
+    """The publish time of the oldest unprocessed message, in milliseconds since 1970. None if there is no such message,
+    or the time is not known."""
 
     @property
     def seconds(self) -> float | None:
-        """The age of the oldest message that is not processed; 0 if there is none, None if it is not known."""
+        """The age of the oldest unprocessed message; 0 if there is no such message, None if the age is not known."""
         if not self.messages:
             return 0.0
         return None if self.oldest_ms is None else max(0.0, time.time() - self.oldest_ms / 1000)
@@ -65,29 +67,30 @@ NO_LAG = Lag(0, None)
 
 
 class Activity:
-    """Counts since the object was made. One service writes and any thread reads. Each number is correct on its own."""
+    """Counts since this object was created. One service writes the counts, and any thread reads them. Each number is
+    consistent in itself, but not with the others."""
 
     def __init__(self, kind: str, name: str) -> None:
         self.kind = kind
         self.name = name
         self.messages = 0
-        """The number of messages processed for good."""
+        """The number of messages that are processed completely."""
         self.duplicates = 0
-        """The number of messages that had been processed already, and were skipped."""
+        """The number of messages that were skipped because they had been processed before."""
         self.set_aside = 0
-        """The number of messages put aside for people, or for another attempt."""
+        """The number of messages set aside, to be examined by a person or tried again later."""
         self.failures: Counter[str] = Counter()
-        """The number of failures by reason. Each attempt counts."""
+        """The number of failures by reason. Each failed attempt is counted."""
         self.last_success_seconds: float | None = None
-        """The time when something was processed last, in seconds since 1970."""
+        """The time when a message was last processed, in seconds since 1970."""
         self.state = State.STOPPED
         self.reason = ""
-        """The reason of the state, if it has one."""
+        """The reason for the state; empty if there is none."""
         self.lag: Lag | None = None
-        """The lag at the last look. None if it is not known, or another process works."""
+        """The lag when it was last measured. None if the lag is not known, or another process does the work."""
 
     def done(self, messages: int, *, duplicates: int = 0, set_aside: int = 0) -> None:
-        """Count this number of messages as processed, or as dealt with otherwise."""
+        """Count this number of messages as processed, as duplicates, or as set aside."""
         self.messages += messages
         self.duplicates += duplicates
         self.set_aside += set_aside
@@ -101,34 +104,34 @@ class Activity:
         return reason
 
     def runs(self) -> None:
-        """Note that the service works and waits for nothing."""
+        """Note that the service works, and waits for no other system."""
         self.state, self.reason = State.RUNNING, ""
 
     def waits(self, failure: SeqdedupeError) -> None:
-        """Note that the service waits until the failed part works again."""
+        """Note that the service waits until the system that failed works again."""
         self.state, self.reason = State.WAITING, self.failed(failure)
 
     def stands_by(self) -> None:
-        """Note that another process works."""
+        """Note that another process does the work."""
         self.state, self.reason, self.lag = State.STANDBY, "", None
 
     @property
     def is_at_work(self) -> bool:
-        """Whether this process is the one that works, if it can."""
+        """Whether this process is the one that does the work, or would do it if it did not have to wait."""
         return self.state in (State.RUNNING, State.WAITING)
 
     def see(self, lag: Lag | None) -> None:
-        """Take the lag as it was found now. None if the position of the service is not known."""
+        """Record the lag as just measured. None: the position of the service is not known."""
         if lag is None and self.state is State.WAITING:
-            return  # the lag at the start of the wait says more
+            return  # the lag at the start of the wait contains more information
         if lag is not None and not lag.messages and self.state is State.WAITING and self.reason not in _OF_DATABASES:
-            self.runs()  # nothing is left to wait for
+            self.runs()  # there is nothing left to wait for
         self.lag = lag if self.is_at_work else None
 
     @contextmanager
     def life(self) -> Iterator[None]:
-        """Run until the block ends. An exception of the block is the reason why the service has stopped. Within another
-        such block this changes nothing."""
+        """Mark the service as running until the block ends. If the block ends with an exception, that exception becomes
+        the reason why the service has stopped. A nested block of this kind changes nothing."""
         if self.state is not State.STOPPED:
             yield
             return
@@ -150,15 +153,15 @@ class Service(Protocol):
     def activity(self) -> Activity: ...
 
     def look_at_lag(self) -> Lag | None:
-        """Find out how far behind the service is. None if another process works. This blocks: call it from a separate
-        thread.
+        """Measure the service's lag. Return None if another process does the work. The call blocks: make it from a
+        separate thread.
 
-        Raises SeqdedupeError, TimeoutError if the lag cannot be found out now.
+        Raises SeqdedupeError or TimeoutError if the lag cannot be measured now.
         """
 
 
 def answer_of(call: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """Return the result of the coroutine, run on another thread's event loop. Raises TimeoutError after
+    """Run the coroutine on another thread's event loop, and return the result. Raises TimeoutError after
     ANSWER_SECONDS."""
     asked = asyncio.run_coroutine_threadsafe(call, loop)
     try:
@@ -171,10 +174,11 @@ def answer_of(call: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> 
 
 
 async def lag_after(client: Client, topic: str, position: Position) -> Lag:
-    """Return the number of the topic's messages after a position, and the age of the first. Only that message is read.
+    """Return the number of the topic's messages after a position, and the age of the first of them. Only that message
+    is read.
 
-    If a topic was deleted and created again, a position of the old topic is before all its messages. Raises the errors
-    of `Client.ends` and of readers, but not for messages that retention has dropped. Those do not count.
+    If the topic was deleted and recreated, all messages of the new topic are after a position of the old topic. Raises
+    the errors of `Client.ends` and of readers. Messages that retention has removed cause no error and are not counted.
     """
     ends = await client.ends(topic)
     first_index = first_unread(position, ends.last.incarnation, ends.first_index)
@@ -184,7 +188,7 @@ async def lag_after(client: Client, topic: str, position: Position) -> Lag:
 
 
 async def _publish_time_ms(client: Client, topic: str, index: int) -> int | None:
-    # The message may be gone by now, or damaged; and a reader would wait for a sidecar that is not there any more.
+    # The message may be removed or damaged by now. And a reader would wait without limit for a sidecar that is down.
     with suppress(PositionError, DamagedError, TimeoutError):
         async with asyncio.timeout(ANSWER_SECONDS), client.reader(topic, index, stop_index=index + 1) as reader:
             async for message in reader:
@@ -193,7 +197,7 @@ async def _publish_time_ms(client: Client, topic: str, index: int) -> int | None
 
 
 async def lags_after(client: Client, positions: Mapping[str, Position]) -> dict[str, Lag]:
-    """Return the result of `lag_after` for several topics, by topic."""
+    """Measure `lag_after` for several topics. Return the lags by topic."""
     lags: dict[str, Lag] = {}
     topics = list(positions)
     for first in range(0, len(topics), AT_ONCE):
@@ -204,7 +208,7 @@ async def lags_after(client: Client, positions: Mapping[str, Position]) -> dict[
 
 
 async def lag_of_all(client: Client, positions: Mapping[str, Position]) -> Lag | None:
-    """Return the lag of several topics together; None if there are none."""
+    """Return the total lag of several topics; None if there are no topics."""
     return total((await lags_after(client, positions)).values()) if positions else None
 
 

@@ -24,7 +24,7 @@ _ALLOW = "seqdedupe.allow_insecure_listen"
 
 
 def metrics_options(command: Command) -> Command:
-    """Add `--metrics-listen` and `--allow-insecure-listen`, for `metrics_told`."""
+    """Add `--metrics-listen` and `--allow-insecure-listen`, which `metrics_told` uses."""
     allow = click.option(
         "--allow-insecure-listen",
         is_flag=True,
@@ -49,9 +49,9 @@ def _remember(key: str, context: click.Context, _option: click.Parameter, value:
 
 
 def metrics_told(*, as_json: bool) -> Callable[[Service], AbstractContextManager[None]]:
-    """Return a function that makes a block from a service. Within the block, the command serves the service's metrics
-    if `--metrics-listen` is given. It prints the address on standard error. The block raises INVALID_CONFIGURATION,
-    INSECURE_LISTEN."""
+    """Return a function that makes a context manager from a service. Within the context, the command serves the
+    service's metrics if `--metrics-listen` is given, and prints the address on standard error. The context manager
+    raises INVALID_CONFIGURATION, INSECURE_LISTEN."""
     told = click.get_current_context().meta
     return partial(_metrics_of, told[_LISTEN], told[_ALLOW], as_json)
 
@@ -75,7 +75,7 @@ def _metrics_of(listen: str | None, allow_insecure: bool, as_json: bool, service
 
 
 def lag_options(command: Command) -> Command:
-    """Add `--max-messages` and `--max-seconds`, which the command gets."""
+    """Add `--max-messages` and `--max-seconds`, and pass their values to the command."""
     seconds = click.option(
         "--max-seconds", type=Seconds(), metavar="S", help="Exit status 1 if the oldest of them is older."
     )
@@ -93,8 +93,8 @@ def show_lag(
     *,
     as_json: bool,
 ) -> int:
-    """Print how far these positions, by topic, are behind the topics' ends. Return the exit status. Raises the errors
-    of `lag_after`."""
+    """Print how far these positions, by topic, are behind the ends of their topics. Return the exit status. Raises the
+    errors of `lag_after`."""
     lags = run(partial(lags_after, client.on_loop, positions))
     whole = total(lags.values())
     if as_json:

@@ -1,7 +1,7 @@
-"""The inbox: messages take effect in the order that the business means, in any order of arrival. `Inbox` stands in
-front of a handler, and restores the order of the versions that the messages have.
+"""The inbox: messages take effect in the order of their versions, in any order of arrival. An `Inbox` is placed in
+front of a handler. It restores the order of the versions that the application has given to the messages.
 
-The tables come first, with the queries that need no handler. Then comes the decision about a message, then `Inbox`.
+The tables come first, with the queries that need no handler. Then come the decision about a message, and `Inbox`.
 """
 
 import hashlib
@@ -50,8 +50,9 @@ KEYS = table(
     Column("dropped", BigInteger, nullable=False),
     Column("locked", BigInteger, nullable=False),
 )
-"""A row for each key: the last version applied, and the number of messages dropped. `locked` changes whenever a
-transaction decides about the key: an update blocks all others, also where a transaction reads from a snapshot."""
+"""One row for each key: the last version applied, and the number of messages dropped. Every transaction that decides
+about the key changes `locked`. This update blocks all other such transactions, even at an isolation level that reads
+from a snapshot."""
 
 PARKED = table(
     "seqdedupe_inbox_parked",
@@ -64,7 +65,8 @@ PARKED = table(
     Column("parked_ms", BigInteger, nullable=False),
     *content_columns(),
 )
-"""A row for each message that came early: its versions of its keys (JSON), and one version that it waits for."""
+"""One row for each message that arrived too early: the message's versions by key (JSON), and one version that the
+message waits for."""
 
 Index("seqdedupe_inbox_waits", PARKED.c.inbox, PARKED.c.waits_for_key, PARKED.c.waits_for_version)
 
@@ -74,26 +76,28 @@ class Waiting(NamedTuple):
 
     message: Message
     versions: Mapping[str, int]
-    """The version that the message is, by key."""
+    """The version that the message has for each of its keys."""
 
     missing: Mapping[str, int]
-    """The version that must be applied before it and is not, by key. Empty if its own handling has failed."""
+    """For each key, the version that must be applied before this message and is not applied yet. Empty if the handler
+    has failed for the message itself."""
 
     seconds: float
-    """The time since it was parked."""
+    """The time in seconds since the message was parked."""
 
     error: str
-    """The error of the handler when its turn came; empty if its turn has not come."""
+    """The error of the handler when it was called for this message; empty if it was not called yet."""
 
     in_cycle: bool
-    """Whether the message waits, through others, for itself. No further message can end that."""
+    """Whether the message waits, through other messages, for itself. No further message can end such a wait."""
 
 
 def in_cycles(parked: Sequence[tuple[Mapping[str, int], Mapping[str, int]]]) -> list[bool]:
-    """Return for each message (its versions, and those it waits for) whether it waits for itself, through parked
-    messages.
+    """Return for each parked message whether it waits, through other parked messages, for itself. Each item of `parked`
+    has the versions of the message and the versions that it waits for.
 
-    A message is in a cycle if its strongly connected part has more than one message, or an edge to itself.
+    A message is in a cycle if its strongly connected component has more than one message, or an edge from the message
+    to itself.
     """
     provider = {(key, version): i for i, (versions, _) in enumerate(parked) for key, version in versions.items()}
     needs = [sorted({provider[wanted] for wanted in missing.items() if wanted in provider}) for _, missing in parked]
@@ -106,7 +110,7 @@ def in_cycles(parked: Sequence[tuple[Mapping[str, int], Mapping[str, int]]]) -> 
 
 
 def _connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the strongly connected parts, after Tarjan, without recursion: chains may be long."""
+    """Return the strongly connected components, by Tarjan's algorithm without recursion, because chains may be long."""
     order: dict[int, int] = {}
     low: dict[int, int] = {}
     on_stack: set[int] = set()
@@ -145,7 +149,8 @@ def _connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def waiting_in(engine: Engine, name: str, longer_than_seconds: float = 0.0) -> list[Waiting]:
-    """Return the messages that the inbox with this name has parked for longer than this, the longest first."""
+    """Return the messages that the inbox with this name has parked for longer than this time. The message parked
+    longest comes first."""
     with engine.begin() as connection:
         mine = select(PARKED).where(PARKED.c.inbox == name).order_by(PARKED.c.parked_ms, PARKED.c.id)
         rows = connection.execute(mine).all()
@@ -182,7 +187,7 @@ MAX_VERSION = 2**63 - 1
 MAX_KEY_LENGTH = 255
 
 Versions = Mapping[str, int]
-"""By key: the version of the key that a message is, or the last version applied."""
+"""By key: the version of the key that a message has, or the last version applied."""
 
 
 class InboxVerdict(Enum):
@@ -192,7 +197,8 @@ class InboxVerdict(Enum):
 
 
 class InboxDecision(NamedTuple):
-    """The verdict. With PARK: a key, and the version of it that must be applied before."""
+    """The decision about a message. With PARK: also a key, and the version of this key that must be applied before the
+    message."""
 
     verdict: InboxVerdict
     key: str = ""
@@ -200,13 +206,16 @@ class InboxDecision(NamedTuple):
 
 
 def decide(order: Order, wanted: Versions, applied: Versions) -> InboxDecision:
-    """Decide about a message.
+    """Decide what happens to a message.
 
-    - DROP: no version of it is above the last one applied.
-    - APPLY: all versions are above. With "contiguous", the version before it must have been applied, for every key.
-    - PARK: with "contiguous", until then. It waits for the first key for which that is not so.
+    - DROP: no version of the message is above the last version applied for its key.
+    - APPLY: all versions of the message are above the last versions applied. With "contiguous", the preceding version
+      of every key must also have been applied.
+    - PARK: with "contiguous", if a preceding version is not applied yet. The message waits for the first key for which
+      this is the case.
 
-    Raises INVALID_VERSION for a message that is above for some keys and not for others: two messages claim one version.
+    Raises INVALID_VERSION if some versions of the message are above the last versions applied and others are not: then
+    two messages claim the same version.
     """
     passed = [key for key in sorted(wanted) if wanted[key] <= applied[key]]
     if len(passed) == len(wanted):
@@ -226,8 +235,8 @@ def decide(order: Order, wanted: Versions, applied: Versions) -> InboxDecision:
 
 
 def name_of(key: str | bytes) -> str:
-    """Return the name of a key in the tables. No two keys share one. Bytes that are valid UTF-8 are the same key as
-    that text. All other bytes have a hash as their name, since no text stands for them."""
+    """Return the name of a key in the tables. Two different keys never have the same name. Bytes that are valid UTF-8
+    are the same key as the text that they encode. The name of all other bytes is a hash."""
     if isinstance(key, str):
         return key
     try:
@@ -242,14 +251,14 @@ def _is_name(text: str) -> bool:
 
 
 def former_name_of(key: str | bytes) -> str | None:
-    """Return the name that earlier versions gave to bytes that are no text. Several keys may have shared it. None for
-    all other keys."""
+    """Return the name that earlier versions of this product gave to a key of bytes that are not UTF-8. Several keys may
+    have shared this name. Return None for all other keys."""
     former = key.decode(errors="replace") if isinstance(key, bytes) else key
     return former if former != name_of(key) and _is_name(former) else None
 
 
 def checked(found: object) -> dict[str, int]:
-    """Return the versions, if they are valid. Raises INVALID_VERSION."""
+    """Return the versions unchanged if they are valid. Raises INVALID_VERSION."""
     if not isinstance(found, Mapping) or not found:
         raise error("INVALID_VERSION", f"the versions are {found!r:.80}: they should be a mapping of keys to numbers")
     versions: dict[str, int] = {}
@@ -274,37 +283,39 @@ Handle = Callable[[Connection, Message], object]
 MAX_NAME_LENGTH = 100
 
 _MOST_LOSSES = 2
-"""A parked message with which the connection ended this number of times is skipped. The number is below the number
-after which a consumer blames the message that woke it."""
+"""A parked message is skipped if the connection was lost this number of times while the message was handled. The number
+is lower than the number after which a consumer blames the message that caused the call."""
 
 _REPLACED = "\N{REPLACEMENT CHARACTER}"
-"""The character in the names of messages that earlier versions parked with a key of bytes that are no text."""
+"""The replacement character, which is in names that earlier versions gave to keys of bytes that are not UTF-8."""
 
 
 class Inbox:
-    """A handler in front of a handler: `Consumer(client, topic, name, engine, Inbox(…), in_batches=True)`.
+    """A handler that orders messages and passes them to another handler: `Consumer(client, topic, name, engine,
+    Inbox(…), in_batches=True)`.
 
-    With `in_batches` all keys of a batch are locked at once; the inner handler still gets single messages. Without it,
-    consumers that share the inbox may meet in deadlocks, which cost time.
+    With `in_batches` the inbox locks all keys of a batch at once; the inner handler still receives single messages.
+    Without `in_batches`, consumers that share the inbox may run into deadlocks, which cost time.
 
-    `key(message)` returns the key that has versions, and `version(message)` the version of it that the message is.
-    Instead, `versions(message)` returns several keys at once (`{"X": 4, "Y": 7}`: a transfer between two accounts).
-    `order` is
+    `key(message)` returns the key of a message, and `version(message)` returns the message's version of this key.
+    Alternatively, `versions(message)` returns the versions of several keys at once (`{"X": 4, "Y": 7}`: a transfer
+    between two accounts). `order` is
 
-    * "contiguous": a message is handled after the version before it was, for all its keys. A message that comes early
-      is parked, in the consumer's transaction. It is handled in the transaction that handles the one it waits for. The
-      first version of every key is `first_version`.
-    * "latest": a message is handled if it is above the last version handled.
+    * "contiguous": a message is handled after the preceding version of each of its keys. A message that arrives too
+      early is parked, in the consumer's transaction. It is handled in the same transaction as the message that it
+      waits for. The first version of every key is `first_version`.
+    * "latest": a message is handled if its version is above the last version handled.
 
     In both orders a message that is not above the last version is dropped and counted. So every version takes effect at
-    most once, in its order, from any number of topics and consumers that share the inbox. The rows of all keys of a
-    message are locked, in sorted order, before the decision. `waiting` lists the messages that are parked for good, and
-    the reason; nothing else ends their wait.
+    most once and in order, with any number of topics and consumers that share the inbox. Before the decision, the inbox
+    locks the rows of all keys of a message, in sorted order. `waiting` lists the messages that stay parked, with the
+    reason. Without an action by a person, they stay parked.
 
-    A parked message that the handler refuses in its turn stays parked with the error, and so do those after it. `sweep`
-    tries it again. Raises INVALID_OPTION, and INVALID_OUTPUT if the tables cannot be made. If the database is away, the
-    consumer waits for it and has them made. A message without a key or a version raises INVALID_VERSION to the
-    consumer, as an exception of the handler for the message that just came.
+    If the handler refuses a parked message when its turn comes, the message stays parked with the error. The messages
+    that wait for it stay parked too. `sweep` tries such messages again. Raises INVALID_OPTION, and INVALID_OUTPUT if
+    the tables cannot be made. If the database is unavailable, the consumer waits for the database, and the tables are
+    made later. For a message without a key or a version, the inbox raises INVALID_VERSION to the consumer, like an
+    exception of the handler for the message that has just arrived.
     """
 
     def __init__(
@@ -336,10 +347,11 @@ class Inbox:
         self._order = order
         self._losses: dict[str, list[str]] = {}
         self._before_all = first_version - 1 if order == "contiguous" else -1
-        # A process that takes a consumer over has the same purpose, with or without objects in front of the handler.
+        # When another process takes the consumer over, the purpose must be the same, with or without an inbox in front
+        # of the handler.
         self.__module__, self.__qualname__ = "inbox", f"{name}({purpose_of(handle)})"
         self._away: Away | None = None
-        """The reason why there may be no tables yet."""
+        """The reason why the tables may not exist yet."""
         try:
             self._make_tables()
         except Away as e:
@@ -351,14 +363,15 @@ class Inbox:
         self._away = None
 
     def __call__(self, connection: Connection, message: Message | list[Message]) -> None:
-        """Handle messages as a consumer's handler: single ones, or batches."""
+        """Handle one message or a batch, as the handler of a consumer."""
         if self._away is not None:
-            # They cannot be made within this transaction: SQLite has one writer, and MariaDB would commit.
+            # The tables cannot be made within this transaction: SQLite allows only one writer, and MariaDB would
+            # commit.
             raise Away(self._away.cause, " (when the inbox was made; its tables are made next)", self._make_tables)
         messages = message if isinstance(message, list) else [message]
         each = [(one, self._of(one)) for one in messages]
         if len(each) > 1:
-            # All at once: two batches that locked the same keys in another order would wait for each other.
+            # Lock all keys at once: two batches that lock the same keys in different orders would wait for each other.
             self._lock(connection, {key for _, wanted in each for key in wanted})
         for one, wanted in each:
             self._take(connection, one, wanted)
@@ -399,8 +412,9 @@ class Inbox:
     def _continued(
         self, connection: Connection, message: Message, wanted: Mapping[str, int], applied: Mapping[str, int]
     ) -> dict[str, int]:
-        """Return the versions of keys that begin here and had a row under their former name. They continue with the
-        next version. Several keys may have had that row, so any other version begins again."""
+        """Return the versions of the keys that are new under their present name but had a row under their former name.
+        Such a key continues with the next version. Several keys may have shared that row, so with any other version the
+        key begins again."""
         found: dict[str, int] = {}
         for key in self._given(message) if self._order == "contiguous" else ():
             name, former = name_of(key), former_name_of(key)
@@ -411,8 +425,8 @@ class Inbox:
         return found
 
     def _lock(self, connection: Connection, keys: Iterable[str]) -> dict[str, int]:
-        """Lock these keys until the transaction ends, so that no other decides about them. Return the last versions
-        applied."""
+        """Lock these keys until the transaction ends, so that no other transaction decides about them. Return the last
+        versions applied."""
         names = sorted(keys)
         for name in names:
             connection.execute(
@@ -436,23 +450,23 @@ class Inbox:
             connection.execute(update(KEYS).where(self._is(name)).values(dropped=KEYS.c.dropped + 1))
 
     def _wake(self, connection: Connection, applied: Mapping[str, int]) -> None:
-        """Look at all messages that wait for these versions, and at those that wait for the versions that this
-        applies."""
+        """Decide again about all messages that wait for these versions. If such a message is applied, do the same for
+        the messages that wait for its versions."""
         pending = sorted(applied.items())
         while pending:
             key, version = pending.pop()
             waits = (PARKED.c.inbox == self.name) & (PARKED.c.waits_for_key == key)
-            # A locking read: in MariaDB another read shows the state from when the transaction began to read.
+            # Use a locking read: in MariaDB, a plain read shows the state at the transaction's first read.
             wanted = select(PARKED).where(waits & (PARKED.c.waits_for_version == version)).with_for_update()
             for row in connection.execute(wanted.order_by(PARKED.c.parked_ms, PARKED.c.id)).all():
                 pending += self._look_again(connection, row).items()
 
     def _look_again(self, connection: Connection, row: Row[Any]) -> Mapping[str, int]:
-        """Decide once more about a parked message. Return the versions that it has applied."""
+        """Decide again about a parked message. Return the versions that were applied."""
         wanted: dict[str, int] = json.loads(row.versions)
         this = PARKED.c.id == row.id
         if len(losses := self._losses.get(row.id, [])) >= _MOST_LOSSES:
-            # The transaction of the message that woke it was lost with the connection, too.
+            # The transaction of the message that caused this call was lost with the connection, too.
             del self._losses[row.id]
             connection.execute(update(PARKED).where(this).values(attempts=PARKED.c.attempts + 1, error=losses[-1]))
             return {}
@@ -470,7 +484,8 @@ class Inbox:
                 values = waits | {"versions": json.dumps(wanted)}
                 connection.execute(update(PARKED).where(this).values(**values))
                 return {}
-            # Its effects are undone if it fails: the message that woke it has nothing to do with that.
+            # If the handler fails, only the effects of this message are undone: the message that caused this call is
+            # not responsible.
             with connection.begin_nested():
                 if decision.verdict is InboxVerdict.DROP:
                     self._count_dropped(connection, wanted)
@@ -491,18 +506,18 @@ class Inbox:
         return wanted if decision.verdict is InboxVerdict.APPLY else {}
 
     def sweep(self) -> int:
-        """Look once more at all parked messages, each in a separate transaction. Return the number that are parked no
-        more.
+        """Try all parked messages again, each in a separate transaction. Return the number of messages that are no
+        longer parked.
 
-        Use it for messages that the handler has refused, or that were skipped for another reason. It may run next to
-        consumers.
+        Use this for messages that the handler has refused, or that were skipped for another reason. Consumers may run
+        at the same time.
         """
         mine = PARKED.c.inbox == self.name
         with self._engine.begin() as connection:
             ids = connection.execute(select(PARKED.c.id).where(mine).order_by(PARKED.c.parked_ms)).scalars().all()
         for one in ids:
             with self._engine.begin() as connection:
-                # The keys first, as in all transactions. The row may be gone by then.
+                # Lock the keys first, as in all transactions. The row may be deleted by then.
                 row = connection.execute(select(PARKED).where(PARKED.c.id == one)).one_or_none()
                 if row is None:
                     continue
@@ -515,8 +530,8 @@ class Inbox:
         return len(ids) - len(left)
 
     def waiting(self, longer_than_seconds: float = 0.0) -> list[Waiting]:
-        """Return the messages parked for longer than this, the longest first: their missing versions, and whether in a
-        cycle."""
+        """Return the messages parked for longer than this time, with their missing versions, and whether they are in a
+        cycle. The message parked longest comes first."""
         return waiting_in(self._engine, self.name, longer_than_seconds)
 
 

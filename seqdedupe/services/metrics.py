@@ -1,4 +1,5 @@
-"""`/metrics` and `/healthz` of services, for a process that runs some: `ServiceMetrics`. Needs prometheus-client."""
+"""The HTTP server for `/metrics` and `/healthz`, for a process that runs services: `ServiceMetrics`. Needs
+prometheus-client."""
 
 import logging
 import threading
@@ -23,21 +24,23 @@ from seqdedupe.services.activity import Activity, Service, State
 logger = logging.getLogger("seqdedupe.services")
 
 LOOK_SECONDS = 5.0
-"""The time between two looks at the lag. It does not depend on how often metrics are asked for."""
+"""The time between two measurements of the lag. Scrapes do not change it."""
 
 MOST_OF_THE_TIME = 0.05
-"""The largest part of the time that looks may take. If one look takes long, looks are less frequent."""
+"""The maximum fraction of the time that measurements may take. If a measurement takes long, measurements become less
+frequent."""
 
 _KEY = "metrics_listen"
 
 
 class ServiceMetrics:
-    """The server of these services' metrics. A scrape asks neither a database nor a sidecar. A thread for each service
-    looks at its lag every LOOK_SECONDS, and a scrape shows the last result.
+    """Serves the metrics of these services. For each service a thread measures the lag every LOOK_SECONDS, and a scrape
+    returns the last result. A scrape itself makes no call to a database or a sidecar.
 
-    `listen` is `host:port`. Port 0 takes a free port, and `address` has it. The server encrypts nothing and
-    authenticates nobody. Raises INVALID_CONFIGURATION if `listen` is not an address, or the server cannot listen there;
-    INSECURE_LISTEN if other machines can reach it, unless that is allowed.
+    `listen` is `host:port`. With port 0 the system chooses a free port; `address` contains that port. The server does
+    not encrypt, and does not authenticate clients. Raises INVALID_CONFIGURATION if `listen` is not an address, or if
+    the server cannot listen there. Raises INSECURE_LISTEN if other machines can reach the address, unless that is
+    allowed.
     """
 
     def __init__(self, listen: str, *services: Service, allow_insecure_listen: bool = False) -> None:
@@ -58,7 +61,7 @@ class ServiceMetrics:
             threading.Thread(target=self._look, args=(service,), name="seqdedupe-lag", daemon=True).start()
 
     def close(self) -> None:
-        """Stop serving. May be called again."""
+        """Stop serving. This may be called several times."""
         self._over.set()
         self._web.close()
 
@@ -74,7 +77,7 @@ class ServiceMetrics:
         activity = service.activity
         while not self._over.is_set():
             began = time.monotonic()
-            # If the lag cannot be found out now, the last one stays. The age of its oldest message still grows.
+            # If the lag cannot be measured now, the last result stays valid. The age of its oldest message still grows.
             if activity.is_at_work:
                 try:
                     activity.see(service.look_at_lag())
@@ -92,7 +95,7 @@ class ServiceMetrics:
         yield from of_services([service.activity for service in self._services])
 
     def _health(self, _request: Request) -> Response:
-        """Return the state of each service as JSON; status 503 if one has stopped."""
+        """Return the state of each service as JSON, with HTTP status 503 if a service has stopped."""
         found = [service.activity for service in self._services]
         told = [{"kind": a.kind, "name": a.name, "state": a.state.value, "reason": a.reason or None} for a in found]
         is_well = all(one["state"] != State.STOPPED.value for one in told)

@@ -1,6 +1,6 @@
-"""The store: topics and the snapshots of their producers, in one RocksDB directory per sidecar.
+"""The store: the topics and the snapshots of their producers, in one RocksDB directory per sidecar.
 
-Begin with `db`: RocksDB is written, made durable and copied only there. `parts` has the keys and encodings of all
-records, and the record of a topic. `snapshots` and `windows` have a topic's state, and its import. `directories` is
-about the data directory around it.
+Begin with `db`: only this module writes RocksDB, makes it durable and copies it. `parts` defines the keys and encodings
+of all records, and the record of a topic. `snapshots` and `windows` store a topic's state, and imported data.
+`directories` handles the data directory that contains the store.
 """

@@ -1,11 +1,11 @@
-"""One RocksDB directory per sidecar. It is written, made durable and, after a failure, opened again only here.
+"""One RocksDB directory per sidecar. Only this module writes it, makes it durable and, after a failure, opens it again.
 
-Writes are small and unsynced, on the event loop; `flush` syncs them in the store's one thread, off the GIL. After a
-failed write or sync RocksDB takes nothing more, so the store closes it and opens it again. Data that was not durable by
-then may be lost, and later writes may build on it. So every write returns the number of the opening that it went to,
-and `flush` succeeds only for writes of the opening that it synced.
+Writes are small and unsynced, on the event loop. `flush` syncs them in the store's only thread, without the GIL. After
+a failed write or sync RocksDB accepts no more writes, so the store closes RocksDB and opens it again. Data that was not
+durable by then may be lost, and later writes may depend on that data. So every write returns the number of the current
+opening, and `flush` succeeds only for writes of the opening that it has synced.
 
-Copies of a store are at the end.
+The functions that copy a store are at the end.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 BEHIND_SECONDS = 0.01
-"""The interval of the checks whether RocksDB has worked off earlier writes."""
+"""The interval at which the store checks whether RocksDB has processed earlier writes."""
 
 _NO_ROOM = os.strerror(errno.ENOSPC)
 
@@ -70,10 +70,11 @@ class _Opening:
 
 
 class Store:
-    """The store of one sidecar. Coroutines and writes belong to one event loop, reads to any thread.
+    """The store of one sidecar. Its coroutines and writes belong to one event loop; any thread may read.
 
-    Everything raises STORE_UNAVAILABLE while RocksDB is not open. Such a call also starts to open it again, once at a
-    time, so a later try may succeed. Reads and opening raise STORE_DAMAGED, NEWER_FORMAT and OLDER_FORMAT.
+    While RocksDB is not open, every call raises STORE_UNAVAILABLE. Such a call also starts to open RocksDB again,
+    unless that is in progress, so a later call may succeed. Reading and opening raise STORE_DAMAGED, NEWER_FORMAT and
+    OLDER_FORMAT.
     """
 
     def __init__(self, folder: Path, mark: Mark, opening: _Opening) -> None:
@@ -93,16 +94,16 @@ class Store:
 
     @staticmethod
     def open(folder: Path) -> "Store":
-        """Open the store in this folder, or create it if the folder does not exist or is empty. This blocks.
+        """Open the store in this folder, or create a store if the folder does not exist or is empty. Blocks.
 
-        On a full disk the store can only be read, until something is written and there is room. Raises
-        DIRECTORY_IN_USE, STORE_DAMAGED (some files missing included), NEWER_FORMAT, OLDER_FORMAT, STORE_UNAVAILABLE.
+        On a full disk the store can only be read, until there is room and data is written. Raises DIRECTORY_IN_USE,
+        STORE_DAMAGED (also if some files are missing), NEWER_FORMAT, OLDER_FORMAT, STORE_UNAVAILABLE.
         """
         with rocksdb_errors(folder):
             if not folder.exists() or not any(folder.iterdir()):
                 create_rocksdb(folder)
             else:
-                # The process that made it may have been killed before it synced the folder above.
+                # The process that created the folder may have been killed before it synced the parent folder.
                 sync_folder(folder.parent)
             mark = Mark.open(folder)
         try:
@@ -119,7 +120,7 @@ class Store:
         return store
 
     def close(self) -> None:
-        """Wait for work in the store's thread, and close. Data that was not flushed may be lost."""
+        """Wait for work in the store's thread, and close the store. Data that was not flushed may be lost."""
         with self._lock:
             if self._closed:
                 return
@@ -134,11 +135,11 @@ class Store:
 
     @property
     def has_journal(self) -> bool:
-        """Whether the logs next to the store may need their journal."""
+        """Whether the logs in the same directory may need their journal."""
         return self._mark.has_journal
 
     def tell_journal(self, has_journal: bool) -> None:
-        """Record `has_journal`; durable on return. For any thread. Raises OSError."""
+        """Record `has_journal`. When this returns, the record is durable. Any thread may call it. Raises OSError."""
         self._mark.tell_journal(has_journal)
 
     # Topics.
@@ -153,17 +154,18 @@ class Store:
         return topics
 
     def next_incarnation(self, now_us: int, shard: int | None = None) -> int:
-        """Return an incarnation for a new topic: the time, or one above the last one given, if that is later.
+        """Return an incarnation for a new topic: the current time, or the last incarnation + 1, the higher of the two.
 
-        With `shard`, it is raised to a number that ends in the shard: no two processes give the same one.
+        With `shard`, the number is raised until it ends with the shard. So two processes never return the same
+        incarnation.
         """
         given = max(now_us, self._last_incarnation + 1)
         self._last_incarnation = given if shard is None else given + (shard - given) % SHARDS
         return self._last_incarnation
 
     async def put_topics(self, *records: TopicRecord) -> None:
-        """Write topics' records, all or none, and the fact that their incarnations have been given. Durable on
-        return."""
+        """Write all of these topic records, or none, and record that their incarnations are used. When this returns,
+        the records are durable."""
         batch = WriteBatch(raw_mode=True)
         for record in records:
             self._last_incarnation = max(self._last_incarnation, record.incarnation)
@@ -173,19 +175,20 @@ class Store:
         await self.flush(self.write(batch))
 
     async def remove_topic(self, incarnation: int) -> None:
-        """Remove a topic's record and snapshots, durable on return. No work on the topic may be in progress."""
+        """Remove a topic's record and snapshots. When this returns, the removal is durable. No work on the topic may be
+        in progress."""
         batch = WriteBatch(raw_mode=True)
         batch.delete(topic_key(incarnation))
         batch.delete_range(*snapshot_range(incarnation))
         await self.flush(self.write(batch))
 
     async def remove_snapshot(self, incarnation: int) -> None:
-        """Remove all data of a topic except its record, durable on return. No work on the topic may be in
-        progress."""
+        """Remove all data of a topic except its record. When this returns, the removal is durable. No work on the topic
+        may be in progress."""
         await self.flush(self._without_snapshots([incarnation]))
 
     def remove_snapshots(self, incarnations: list[int]) -> None:
-        """Do the same for several topics. This blocks. Call it before the store is used."""
+        """Do the same as `remove_snapshot` for several topics. Blocks. Call it before the store is used."""
         self._without_snapshots(incarnations)
         self._sync(self._current())
 
@@ -198,11 +201,11 @@ class Store:
     # Namespaces.
 
     def namespace_policies(self) -> list[tuple[str, bytes]]:
-        """Return the policies of namespaces, by name, each in the bytes of its control record."""
+        """Return the policies of namespaces, by name. Each policy has the encoding of its control record."""
         return [(key[1:].decode(), unseal(key, value)) for key, value in self.scan(*NAMESPACES)]
 
     async def put_namespace_policy(self, namespace: str, policy: bytes | None) -> None:
-        """Write a namespace's policy, or remove it (None). Durable on return."""
+        """Write a namespace's policy, or remove it (None). When this returns, the change is durable."""
         key = namespace_key(namespace)
         batch = WriteBatch(raw_mode=True)
         if policy is None:
@@ -218,42 +221,43 @@ class Store:
 
     @property
     def opening(self) -> int:
-        """The number of times that RocksDB was opened. When it changes, writes that were not flushed may be lost."""
+        """The number of times that RocksDB was opened. If the number changes, writes that were not flushed may be
+        lost."""
         return self._current().number
 
     def scan(self, start: bytes, stop: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield keys and values from `start` to before `stop`, as they were when the reading began. This blocks."""
+        """Yield the keys and values from `start` to before `stop`, as of the moment when the reading began. Blocks."""
         opening = self._current()
         with self._failures(opening):
             bounds = ReadOptions()
             bounds.set_iterate_upper_bound(stop)
-            # Nothing is scanned twice.
+            # No key is scanned twice.
             bounds.fill_cache(False)  # type: ignore[call-arg]  # rocksdict does not declare it
             rows = opening.db.iter(bounds)
             rows.seek(start)
             while rows.valid():
                 yield rows.key(), rows.value()
                 rows.next()
-            # An error ends the iteration like the end does.
+            # An error ends the iteration in the same way as the end of the data.
             rows.status()
 
     def sealed(self, key: bytes) -> bytes:
-        """Return the data sealed under this key; empty if there is none. This blocks. Raises STORE_DAMAGED."""
+        """Return the unsealed data of this key; empty if there is no data. Blocks. Raises STORE_DAMAGED."""
         return next((unseal(key, value) for _, value in self.scan(key, key + b"\0")), b"")
 
     def get(self, keys: list[bytes]) -> list[bytes | None]:
-        """Return the values of these keys; None if there is none. This blocks, and lets other threads run."""
+        """Return the values of these keys, None for a missing key. Blocks, but lets other threads run."""
         opening = self._current()
         with self._failures(opening):
             return opening.db[keys]  # type: ignore[index, return-value]
 
     def write(self, batch: WriteBatch, only_in: int | None = None) -> int:
-        """Write a batch atomically, without a sync. Return the number of the current opening of RocksDB: `await
-        flush()` with it makes the batch durable.
+        """Write a batch atomically, without a sync. Return the number of the current opening of RocksDB. `await
+        flush(number)` makes the batch durable.
 
-        Batches become durable in the order in which they were written. A write holds the GIL: keep batches small. With
-        `only_in`, raise STORE_UNAVAILABLE if that opening is no longer the current one: data on which the batch depends
-        may be lost.
+        Batches become durable in the order in which they were written. A write holds the GIL, so keep batches small.
+        With `only_in`, raise STORE_UNAVAILABLE if that opening is no longer the current one: data on which the batch
+        depends may be lost.
         """
         opening = self._current()
         if only_in is not None and opening.number != only_in:
@@ -264,12 +268,14 @@ class Store:
         return opening.number
 
     async def write_when_idle(self, batch: WriteBatch) -> int:
-        """Call `write` after RocksDB has worked off earlier writes, for data that can wait."""
+        """Call `write` after RocksDB has processed earlier writes. Use this for data that need not be written at
+        once."""
         await self.wait_until_idle()
         return self.write(batch)
 
     async def wait_until_idle(self, at_most_seconds: float | None = None) -> None:
-        """Wait until RocksDB has worked off earlier writes. Data that can wait should be written then.
+        """Wait until RocksDB has processed earlier writes. Data that need not be written at once should be written
+        then.
 
         Raises STORE_UNAVAILABLE if that takes longer than `at_most_seconds`: a write might fail then, and cause RocksDB
         to be opened again.
@@ -282,7 +288,7 @@ class Store:
                         is_behind = rocksdb.is_behind(opening.db)
                     if not is_behind:
                         return
-                    # RocksDB sends no signal when it is done.
+                    # RocksDB sends no signal when it has processed them.
                     await asyncio.sleep(BEHIND_SECONDS)
         except TimeoutError:
             raise error("STORE_UNAVAILABLE", "the store has not worked off in time what was written before") from None
@@ -290,8 +296,9 @@ class Store:
     async def flush(self, opening: int) -> None:
         """Make all earlier writes in this opening of RocksDB durable.
 
-        Callers share flushes: a caller that comes while one runs waits for the next. Raises STORE_UNAVAILABLE, also if
-        RocksDB was opened again after the write: then the write may be lost and must be repeated.
+        Callers share flushes: a caller that arrives while a flush runs waits for the next flush. Raises
+        STORE_UNAVAILABLE, also if RocksDB was opened again after the write: then the write may be lost and must be
+        repeated.
         """
         if self._next_flush is None:
             self._next_flush = asyncio.create_task(self._flush_after(self._this_flush))
@@ -310,11 +317,11 @@ class Store:
     def _sync(self, opening: _Opening) -> None:
         with self._failures(opening):
             opening.check_writable()
-            # In this order: a number ahead of durable data would make a power cut look like damage.
+            # The order matters: if the number were ahead of the durable data, a power cut would look like damage.
             self._mark.move(rocksdb.sync(opening.db))
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run this in the store's thread, where it cannot run during a reopening."""
+        """Run this function in the store's thread, where it cannot run while RocksDB is opened again."""
         if self._closed:
             raise error("STORE_UNAVAILABLE", "the store is closed")
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args, **kwargs))
@@ -333,7 +340,7 @@ class Store:
 
     @contextmanager
     def _failures(self, opening: _Opening) -> Iterator[None]:
-        """Convert RocksDB's errors. After one that is not damage, this opening is of no more use."""
+        """Convert RocksDB's errors. After an error other than damage, the current opening is not used any more."""
         try:
             with rocksdb_errors(self._folder):
                 yield
@@ -373,12 +380,12 @@ def _first_opening(folder: Path, mark: Mark) -> _Opening:
 
 
 # -- Copies of a store. One kind is made to be read, since opening a store cuts torn data, and RocksDB always writes.
-# The other kind is kept: a copy of records that are read while the store is in use.
+# The other kind is kept permanently: it contains records that are read while the store is in use.
 
 _PREFIX = "seqdedupe-store-"
 
 BATCH_BYTES = 256 * 1024
-"""The bytes written at once: other threads wait for the write."""
+"""The number of bytes written in one step: other threads wait for the write."""
 
 TRIES = 1200
 PAUSE_SECONDS = 0.05
@@ -387,10 +394,10 @@ _STALLED = "Write stall"
 
 @contextmanager
 def opened_copy(folder: Path) -> Iterator[Store]:
-    """Open the store of this folder as the next start would find it, for one `with` block. The folder is unchanged.
+    """Open the store of this folder as the next start would find it, for one `with` block. The folder does not change.
 
-    Table files, which are never written to again, are linked. The rest is copied to the system's folder for temporary
-    files. This blocks. Raises errors of `Store.open`, STORE_MISSING if there is none; OSError.
+    The copy contains links to the table files, which RocksDB never changes. All other files are copied to the system's
+    folder for temporary files. Blocks. Raises the errors of `Store.open`, STORE_MISSING if there is no store, OSError.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise error("STORE_MISSING", f"there is no store {folder}")
@@ -410,9 +417,10 @@ def opened_copy(folder: Path) -> Iterator[Store]:
 
 
 def write_copy(folder: Path, rows: Iterator[tuple[bytes, bytes]]) -> None:
-    """Make a store of these records, each checked. It is durable on return, except the names of its files. This blocks.
+    """Create a store that contains these records, after checking each record. When this returns, the contents are
+    durable; the names of the files are not. Blocks.
 
-    Raises STORE_DAMAGED for a damaged record, errors of `rows`, and OSError if it cannot be written.
+    Raises STORE_DAMAGED for a damaged record, the errors of `rows`, and OSError if the store cannot be written.
     """
     with _as_os_errors():
         create_rocksdb(folder)
@@ -431,7 +439,7 @@ def write_copy(folder: Path, rows: Iterator[tuple[bytes, bytes]]) -> None:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Convert RocksDB's own errors, which are bare `Exception`s with its text."""
+    """Convert RocksDB's own errors, which are instances of `Exception` that only have a text."""
     try:
         yield
     except Exception as e:
@@ -452,8 +460,8 @@ def _in_batches(rows: Iterator[tuple[bytes, bytes]]) -> Iterator[WriteBatch]:
 
 
 def _write_patiently(db: Rdict, batch: WriteBatch) -> None:
-    """Write as soon as RocksDB takes it. While RocksDB writes its memory to disk, a write would block the whole
-    process."""
+    """Write as soon as RocksDB accepts a write without delay. While RocksDB writes its memory to disk, a write would
+    block the whole process."""
     for left in reversed(range(TRIES)):
         try:
             write(db, batch)
@@ -465,13 +473,13 @@ def _write_patiently(db: Rdict, batch: WriteBatch) -> None:
 
 
 def of_original(message: str, folder: Path) -> str:
-    """Return a message about a copy, with the name of the folder that was copied."""
+    """Return a message about a copy, with the copy's name replaced by the name of the original folder."""
     copy = re.escape(str(Path(tempfile.gettempdir(), _PREFIX))) + r"\w+/store"
     return re.sub(copy, lambda _: str(folder), message)
 
 
 def check_all(store: Store) -> int:
-    """Read every record in force, with its checksum, and return their number. Raises STORE_DAMAGED."""
+    """Read every valid record, verify its checksum, and return the number of records. Raises STORE_DAMAGED."""
     count = 0
     for key, value in store.scan(b"", b"\xff"):
         unseal(key, value)

@@ -1,6 +1,8 @@
-"""The data directory's own files: its shards (the file SHARDS), or the workers that it is split into (WORKERS).
+"""The data directory's own files: SHARDS contains the shards of the directory, WORKERS the workers into which it is
+split.
 
-A directory with neither has all existing topics, for one process. Both files are text, and are read whole or refused.
+A directory with neither file contains all topics, for one process. Both files are text. A file that is not completely
+valid is refused.
 """
 
 import os
@@ -39,7 +41,7 @@ _WORKERS = re.compile(r".*\ncluster ([\w.-]+)\nworkers (\d{1,3})(?: to (\d{1,3})
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The shards of a cluster that a directory has."""
+    """The shards of a cluster that belong to a directory."""
 
     cluster_id: str
     shards: frozenset[int]
@@ -51,7 +53,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The workers of a directory. `to` is set while their number is being changed from `workers` to `to`."""
+    """The workers of a directory. `to` is set while the number of workers is being changed from `workers` to `to`."""
 
     cluster_id: str
     workers: int
@@ -64,7 +66,8 @@ class Split:
 
 
 def read_claim(directory: Path) -> Claim | None:
-    """Return the directory's claim; None if it is one without shards. Raises STORE_DAMAGED, NEWER_FORMAT; OSError."""
+    """Return the claim of the directory; None for a directory without shards. Raises STORE_DAMAGED, NEWER_FORMAT,
+    OSError."""
     path = directory / SHARDS_FILE
     if (data := _read(path)) is None:
         return None
@@ -80,10 +83,10 @@ def read_claim(directory: Path) -> Claim | None:
 
 
 def read_split(directory: Path) -> Split | None:
-    """Return how the directory is split; None if it is not.
+    """Return how the directory is split; None if it is not split.
 
-    Raises STORE_MISSING if it has a worker's directory but does not state the number of workers; STORE_DAMAGED,
-    NEWER_FORMAT; OSError.
+    Raises STORE_MISSING if the directory contains a worker's directory but does not state the number of workers;
+    STORE_DAMAGED, NEWER_FORMAT, OSError.
     """
     path = directory / WORKERS_FILE
     if (data := _read(path)) is None:
@@ -99,8 +102,8 @@ def read_split(directory: Path) -> Split | None:
 
 
 def write(directory: Path, said: Claim | Split) -> None:
-    """Write the directory's file. After a crash either the old or the new file exists. Durable on return. Raises
-    OSError."""
+    """Write the directory's file. After a crash either the old or the new file exists. When this returns, the new file
+    is durable. Raises OSError."""
     name = SHARDS_FILE if isinstance(said, Claim) else WORKERS_FILE
     new = directory / f"{name}.new"
     write_synced(new, said.encode())
@@ -114,14 +117,15 @@ def of_worker(directory: Path, worker: int) -> Path:
 
 
 def whole_of(directory: Path) -> Path | None:
-    """Return the split directory that contains this worker's directory; None if this one is not a worker's."""
+    """Return the split directory that contains this worker's directory; None if this directory does not belong to a
+    worker."""
     whole = directory.absolute().parent
     return whole if (directory / SHARDS_FILE).exists() and (whole / WORKERS_FILE).exists() else None
 
 
 def parts_of(directory: Path) -> list[Path]:
-    """Return the directories of its workers, or itself if it is not split. Raises errors of `check_stays` and
-    `check_workers`."""
+    """Return the directories of the workers. If the directory is not split, return the directory itself. Raises the
+    errors of `check_stays` and `check_workers`."""
     split = check_stays(directory)
     if split is None:
         return [directory]
@@ -130,8 +134,8 @@ def parts_of(directory: Path) -> list[Path]:
 
 
 def check_stays(directory: Path) -> Split | None:
-    """Return how the directory is split. Raises INVALID_CONFIGURATION if its number of workers is being changed; errors
-    of `read_split`."""
+    """Return how the directory is split. Raises INVALID_CONFIGURATION if the number of workers is being changed, and
+    the errors of `read_split`."""
     split = read_split(directory)
     if split is not None and split.to is not None:
         why = f"{directory} is on its way from {split.workers} workers to {split.to}"
@@ -140,7 +144,7 @@ def check_stays(directory: Path) -> Split | None:
 
 
 def check_workers(directory: Path, split: Split) -> None:
-    """Raise STORE_MISSING if the directory of a worker does not exist, SHARD_CLAIMED_TWICE as `check_once`, and errors
+    """Raise STORE_MISSING if a worker's directory does not exist, SHARD_CLAIMED_TWICE like `check_once`, and the errors
     of reading a claim."""
     claims: dict[str, Claim] = {}
     for folder in sorted(directory.glob("worker-*")):
@@ -166,8 +170,8 @@ def check_workers(directory: Path, split: Split) -> None:
 
 
 def check_once(claims: dict[str, Claim]) -> None:
-    """Raise SHARD_CLAIMED_TWICE if two of these claims, by place, have the same shard; INVALID_CONFIGURATION if they
-    belong to two clusters."""
+    """Raise SHARD_CLAIMED_TWICE if two of these claims, by directory, have the same shard, and INVALID_CONFIGURATION if
+    they belong to different clusters."""
     clusters = {claim.cluster_id: where for where, claim in claims.items()}
     if len(clusters) > 1:
         both = " and ".join(f"{where} is of the cluster {cluster}" for cluster, where in clusters.items())
@@ -180,7 +184,7 @@ def check_once(claims: dict[str, Claim]) -> None:
 
 
 def unclaimed(claims: dict[str, Claim]) -> frozenset[int]:
-    """Return the shards that none of these has."""
+    """Return the shards that are in none of these claims."""
     return ALL_SHARDS.difference(*(claim.shards for claim in claims.values()))
 
 
@@ -209,22 +213,23 @@ def _damaged(path: Path, data: bytes) -> SeqdedupeError:
 
 RANDOM_NAME_BYTES = 8
 OPENINGS_BEGIN_SECONDS = 1_577_836_800
-"""2020-01-01, from which on the numbers of openings count seconds."""
+"""2020-01-01, the start of the seconds that are the numbers of openings."""
 _NUMBER_BYTES = 8
 
 
 class StoreInstance:
-    """The name and the openings of the sidecar that has this store."""
+    """The name of the sidecar that has this store, and the numbers of its openings."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._last_opening = int.from_bytes(store.sealed(LAST_OPENING), "little")
 
     def named(self, wanted: str) -> str:
-        """Return the store's name from now on: the stored one, else `wanted`, or a random one if `wanted` is empty.
+        """Return the permanent name of the store: the stored name, otherwise `wanted`, or a random name if `wanted` is
+        empty.
 
-        It is durable with the next data that the store makes durable. Raises INVALID_CONFIGURATION if the store has
-        another name than `wanted`, STORE_UNAVAILABLE.
+        The name becomes durable with the next data that the store makes durable. Raises INVALID_CONFIGURATION if the
+        stored name differs from `wanted`, STORE_UNAVAILABLE.
         """
         stored = self._store.sealed(INSTANCE_NAME).decode()
         if stored and wanted not in ("", stored):
@@ -240,9 +245,10 @@ class StoreInstance:
         return stored
 
     async def claim_opening(self, known: int) -> int:
-        """Return a number for an opening, above `known` and above all earlier results; durable on return.
+        """Return a number for an opening, above `known` and above all earlier results. When this returns, the number is
+        durable.
 
-        It is about the seconds since 2020, so that it rises even if the store was lost.
+        The number is approximately the number of seconds since 2020, so it rises even if the store was lost.
         """
         clock = int(time.time()) - OPENINGS_BEGIN_SECONDS
         self._last_opening = opening = max(clock, known + 1, self._last_opening + 1)

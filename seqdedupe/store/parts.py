@@ -1,6 +1,7 @@
-"""The encoding of each record of the store: topics, and the parts of a snapshot: header, names, pages, deltas.
+"""The encoding of each record of the store: topics, and the parts of a snapshot, which are header, names, pages and
+deltas.
 
-All numbers are little-endian; keys are not (see the keys below). Decoders raise STORE_DAMAGED, NEWER_FORMAT and
+All numbers are little-endian, except in keys (see the keys below). Decoders raise STORE_DAMAGED, NEWER_FORMAT and
 OLDER_FORMAT.
 """
 
@@ -17,30 +18,29 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
 
 # -- The keys and the form of every value in the store. `docs/internals/formats-store.md` draws them.
-#
-# A value is sealed: CRC32C of the key and of everything after the checksum, version, body. So a damaged record, or one
-# stored under another record's key, is never read as a good one.
+# A value is sealed: it begins with the CRC32C of the key and of everything after the checksum, followed by version and
+# body. So a damaged record, or a record stored under another record's key, is never accepted.
 
 FORMAT_VERSION = 5
 """The format version of the store as a whole and of every record in it."""
 
 LAST_INCARNATION = b"I"
-"""The key of the last incarnation that a topic was written with."""
+"""The key of the highest incarnation with which a topic was written."""
 
 INSTANCE_NAME = b"A"
-"""The key of the sidecar's name in a cluster that holds its logs."""
+"""The key of the sidecar's name in a cluster that stores the sidecar's logs."""
 
 LAST_OPENING = b"O"
-"""The key of the number of its last opening of a topic there."""
+"""The key of the number of the sidecar's last opening of a topic in such a cluster."""
 
 LAST_BACKUP = b"B"
-"""The key of the moment of the newest backup that was verified, in µs since 1970."""
+"""The key of the time of the newest verified backup, in µs since 1970."""
 
 BELIEVED_TIME = b"C"
-"""The key of the time that the sidecar's clock was last believed to be past, in ms since 1970."""
+"""The key of the latest time that the sidecar's clock was believed to have reached, in ms since 1970."""
 
 NAMESPACES = (b"N", b"O")
-"""The keys of namespaces' policies, from the first to before the second."""
+"""The range of the keys of namespaces' policies: from the first to before the second."""
 
 # Parts of a topic's snapshot.
 HEADER = b"H"
@@ -51,7 +51,7 @@ WINDOW = b"W"
 IDS = b"I"
 RUN = b"R"
 IMPORTED = b"X"
-"""The part that comes after all others in the order of the keys, so that a new snapshot can leave it unchanged."""
+"""This part sorts after all other parts, so that a new snapshot can keep it unchanged."""
 
 MAX_NUMBER = 2**64 - 1
 
@@ -71,9 +71,9 @@ def namespace_key(namespace: str) -> bytes:
 
 
 def part_key(incarnation: int, part: bytes, number: int) -> bytes:
-    """Return the key of a part of a snapshot. The numbers are: 0 for header and window; the producer number for names
-    and pages; their own number for deltas; the index of the first ID for IDs. For runs, also imported ones, the run's
-    number and the part of it."""
+    """Return the key of a part of a snapshot. The meaning of `number` depends on the part. Header and window: 0. Names
+    and pages: the producer number. Deltas: the delta's number. IDs: the index of the first ID. Runs, also imported
+    runs: the run's number and the part of the run."""
     return _PART.pack(b"S", incarnation, part, number)
 
 
@@ -83,7 +83,7 @@ def part_number(key: bytes) -> int:
 
 
 def snapshot_range(incarnation: int) -> tuple[bytes, bytes]:
-    """Return the keys of a topic's whole snapshot, from the first to before the second."""
+    """Return the range of the keys of a topic's whole snapshot: from the first to before the second."""
     return _TOPIC.pack(b"S", incarnation), _TOPIC.pack(b"S", incarnation + 1)
 
 
@@ -95,7 +95,7 @@ def seal(key: bytes, body: bytes) -> bytes:
 
 
 def incarnation_of(key: bytes) -> int | None:
-    """Return the incarnation of the topic that a record belongs to; None if it belongs to no topic."""
+    """Return the incarnation of the topic to which a record belongs; None if the record belongs to no topic."""
     return int.from_bytes(key[1 : _TOPIC.size], "big") if key[:1] in (b"T", b"S") else None
 
 
@@ -124,7 +124,7 @@ _HINT_OLDER = (
 
 
 def other_format(what: str, version: int, known_version: int = FORMAT_VERSION) -> SeqdedupeError:
-    """Return the error for data of another format version than this code reads."""
+    """Return the error for data whose format version differs from the version that this code reads."""
     is_newer = version > known_version
     return error(
         "NEWER_FORMAT" if is_newer else "OLDER_FORMAT",
@@ -136,13 +136,13 @@ def other_format(what: str, version: int, known_version: int = FORMAT_VERSION) -
 
 
 PAGE_PRODUCERS = 4096
-"""The producers in a full page, and the names in a full record of names."""
+"""The number of producers in a full page, and of names in a full record of names."""
 
 COLUMNS = 3
 """The number of values per producer: persisted, epoch, stated."""
 
 NOT_STATED = -1
-"""The `stated` value of a producer that no snapshot has stated."""
+"""The `stated` value of a producer for which no snapshot contains this value."""
 
 Numbers = NDArray[np.int64]
 Slots = NDArray[np.int32]
@@ -157,12 +157,12 @@ _COUNT = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class StoredPosition:
-    """The end of a snapshot: term, the log's next index, number of producers, last message; and the policy.
+    """The end of a snapshot: term, the log's next index, the number of producers, the last message, and the policy.
 
-    `ownership` belongs to the last message's record, 0 if there is no message yet. `policy` is the policy in force
-    there, in the bytes of its control record; empty if none was ever set. `opaque` (at most 65,535 bytes) is the
-    position in a broker's own log, empty for other logs and if there is no entry. `has_forgotten`: whether names were
-    ever forgotten.
+    `ownership` belongs to the last message's record; 0 if there is no message yet. `policy` is the policy in force at
+    this point, in the encoding of its control record; empty if no policy was ever set. `opaque` (at most 65,535 bytes)
+    is the position in a broker's own log, empty for other logs and if there is no entry. `has_forgotten` states whether
+    the topic has ever forgotten a producer name.
     """
 
     term: int
@@ -192,7 +192,7 @@ class StoredPosition:
 
     @staticmethod
     def decode(key: bytes, body: bytes, at: int) -> tuple["StoredPosition", int]:
-        """Return the position stored there, and the index of the byte after it."""
+        """Return the position stored at `at`, and the index of the byte after it."""
         policy = at + _POSITION.size
         if len(body) < policy:
             raise damaged(key, "it is too short")
@@ -213,16 +213,17 @@ class StoredPosition:
         ), end
 
     def falls_short_of(self, other: "StoredPosition") -> bool:
-        """Whether this position is lower than the other one in any number. A later snapshot's never is."""
+        """Return whether any number of this position is lower than in the other position. No number of a later snapshot
+        is lower."""
         return self.term < other.term or self.next_index < other.next_index or self.producers < other.producers
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The result of compaction: the deltas up to number `through` are in the pages, and gone.
+    """The result of compaction: the deltas up to number `through` are merged into the pages, and removed.
 
-    `position` belongs to the last of them, and every page of its producers exists. Names before number `packed_names`
-    are in full records.
+    `position` belongs to the last of these deltas, and every page of its producers exists. Names before number
+    `packed_names` are in full records.
     """
 
     through: int
@@ -248,7 +249,7 @@ START = Header(0, 0, StoredPosition(0, 0, 0, None))
 
 @dataclass(frozen=True, slots=True)
 class StoredDelta:
-    """The changes from one snapshot to the next, without names. Producer numbers (`slots`) rise strictly."""
+    """The changes from one snapshot to the next, without names. The producer numbers (`slots`) rise strictly."""
 
     position: StoredPosition
     slots: Slots
@@ -290,7 +291,8 @@ class StoredDelta:
         return delta
 
     def is_sound(self) -> bool:
-        """Whether its columns have the same length and its producer numbers rise, all of known producers."""
+        """Return whether all columns have the same length, and the producer numbers rise and belong to known
+        producers."""
         slots = self.slots
         if not len(slots) == len(self.persisted) == len(self.epochs) == len(self.stated):
             return False
@@ -319,7 +321,7 @@ def encode_names(names: list[bytes]) -> bytes:
 
 
 def name_places(key: bytes, value: bytes) -> tuple[bytes, Numbers]:
-    """Return the names from the record's number on: the bytes, and begin and end of each name in them."""
+    """Return the names from the record's number on: their bytes, and the begin and end of each name in these bytes."""
     body = unseal(key, value)
     count = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else 0
     start = _COUNT.size + 4 * (count + 1)
@@ -333,7 +335,7 @@ def name_places(key: bytes, value: bytes) -> tuple[bytes, Numbers]:
 
 
 def decode_names(key: bytes, value: bytes) -> list[bytes]:
-    """Return the same as a list."""
+    """Return the names of `name_places` as a list."""
     body, places = name_places(key, value)
     return [body[start:end] for start, end in places.tolist()]
 
@@ -344,37 +346,38 @@ _BODY = struct.Struct("<QBBBI")
 
 
 class TopicState(Enum):
-    """The stage of a topic's life. Start-up finishes the interrupted work of CREATING and DELETING."""
+    """The stage of a topic's life. After a crash, start-up finishes the interrupted CREATING or DELETING."""
 
     CREATING = 1
-    """The record exists, the log perhaps not yet."""
+    """The record exists; the log may not exist yet."""
     ACTIVE = 2
     DELETING = 3
-    """The log is perhaps gone already; the record is removed last."""
+    """The log may be deleted already; the record is removed last."""
 
 
 class LogKind(Enum):
-    """The kind of log of a topic. All topics of a store are on one kind."""
+    """The kind of log of a topic. All topics of a store have logs of the same kind."""
 
     EMBEDDED = 1
     BROKER = 2
-    """A broker's own log. The store has only the numbers."""
+    """A broker's own log. The store has only the producers' numbers."""
     PULSAR = 3
     """Topics of a Pulsar cluster."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether the logs are a cluster's: the cluster lists them, and it may not answer now."""
+        """Whether the logs are in a cluster. The cluster lists such logs, and the cluster may be unreachable."""
         return self is LogKind.PULSAR
 
 
 @dataclass(frozen=True, slots=True)
 class TopicRecord:
-    """A topic: full name, incarnation (creation time in µs, its id everywhere), state, secret, kind of log, partitions.
+    """A topic: full name, incarnation (creation time in µs, which identifies the topic everywhere), state, secret, kind
+    of log, partitions.
 
-    `secret` has 16 bytes that identify the records of this incarnation's log, and must not be shown; empty if they are
-    not known here. `partitions` is the number of partitions of the partitioned topic that it belongs to, 0 if it is not
-    one.
+    `secret` has 16 bytes that identify the records of this incarnation's log, and must not be shown; it is empty if the
+    secret is not known here. If the topic is a partition, `partitions` is the number of partitions of its partitioned
+    topic; otherwise 0.
     """
 
     name: str

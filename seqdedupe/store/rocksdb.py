@@ -35,12 +35,14 @@ from seqdedupe.store.parts import FORMAT_VERSION, other_format
 # -- The file DURABLE: the store's own lock, its format version, the end of its durable writes, and whether there is a
 # journal.
 #
-# A write-ahead log that is torn, cut short or missing may be the result of a power cut, or damage. This file has the
-# number of RocksDB's last synced write, which tells the two apart: a store that opens with a lower one has lost durable
-# data. The number moves after the sync, never before: otherwise a torn log would be taken for damage.
+# If a write-ahead log is torn, cut short or missing, the cause may be a power cut or damage. This file contains the
+# number of RocksDB's last synced write, which distinguishes these causes: a store that opens with a lower number has
+# lost durable data. The number is written after the sync, never before it. Otherwise a log torn by a power cut would be
+# reported as damage.
 #
-# While the logs next to the store may need their journal, the version has a flag for it. A program without support for
-# journals then takes it for a newer version, and a missing journal is not taken for one that never existed.
+# While the logs in the same directory may need their journal, the version has a flag for the journal. A program without
+# support for journals then sees a newer version and stops. And a missing journal is then detected, instead of being
+# treated as one that never existed.
 
 FILE_NAME = "DURABLE"
 
@@ -63,7 +65,7 @@ class Mark:
 
     @staticmethod
     def create(folder: Path) -> None:
-        """Write a new file, durable on return."""
+        """Write a new file. When this returns, the file is durable."""
         with (folder / FILE_NAME).open("xb") as file:
             file.write(_encoded(0, has_journal=False))
             file.flush()
@@ -89,8 +91,8 @@ class Mark:
             raise
 
     def move(self, sequence: int) -> None:
-        """Record that everything up to this number is durable. The record is durable on return, and too small to be
-        torn.
+        """Record that everything up to this number is durable. When this returns, the record is durable. The record is
+        too small to be torn.
 
         Raises `OSError`.
         """
@@ -99,7 +101,8 @@ class Mark:
                 self._write(sequence, self.has_journal)
 
     def tell_journal(self, has_journal: bool) -> None:
-        """Record whether the logs may need a journal; durable on return. For any thread. Raises `OSError`."""
+        """Record whether the logs may need a journal. When this returns, the record is durable. Any thread may call it.
+        Raises `OSError`."""
         with self._lock:
             if has_journal != self.has_journal:
                 self._write(self.sequence, has_journal)
@@ -135,15 +138,17 @@ def _decoded(data: bytes) -> tuple[int, bool]:
 # -- Torn ends of RocksDB's manifest and write-ahead logs, after a power cut, are removed before RocksDB reads them.
 #
 # After a power cut, any pages and sectors of unsynced data may be stored, with zeros or old bytes between them. RocksDB
-# takes some of these patterns for padding and goes on after the hole, and some for damage. On some it loops for ever
-# (types of recycled files, as of RocksDB 9.8). So this store reads the files itself: whole records, each following on
-# the one before, up to the first that does not. The durable sequence number tells whether durable data came after it.
+# treats some of these patterns as padding and continues after the hole, and it treats others as damage. On some
+# patterns it loops for ever (types of recycled files, as of RocksDB 9.8). So this store reads the files itself. It
+# accepts complete records, each following the previous record, up to the first record that does not. The durable
+# sequence number tells whether durable data followed.
 
 logger = logging.getLogger("seqdedupe.store")
 
 _BLOCK_BYTES = 32 * 1024
 _HEADER = struct.Struct("<IHB")
-"""Masked checksum of type and body, length, type. No record crosses a block; a rest too short for it is padding."""
+"""Masked checksum of type and body, length, type. No record crosses a block. A rest of a block that is too short for
+this header is padding."""
 
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
@@ -172,13 +177,15 @@ _LENGTH_FOLLOWS = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class WholePart:
-    """The whole part of RocksDB's files: `sequence` is the last change, `ends` each file's end in bytes."""
+    """The valid part of RocksDB's files. `sequence` is the number of the last change, and `ends` the end of each file's
+    valid part in bytes."""
 
     sequence: int
     ends: dict[Path, int]
 
     def cut(self) -> None:
-        """Cut the rest off. If this is interrupted by a crash, the next start cuts the same way. Raises `OSError`."""
+        """Cut off the rest of each file. If a crash interrupts this, the next start cuts the files at the same places.
+        Raises `OSError`."""
         for path, end in self.ends.items():
             torn_bytes = path.stat().st_size - end
             if torn_bytes:
@@ -188,7 +195,8 @@ class WholePart:
 
 
 def whole_part(folder: Path) -> WholePart:
-    """Read the manifest, and the logs of data that is not in table files yet. Raises STORE_DAMAGED, `OSError`."""
+    """Read the manifest, and the logs of data that is not in table files yet. Return the valid part of the files.
+    Raises STORE_DAMAGED, `OSError`."""
     manifest = _manifest(folder)
     oldest_log = sequence = 0
     ends = {manifest: 0}
@@ -198,7 +206,7 @@ def whole_part(folder: Path) -> WholePart:
             if tag in (_LOG_NUMBER, _OLDEST_LOG_NUMBER):
                 oldest_log = max(oldest_log, value)
             elif tag == _LAST_SEQUENCE:
-                # The number covers the tables, not the additional data in the logs.
+                # The number covers the tables, but not the additional data in the logs.
                 sequence = value
     # A hole in one log also breaks the next one: the sequence number of its first change does not follow.
     numbers = sorted(int(path.stem) for path in folder.glob("*.log") if path.stem.isdecimal())
@@ -226,7 +234,8 @@ def _manifest(folder: Path) -> Path:
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
-    """Yield the whole records from the file's start to the first bad one, each with the byte after it."""
+    """Yield the complete records from the file's start to the first invalid record, each with the offset of the byte
+    after it."""
     parts: list[bytes] = []
     for block in range(0, len(data), _BLOCK_BYTES):
         at, block_end = block, min(block + _BLOCK_BYTES, len(data))
@@ -251,8 +260,8 @@ def _masked_crc(data: bytes) -> int:
 
 
 def _numbers(edit: bytes) -> Iterator[tuple[int, int]]:
-    """Yield tags and values at the beginning of a record of the manifest. All numbers of the store as a whole are
-    there."""
+    """Yield the tags and values at the beginning of a record of the manifest. All numbers about the store as a whole
+    are there."""
     at = 0
     while at < len(edit):
         tag, at = _varint(edit, at)
@@ -277,14 +286,14 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 MEMTABLE_BYTES = 16 * 1024 * 1024
 MEMTABLES = 4
-"""Enough for the writes of a compaction of a million producers before RocksDB would make a writer wait."""
+"""This number is enough for the writes of a compaction of a million producers before RocksDB would delay a writer."""
 
 BLOCK_CACHE_BYTES = 4 * 1024 * 1024
 BACKGROUND_JOBS = 2
 BEHIND_MEMTABLES = 2
 BEHIND_FILES = 12
-"""The limits of work left to RocksDB from which on writes that can wait are delayed. It delays all writes at 4 and at
-20."""
+"""The amounts of work left to RocksDB from which on writes that need not happen at once are delayed. RocksDB itself
+delays all writes at 4 and at 20."""
 
 INFO_LOG_BYTES = 1024 * 1024
 INFO_LOGS = 2
@@ -355,21 +364,22 @@ def write(db: Rdict, batch: WriteBatch) -> None:
 
 
 def is_behind(db: Rdict) -> bool:
-    """Whether writes that can wait should not be made now."""
+    """Return whether RocksDB is behind, so that writes that need not happen at once should be delayed."""
     if (db.property_int_value("rocksdb.num-immutable-mem-table") or 0) >= BEHIND_MEMTABLES:
         return True
     return (db.property_int_value("rocksdb.num-files-at-level0") or 0) >= BEHIND_FILES
 
 
 def sync(db: Rdict) -> int:
-    """Make earlier writes durable, and return the sequence number up to which they are."""
+    """Make earlier writes durable, and return the sequence number of the last durable write."""
     sequence: int = db.latest_sequence_number()
     db.flush_wal(True)
     return sequence
 
 
 def create_rocksdb(folder: Path) -> None:
-    """Make a new store in a folder that does not exist or is empty: whole, or not at all."""
+    """Create a new store in a folder that does not exist or is empty. The store is created completely, or not at
+    all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _descriptor(folder.parent) as parent:
         fcntl.flock(parent, fcntl.LOCK_EX)
@@ -385,9 +395,9 @@ def create_rocksdb(folder: Path) -> None:
 
 
 def open_rocksdb(folder: Path, mark: Mark, *, read_only: bool = False) -> Rdict:
-    """Open an existing store. Opening for reading only needs no room on the disk.
+    """Open an existing store. Opening the store read-only needs no room on the disk.
 
-    A torn end that was never durable is cut off. Raises STORE_DAMAGED, also if something durable is missing;
+    A torn end that was never durable is cut off. Raises STORE_DAMAGED, also if durable data is missing;
     STORE_UNAVAILABLE.
     """
     access = AccessType.read_only() if read_only else AccessType.read_write()
@@ -415,7 +425,7 @@ def _check_durable(folder: Path, sequence: int, mark: Mark) -> None:
 
 
 def close_rocksdb(db: Rdict) -> None:
-    """Close the database. It does not matter if its last memtable could not be written: synced data is in the log."""
+    """Close the database. A failure to write its last memtable is harmless: synced data is in the log."""
     try:
         db.close()
     except Exception as e:

@@ -1,9 +1,10 @@
-"""Snapshots of a topic: deltas written while it serves, loaded again after a restart.
+"""Snapshots of a topic: deltas that are written while the topic serves, and loaded after a restart.
 
-A delta has the packed changes since the last one, and the position in the log that it includes, in one atomic write.
-From time to time deltas are merged into pages (`compaction`). The last delta that names a producer counts, otherwise
-its page: numbers may fall, by a reset. A page may be ahead of the header. Then the deltas that it contains all still
-exist, and the last one of them has the same values.
+A delta contains the packed changes since the previous delta, and the position in the log up to which it includes
+changes, in one atomic write. From time to time, deltas are merged into pages (`compaction`). The values of a producer
+are those of the last delta that names the producer, or otherwise of its page. Values may fall, because of a reset. A
+page may be ahead of the header. Then all deltas merged into that page still exist, and the last of them has the same
+values.
 """
 
 import asyncio
@@ -53,16 +54,18 @@ from seqdedupe.store.windows import StoredIds, WrittenPieces
 
 # -- Compaction of a topic's snapshots: deltas into pages, small records of names into full ones.
 #
-# It works from the stored data, never from live memory, in small steps. Reading and merging run in the store's thread;
-# the event loop writes one page or record at a time. Only the last write removes the deltas. RocksDB keeps writes in
-# order, so the state after any crash loads the same: pages without the last write only repeat their deltas.
+# Compaction works from the stored data, never from live memory, in small steps. The store's thread reads and merges;
+# the event loop writes one page or record at a time. Only the last write removes the deltas. RocksDB keeps the order of
+# writes, so the state after any crash loads the same: without the last write, pages only repeat their deltas.
 
 DELTAS_A_STEP = 64
 DELTA_BYTES_A_STEP = 512 * 1024
-"""The limits of one read; the first to be reached counts. They are small, to keep the GIL free for the event loop."""
+"""The limits of one read; the read ends when it reaches any of them. They are small, to keep the GIL free for the event
+loop."""
 
 PAGES_A_FLUSH = 16
-"""The pages between two flushes: pages are written no faster than the disk takes them, and no sync has many."""
+"""The number of pages between two flushes. With this limit pages are written no faster than the disk accepts them, and
+no sync has much data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +78,10 @@ class Compacted:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """The values of the last delta that names each producer, after the header's deltas, sorted by producer number.
+    """The values of the last delta that names each producer, from the deltas after the header's, sorted by producer
+    number.
 
-    `pages` are the first producer numbers of the pages that they change.
+    `pages` are the first producer numbers of the pages that these values change.
     """
 
     position: StoredPosition
@@ -95,14 +99,16 @@ class _Changes:
 
 
 async def compact(store: Store, incarnation: int, header: Header) -> Compacted:
-    """Merge the deltas after the header's into pages, pack names, write the new header. Durable on return.
+    """Merge the deltas after the header's into pages, pack names, and write the new header. When this returns, the
+    result is durable.
 
-    There must be such a delta. Raises STORE_UNAVAILABLE, also if RocksDB was opened again meanwhile; STORE_DAMAGED.
+    At least one such delta must exist. Raises STORE_UNAVAILABLE, also if RocksDB was opened again meanwhile;
+    STORE_DAMAGED.
     """
     opening = store.opening
 
     def write(batch: WriteBatch) -> None:
-        # Writes of two openings are not one sequence: the header must not cover pages that may be lost.
+        # Writes of two openings are not in one sequence: the header must not cover pages that may be lost.
         if store.opening != opening:
             raise error("STORE_UNAVAILABLE", "the store was opened again while a snapshot was compacted")
         store.write(batch)
@@ -127,7 +133,7 @@ async def compact(store: Store, incarnation: int, header: Header) -> Compacted:
 
 
 def _next_deltas(store: Store, incarnation: int, after: int) -> list[tuple[StoredDelta, int]]:
-    """Return some deltas after that number, and their sizes; none if there are no more."""
+    """Return some deltas after that number, with their sizes; none if there are no more deltas."""
     deltas: list[tuple[StoredDelta, int]] = []
     size_bytes = 0
     start = part_key(incarnation, DELTA, after + 1)
@@ -190,7 +196,8 @@ def _merged_page(store: Store, incarnation: int, changes: _Changes, first: int) 
 
 
 def _packed_names(store: Store, incarnation: int, first: int) -> tuple[WriteBatch, int]:
-    """Return one record of the names from that number on, as full as possible, and the number after them."""
+    """Return one record of the names from that number on, as full as possible, and the number of the name after the
+    record."""
     names: list[bytes] = []
     start = part_key(incarnation, NAMES, first)
     for key, value in store.scan(start, part_key(incarnation, NAMES, MAX_NUMBER)):
@@ -219,25 +226,27 @@ def _last_write(incarnation: int, header: Header) -> WriteBatch:
 logger = logging.getLogger("seqdedupe.snapshots")
 
 MAX_DELTAS = 1024
-"""The number of deltas since the last compaction above which the next one is due."""
+"""If there are more deltas than this since the last compaction, the next compaction is due."""
 
 MAX_DELTA_BYTES = 4 * 1024 * 1024
-"""The same for their size."""
+"""If the deltas since the last compaction have more bytes than this, the next compaction is due."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The changes of a topic since its last durable snapshot, and the position in the log that they include.
+    """The changes of a topic since its last durable snapshot, and the position in the log up to which they include
+    changes.
 
-    `message_id` is the ID of message `next_index - 1`; None if there is no message yet. `first_name` is a number of
-    producers that a durable snapshot had, and `names` are all from that number on. `slots` are the numbers of the
-    changed producers, new ones or not, rising strictly. `persisted` (-1: none) and `epochs` are theirs, as confirmed by
-    the log, never only in force. The log states both from index `stated` on (`core.rule.STATED`; -1: not known).
+    `message_id` is the ID of message `next_index - 1`; None if there is no message yet. `first_name` is the number of
+    producers in a durable snapshot, and `names` are all names from that number on. `slots` are the numbers of the
+    changed producers, new or not, rising strictly. `persisted` (-1: none) and `epochs` are the values of these
+    producers, as confirmed by the log; values that are only in force are not included. The log states both values from
+    index `stated` on (`core.rule.STATED`; -1: not known).
 
-    `ownership` (64 bits, unsigned) belongs to the same message's record, 0 if there is none. `policy` is the policy in
-    force at this position, in the bytes of its control record (at most 65,535); empty if none was ever set. `opaque`
-    (at most 65,535 bytes) is the position in a broker's own log. `has_forgotten`: whether names were ever forgotten.
-    `ids` is the window of a topic of deduplication IDs.
+    `ownership` (64 bits, unsigned) belongs to the record of the same message; 0 if there is no message. `policy` is the
+    policy in force at this position, in the encoding of its control record (at most 65,535 bytes); empty if no policy
+    was ever set. `opaque` (at most 65,535 bytes) is the position in a broker's own log. `has_forgotten` states whether
+    the topic has ever forgotten a producer name. `ids` is the window of a topic of deduplication IDs.
     """
 
     term: int
@@ -258,7 +267,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A topic in its newest snapshot: columns by producer number, position and policy as in `Delta`."""
+    """A topic as in its newest snapshot: columns by producer number; position and policy as in `Delta`."""
 
     term: int
     next_index: int
@@ -272,10 +281,10 @@ class Loaded:
     opaque: bytes = b""
     has_forgotten: bool = False
     window: IdWindow | None = None
-    """The window of a topic of deduplication IDs, for the topic that is opened from this snapshot."""
+    """The window of a topic of deduplication IDs. It belongs to the topic object that is opened from this snapshot."""
 
     def whole(self) -> Delta:
-        """Return everything except the window as one delta."""
+        """Return everything except the window, as one delta."""
         return Delta(
             self.term,
             self.next_index,
@@ -299,7 +308,7 @@ class Snapshots:
     def __init__(self, store: Store, incarnation: int) -> None:
         self._store = store
         self._incarnation = incarnation
-        # The stored state, as of an opening of the store; 0 is none.
+        # The stored state in an opening of the store; opening 0 means that it is not known.
         self._opening = 0
         self._header = START
         self._last_delta = 0
@@ -309,9 +318,9 @@ class Snapshots:
         self._compacting = False
 
     def load(self) -> Loaded | None:
-        """Return the topic in its newest snapshot; None if there is none. This blocks, and any thread may call it.
+        """Return the topic as in its newest snapshot; None if there is none. Blocks; any thread may call it.
 
-        Nothing may be written for this topic meanwhile. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT,
+        No data of this topic may be written meanwhile. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT,
         STORE_UNAVAILABLE.
         """
         opening = self._store.opening
@@ -367,14 +376,14 @@ class Snapshots:
 
     @property
     def pieces_index(self) -> int:
-        """The index below which the IDs are written, named by a snapshot or not. Raises STORE_UNAVAILABLE."""
+        """The index below which all IDs are written, even if no snapshot names them yet. Raises STORE_UNAVAILABLE."""
         self._catch_up()
         return self._pieces.end_index
 
     def write_piece(self, piece: Piece) -> None:
-        """Write the IDs from `pieces_index` on, or from the first one that the window has in memory, unsynced.
+        """Write the IDs from `pieces_index` on, or from the first ID that the window has in memory, unsynced.
 
-        They count once a snapshot names them. Raises STORE_UNAVAILABLE.
+        These IDs are valid once a snapshot names them. Raises STORE_UNAVAILABLE.
         """
         batch = WriteBatch(raw_mode=True)
         self._pieces.put(batch, piece)
@@ -382,10 +391,11 @@ class Snapshots:
         self._pieces.written(piece)
 
     def write_delta(self, delta: Delta) -> int:
-        """Write a snapshot, whole or not at all, unsynced. Then call `await store.flush()` with the returned number.
+        """Write a snapshot completely or not at all, unsynced. Then call `await store.flush()` with the returned
+        number.
 
-        If either fails, the next delta must have all changes since the last durable one, with `first_name` as it was
-        then. Raises STORE_UNAVAILABLE.
+        If either call fails, the next delta must contain all changes since the last durable delta, with the same
+        `first_name`. Raises STORE_UNAVAILABLE.
         """
         self._catch_up()
         known = self._position.producers
@@ -394,7 +404,7 @@ class Snapshots:
         if delta.first_name > known or stored.position.falls_short_of(self._position) or not stored.is_sound():
             raise error("INTERNAL", f"the snapshot {stored.position} cannot follow on {self._position}")
         batch = WriteBatch(raw_mode=True)
-        # Names below `known` are stored, though perhaps not durable yet: this write becomes durable after them.
+        # Names below `known` are stored, but may not be durable yet: this write becomes durable after them.
         for first in range(known, producers, PAGE_PRODUCERS):
             at = first - delta.first_name
             self._put(batch, NAMES, first, encode_names(delta.names[at : at + PAGE_PRODUCERS]))
@@ -402,7 +412,7 @@ class Snapshots:
             self._pieces.check_follows(delta.ids)
             windows.put(batch, self._incarnation, delta.ids, self._pieces)
         size_bytes = self._put(batch, DELTA, self._last_delta + 1, stored.encode())
-        # The write builds on data that was written in this opening, or is durable.
+        # The write depends on data that was written in this opening, or is durable.
         opening = self._store.write(batch, self._opening)
         if delta.ids is not None and delta.ids.last is not None:
             self._pieces.written(delta.ids.last)
@@ -412,11 +422,12 @@ class Snapshots:
         return opening
 
     async def write_anew(self, delta: Delta) -> int:
-        """Write a snapshot that holds everything, without a window. Earlier records do not count any more, not even
-        unreadable ones.
+        """Write a snapshot that contains everything except a window. Earlier records become invalid, even records that
+        cannot be read.
 
-        It is one write, unsynced, as in `write_delta`. Nothing else may be written meanwhile. A thread makes the data.
-        The write itself blocks the event loop, about 50 ms for a million producers. Raises STORE_UNAVAILABLE.
+        It is one unsynced write, as in `write_delta`. No other data of the topic may be written meanwhile. A thread
+        prepares the data. The write itself blocks the event loop, about 50 ms for a million producers. Raises
+        STORE_UNAVAILABLE.
         """
         stored = _stored(delta)
         if delta.first_name or delta.ids is not None or not stored.is_sound() or self._compacting:
@@ -431,12 +442,12 @@ class Snapshots:
         return opening
 
     def has_left_over(self, window: IdWindow) -> bool:
-        """Whether the store has data of runs that the window does not have. This blocks, and any thread may call it."""
+        """Return whether the store contains runs that are not in the window. Blocks; any thread may call it."""
         return windows.has_gaps(self._store, self._incarnation, window.older.numbers)
 
     def drop_left_over(self, window: IdWindow, *, end: int = windows.MAX_RUN) -> None:
-        """Remove runs below this number that the window does not have. Data that cannot be removed now is removed at
-        the next start."""
+        """Remove runs below number `end` that are not in the window. Data that cannot be removed now is removed at the
+        next start."""
         batch = WriteBatch(raw_mode=True)
         windows.put_gaps(batch, self._incarnation, window.older.numbers, end)
         try:
@@ -445,21 +456,21 @@ class Snapshots:
             logger.warning("what is left of runs of deduplication IDs cannot be removed now: %s", e)
 
     def remove(self) -> int:
-        """Remove the snapshot: one write, unsynced, as in `write_delta`. The import stays, because the log does not
-        have it. Raises STORE_UNAVAILABLE."""
+        """Remove the snapshot in one unsynced write, as in `write_delta`. The import is kept, because the log does not
+        contain it. Raises STORE_UNAVAILABLE."""
         batch = WriteBatch(raw_mode=True)
         batch.delete_range(snapshot_range(self._incarnation)[0], self._key(IMPORTED, 0))
         self._opening = 0
         return self._store.write(batch)
 
     def _replacement(self, header: Header, names: list[bytes], stored: StoredDelta) -> WriteBatch:
-        """Return a write of all names and pages, as after a compaction: none is due then. This takes long, in any
-        thread."""
+        """Return a write of all names and pages, in the same form as after a compaction, so that no compaction is due.
+        This takes long; any thread may call it."""
         columns = [np.full(len(names), none, np.int64) for none in (NO_SEQUENCE_ID, NO_EPOCH, NOT_STATED)]
         for column, values in zip(columns, (stored.persisted, stored.epochs, stored.stated), strict=True):
             overwrite(column, stored.slots, values)
         batch = WriteBatch(raw_mode=True)
-        # Runs are complete without the snapshot: the window that comes with this names them, or the policy.
+        # Runs are complete without the snapshot: the window written with this, or the policy, names them.
         batch.delete_range(snapshot_range(self._incarnation)[0], self._key(RUN, 0))
         batch.delete_range(self._key(RUN, MAX_NUMBER), self._key(IMPORTED, 0))
         self._put(batch, HEADER, 0, header.encode())
@@ -470,9 +481,9 @@ class Snapshots:
         return batch
 
     async def compact_if_due(self) -> bool:
-        """Merge the deltas into pages if there are many, a page at a time. Return whether it was done.
+        """If there are many deltas, merge them into pages, one page at a time. Return whether this was done.
 
-        Snapshots may be written meanwhile. Raises STORE_UNAVAILABLE, STORE_DAMAGED; nothing is lost then.
+        Snapshots may be written meanwhile. Raises STORE_UNAVAILABLE, STORE_DAMAGED; no data is lost then.
         """
         self._catch_up()
         deltas = self._last_delta - self._header.through
@@ -484,7 +495,7 @@ class Snapshots:
             self._header = compacted.header
             self._delta_bytes -= compacted.delta_bytes
         except BaseException:
-            # The progress is found out when it is needed.
+            # The progress is determined when it is needed.
             self._opening = 0
             raise
         finally:
@@ -492,7 +503,7 @@ class Snapshots:
         return True
 
     def _catch_up(self) -> None:
-        """Find out the stored state, if RocksDB was opened (again) since it was known."""
+        """Determine the stored state, if RocksDB was opened (again) since the state was last known."""
         opening = self._store.opening
         if self._opening == opening:
             return
@@ -509,7 +520,7 @@ class Snapshots:
         self._position, self._delta_bytes, self._pieces = position, delta_bytes, pieces
 
     def _merge_pages(self, header: Header, columns: tuple[Numbers, ...]) -> None:
-        """Merge the pages. Pages after the header's producers come from a compaction that did not end."""
+        """Merge the pages. Pages beyond the header's producers come from a compaction that was interrupted."""
         producers = header.position.producers
         covered = 0
         for key, value in self._parts(PAGE):
@@ -557,5 +568,5 @@ def _stored(delta: Delta) -> StoredDelta:
 
 
 def overwrite(numbers: Numbers, where: Slots | slice, others: Numbers) -> None:
-    """Replace the values at these places by the others. `where` names each place once."""
+    """Replace the values at the places `where` by the others. `where` contains each place once."""
     numbers[where] = others

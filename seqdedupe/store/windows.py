@@ -1,10 +1,11 @@
-"""The window of deduplication IDs in the store: runs, pieces, the record of a snapshot, imports.
+"""The window of deduplication IDs in the store: runs, pieces, the window's record in a snapshot, and imports.
 
 docs/internals/formats-store.md draws all these records.
 
-The record states the index up to which pieces count, and which runs count. It is written in the one write of its
-snapshot. The same write removes pieces that are before the window or in runs. Pieces that are new in the window are
-written before, one after the other, as runs are. Pieces and runs that no record names are left over, and are removed.
+The record states the index up to which pieces are valid, and which runs are valid. The record is part of the atomic
+write of its snapshot. The same write removes pieces that are before the window or already in runs. New pieces of the
+window are written before the record, one after the other, and so are runs. Pieces and runs that no record names are
+left over, and are removed.
 """
 
 import asyncio
@@ -50,25 +51,25 @@ from seqdedupe.store.parts import (
 
 # -- Runs: written in the background, read page by page.
 #
-# A run counts once a snapshot names it. Data of other runs is left over from an interrupted build, or from a run that
-# was dropped, and is removed.
+# A run is valid once a snapshot names it. Data of any other run is left over from an interrupted build, or from a run
+# that was dropped, and is removed.
 
 MAX_RUN = 2**31 - 1
-"""The highest number of a run that is not imported. Imported runs are a separate part of the snapshot."""
+"""The highest number of a run that is not imported. Imported runs are in a separate part of the snapshot."""
 
 PAGES_A_WRITE = 16
-"""The pages per write: RocksDB blocks the whole process while it writes."""
+"""The number of pages in one write: RocksDB blocks the whole process during a write."""
 PAGES_AT_ONCE = 128
-"""The pages that a thread makes before they are written."""
+"""The number of pages that a thread prepares before they are written."""
 PIECE_BYTES = 64 * 1024
-"""The size of one record of the part of a run that is kept in memory."""
+"""The size of one record of the part of a run that is loaded into memory."""
 
 _HEAD = 0
 _PIECES = 1
 _PAGES = 1 << 31
 
 _RUN = struct.Struct("<QQIQI")
-"""The first index of a run, the one after its last one, pages, words of the filter, and chunks."""
+"""The index of the first ID, the index after the last ID, and the numbers of pages, words of the filter, and chunks."""
 
 
 def run_key(incarnation: int, run: int, of_run: int) -> bytes:
@@ -77,7 +78,7 @@ def run_key(incarnation: int, run: int, of_run: int) -> bytes:
 
 
 def put_gaps(batch: WriteBatch, incarnation: int, named: Iterable[int], end: int) -> None:
-    """Remove everything of runs below `end` that are not in `named`, which must rise."""
+    """Remove all runs below number `end` that are not in `named`, which must rise."""
     first = 0
     for number in (*named, end):
         if number > first:
@@ -86,7 +87,7 @@ def put_gaps(batch: WriteBatch, incarnation: int, named: Iterable[int], end: int
 
 
 def has_gaps(store: Store, incarnation: int, named: list[int]) -> bool:
-    """Whether the store has data of a run that is not in `named`, which must rise. This blocks, and any thread may call
+    """Return whether the store has data of a run that is not in `named`, which must rise. Blocks; any thread may call
     it."""
     first = 0
     for number in (*named, MAX_RUN):
@@ -97,9 +98,9 @@ def has_gaps(store: Store, incarnation: int, named: list[int]) -> bool:
 
 
 class RunWriter:
-    """A run that is being written: its IDs by hash, part after part. It belongs to the store's event loop.
+    """Writes a run: its IDs sorted by hash, part after part. It belongs to the store's event loop.
 
-    Raises STORE_UNAVAILABLE and, before each write, errors of `check`; then the run is not completed.
+    Raises STORE_UNAVAILABLE and, before each write, the errors of `check`. After an error the run is not completed.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class RunWriter:
         self._opening = self._store.write(batch)
 
     async def add(self, entries: RunEntries, low: int | None = None, high: int | None = None) -> None:
-        """Add the IDs whose hashes come next: those of `entries` from `low` to before `high`, except forgotten ones."""
+        """Add the IDs with the next hashes: the IDs of `entries` from `low` to before `high`, except forgotten IDs."""
         order = await asyncio.to_thread(self._ordered, entries, low, high)
         at = 0
         while at < len(order):
@@ -133,12 +134,12 @@ class RunWriter:
                 await self._write(batch)
 
     async def finish(self, end_index: int, chunks: Int64s2) -> IdRun:
-        """Return the run, durable, but not named by a snapshot yet."""
+        """Return the run. It is durable, but no snapshot names it yet."""
         firsts = np.concatenate(self._first_hashes) if self._first_hashes else np.zeros(0, np.int64)
         run = IdRun(self._number, self.first_index, end_index, firsts, self._filter, chunks)
         for batch in await asyncio.to_thread(lambda: list(self._described(run))):
             await self._write(batch)
-        # The number of the first write's opening: if RocksDB was opened again since, a page may be missing.
+        # The opening of the first write: if RocksDB was opened again since, a page may be missing.
         await self._store.flush(self._opening)
         return run
 
@@ -172,7 +173,8 @@ class RunWriter:
         return at, batches
 
     def _described(self, run: IdRun) -> Iterator[WriteBatch]:
-        """Yield the writes for the part of the run kept in memory, and last its sizes."""
+        """Yield the writes for the part of the run that is loaded into memory, and last the write of the run's
+        sizes."""
         raw = run.first_hashes.astype("<i8").tobytes() + run.filter.astype("<i8").tobytes()
         head = _RUN.pack(run.first_index, run.end_index, len(run.first_hashes), len(run.filter), len(run.chunks))
         bodies = [(k, raw[at : at + PIECE_BYTES]) for k, at in enumerate(range(0, len(raw), PIECE_BYTES), _PIECES)]
@@ -184,7 +186,8 @@ class RunWriter:
 
 
 def load_run(store: Store, incarnation: int, number: int) -> IdRun:
-    """Return the part of a run kept in memory. This blocks, in any thread. Raises STORE_DAMAGED, STORE_UNAVAILABLE."""
+    """Load the part of a run that is kept in memory. Blocks; any thread may call it. Raises STORE_DAMAGED,
+    STORE_UNAVAILABLE."""
     head_key = run_key(incarnation, number, _HEAD)
     parts = store.scan(head_key, run_key(incarnation, number, _PAGES))
     key, value = next(parts, (b"", b""))
@@ -217,7 +220,7 @@ def _fits(run: IdRun) -> bool:
 
 
 def read_pages(store: Store, incarnation: int, wanted: list[tuple[int, int]]) -> list[bytes]:
-    """Return pages, by the number of the run and of the page. This blocks, and any thread may call it.
+    """Return pages, each given by the number of its run and its own number. Blocks; any thread may call it.
 
     Raises STORE_DAMAGED, STORE_UNAVAILABLE.
     """
@@ -241,17 +244,17 @@ FORMAT_VERSION = 2
 
 _WINDOW = struct.Struct(f"<B{SECRET_BYTES}sQQI")
 _NUMBER_BYTES = 4
-"""The bytes of the number of a run that a window names."""
+"""The number of bytes of a run's number in the record of a window."""
 _PIECE = struct.Struct("<BQqqI")
 
 
 @dataclass(slots=True)
 class StoredIds:
-    """A window as of a snapshot: from `first_index` to before `next_index`.
+    """A window as in a snapshot: the IDs from `first_index` to before `next_index`.
 
-    `runs` have the oldest IDs; pieces have the following ones. `last` is the last piece, if it is not written yet.
-    `moved_from` is the index where the pieces of the last durable snapshot began; None if this window's begin there
-    too.
+    `runs` contain the oldest IDs; pieces contain the IDs that follow. `last` is the last piece, if it is not written
+    yet. `moved_from` is the index where the pieces of the last durable snapshot began; None if the pieces of this
+    window begin at the same index.
     """
 
     key: bytes
@@ -263,20 +266,20 @@ class StoredIds:
 
     @property
     def pieces_index(self) -> int:
-        """The index where its pieces begin."""
+        """The index where the pieces of this window begin."""
         return max(self.first_index, self.runs[-1].end_index if self.runs else 0)
 
 
 class WrittenPieces:
-    """The written pieces of a topic's window. Each begins where the previous one ends, or later, if IDs between are
-    forgotten. It belongs to the store's event loop."""
+    """The written pieces of a topic's window. Each piece begins where the previous piece ends, or later if the IDs
+    between them are forgotten. It belongs to the store's event loop."""
 
     def __init__(self, incarnation: int, end_index: int) -> None:
-        """Begin at the index up to which a snapshot names pieces."""
+        """Begin at `end_index`, the index up to which a snapshot names pieces."""
         self.end_index = end_index
         self._incarnation = incarnation
         self._has_left_over = True
-        """Whether there may be more of an earlier attempt, with other cuts between pieces."""
+        """Whether the store may contain more pieces of an earlier attempt, which was divided differently."""
 
     def check_follows(self, ids: StoredIds) -> None:
         """Raise STORE_UNAVAILABLE if pieces before the last one of a window must be written again."""
@@ -296,13 +299,13 @@ class WrittenPieces:
         batch.put(key, seal(key, fixed + piece.sizes.tobytes() + piece.ids.tobytes()))
 
     def written(self, piece: Piece) -> None:
-        """Note that this piece was written."""
+        """Note that this piece is written."""
         self.end_index = piece.end_index
         self._has_left_over = False
 
 
 def put(batch: WriteBatch, incarnation: int, ids: StoredIds, pieces: WrittenPieces) -> None:
-    """Add a window to a snapshot's write."""
+    """Add the record of a window to a snapshot's write."""
     if ids.moved_from is not None:
         batch.delete_range(part_key(incarnation, IDS, ids.moved_from), part_key(incarnation, IDS, ids.pieces_index))
     key = part_key(incarnation, WINDOW, 0)
@@ -313,8 +316,8 @@ def put(batch: WriteBatch, incarnation: int, ids: StoredIds, pieces: WrittenPiec
 
 
 def end_index(store: Store, incarnation: int) -> int:
-    """Return the index up to which the stored snapshot of a topic names IDs; 0 without a window. This blocks. Raises as
-    `load`."""
+    """Return the index up to which the stored snapshot of a topic names IDs; 0 without a window. Blocks. Raises the
+    errors of `load`."""
     at = part_key(incarnation, WINDOW, 0)
     for key, value in store.scan(at, at + b"\0"):
         _, _, _, index, _ = _WINDOW.unpack_from(_checked(key, value, _WINDOW))
@@ -323,8 +326,8 @@ def end_index(store: Store, incarnation: int) -> int:
 
 
 def load(store: Store, incarnation: int, next_index: int) -> IdWindow | None:
-    """Return the window in the snapshot that ends at this index; None if the topic has none. This takes long, in any
-    thread.
+    """Return the window in the snapshot that ends at this index; None if the topic has none. This takes long; any
+    thread may call it.
 
     Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT, STORE_UNAVAILABLE.
     """
@@ -361,7 +364,7 @@ def _checked_end(key: bytes, runs: tuple[IdRun, ...], first_index: int, end_inde
 
 
 def _pieces(store: Store, incarnation: int, first_index: int, end_index: int) -> Iterator[Piece]:
-    """Yield all pieces, which must follow each other from the first index to the end."""
+    """Yield all pieces. Raises an error unless they follow one another from `first_index` to `end_index`."""
     index = first_index
     for key, value in store.scan(part_key(incarnation, IDS, first_index), part_key(incarnation, IDS, end_index)):
         piece = _piece(key, value)
@@ -385,7 +388,7 @@ def _piece(key: bytes, value: bytes) -> Piece:
 
 
 def _checked(key: bytes, value: bytes, form: struct.Struct) -> bytes:
-    """Return the body of a record of either kind."""
+    """Return the body of a record of one of the two kinds."""
     body = unseal(key, value)
     if body and body[0] != FORMAT_VERSION:
         raise other_format(f"the record {key.hex()}", body[0], FORMAT_VERSION)
@@ -396,8 +399,8 @@ def _checked(key: bytes, value: bytes, form: struct.Struct) -> bytes:
 
 # -- The imported window of a topic of deduplication IDs in the store: one run, and the file that it came in.
 #
-# It is not a part of the snapshots: the log states whether it counts. So it is written before the log states it, and
-# stays when a complete snapshot is written, or all of them are removed.
+# An import is not a part of the snapshots: the log states whether the import is valid. So the import is written before
+# the log states this. It is kept when a complete snapshot is written, or when all snapshots are removed.
 
 IMPORT_FORMAT_VERSION = 1
 
@@ -412,7 +415,7 @@ def _key(incarnation: int) -> bytes:
 
 
 def put_import(store: Store, incarnation: int, imported: ImportedIds) -> int:
-    """Write this import, in one unsynced write. Then call `await store.flush()` with the returned number. Raises
+    """Write this import in one unsynced write. Then call `await store.flush()` with the returned number. Raises
     STORE_UNAVAILABLE."""
     batch = WriteBatch(raw_mode=True)
     _put_import(batch, incarnation, imported)
@@ -433,7 +436,7 @@ def remove_import(store: Store, incarnation: int) -> None:
 
 
 def keep_only_import(store: Store, incarnation: int, imported: ImportedIds | None) -> None:
-    """Restore the record of this import, in place of any later one, and remove all other imported runs, in one write.
+    """Restore the record of this import, replacing any later import, and remove all other imported runs, in one write.
     Raises STORE_UNAVAILABLE."""
     if imported is None:
         remove_import(store, incarnation)
@@ -451,7 +454,7 @@ def has_other_imports(store: Store, incarnation: int, imported: ImportedIds | No
 
 
 def _around(incarnation: int, imported: ImportedIds | None) -> list[tuple[bytes, bytes]]:
-    """Return the keys of all imported runs but this one."""
+    """Return the keys of all imported runs except the runs of this import."""
     first, end = run_key(incarnation, FIRST_RUN, 0), part_key(incarnation, IMPORTED, MAX_NUMBER)
     if imported is None:
         return [(first, end)]
@@ -460,8 +463,8 @@ def _around(incarnation: int, imported: ImportedIds | None) -> list[tuple[bytes,
 
 
 def load_import(store: Store, incarnation: int) -> ImportedIds | None:
-    """Return the import, whether it counts or not. This blocks, and any thread may call it. Raises STORE_DAMAGED,
-    NEWER_FORMAT, STORE_UNAVAILABLE."""
+    """Return the import, even if the log does not state that it is valid. Blocks; any thread may call it. Raises
+    STORE_DAMAGED, NEWER_FORMAT, STORE_UNAVAILABLE."""
     key = _key(incarnation)
     [value] = store.get([key])
     if value is None:

@@ -1,6 +1,6 @@
-"""A topic whose log is a broker's own: its numbers and their snapshots, while a broker is attached.
+"""A topic whose log belongs to a broker: its numbers and their snapshots, while a broker is attached.
 
-Begin with `AttachedTopic`. `BrokerAttachment` is the hold of one broker on it: one stream.
+Begin with `AttachedTopic`. A `BrokerAttachment` is the hold of one broker on the topic, for one stream.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ from seqdedupe.topic.policy import Applied, GapPolicy, OverlapPolicy, Policy
 
 # -- A broker's hold on its topic: the replay of its log, then checks, and reports of their outcomes.
 #
-# Nothing here waits, and nothing is half done: an error raises, and has changed nothing. The rules for the broker are
-# in dedupe.proto.
+# Nothing here waits, and no change is half made: if a function raises, it has changed nothing. The rules for the broker
+# are in dedupe.proto.
 
 NO_ADMISSION = -1
 NO_ROW = -1
-"""The row of a handle that was released, once its producer is gone."""
+"""The row of a handle that was released because its producer no longer exists."""
 FIRST_HANDLES = 64
-"""The number of handles that there is room for at first. The room grows by an eighth."""
+"""The number of handles for which there is room at first. The room grows by an eighth."""
 ADMISSION_TIMEOUT_SECONDS = 30.0
-"""The time after which a broker is detached if it does not report the outcome of a new message."""
+"""If a broker does not report the outcome of a new message within this time, the broker is detached."""
 ADMISSION_BYTES = 24
 """The approximate size of one admission in flight: handle, IDs, and whether it passes."""
 CHECK_BYTES = 704
-"""The size of the columns, as objects, that the admissions of one check need in addition."""
+"""The additional size of the column objects for the admissions of one check."""
 _NO_PASSES: Uint8s = np.zeros(0, np.uint8)
 
 
@@ -70,11 +70,11 @@ class Columns:
         return Columns(self.handles[rows], self.lowest[rows], self.highest[rows], passes)
 
     def of_messages(self) -> np.ndarray:
-        """Return the handles of the rows that do not pass."""
+        """Return the handles of the rows that are messages (rows without `passes`)."""
         return self.handles[self.passes == 0] if len(self.passes) else self.handles
 
     def check(self) -> None:
-        """Raise INVALID_REQUEST unless there are rows, not too many, and each row has a value in every column."""
+        """Raise INVALID_REQUEST if there are no rows or too many, or if a column has no value for a row."""
         rows = len(self)
         if not 1 <= rows <= MAX_BATCH_ROWS:
             raise error("INVALID_REQUEST", f"there are {rows} sequence IDs: 1 to {MAX_BATCH_ROWS} are taken at once")
@@ -100,7 +100,8 @@ class _Admitted:
 
 
 class BrokerAttachment:
-    """The replay, checks and reports of one broker. `position` is the position of the last entry known to be stored."""
+    """The replay, checks and reports of one broker. `position` is the position of the last entry that is known to be
+    stored."""
 
     def __init__(self, producers: Producers, position: bytes) -> None:
         self.position = position
@@ -108,15 +109,15 @@ class BrokerAttachment:
         self.is_ready = False
         """Whether the replay has ended, so that checks are answered."""
         self.has_failed = False
-        """Whether an admission has failed, and the broker has not reset yet."""
+        """Whether an admission has failed, and the broker has not called reset since."""
         self._producers = producers
         self._rows_of: Int64s = np.zeros(FIRST_HANDLES, np.int64)
         """The producer row of each handle."""
         self._is_live: Uint8s = np.zeros(FIRST_HANDLES, np.uint8)
-        """A flag per handle: 1 if it may be used, 0 if it was released or not given yet."""
+        """A flag for each handle: 1 if it may be used, 0 if it was released or is not assigned yet."""
         self._handles = 0
         self._found: Int64s = np.zeros(2, np.int64)
-        """The row that cannot be judged; for a gap, also the missing ID."""
+        """The row that cannot be judged. For a gap, also the missing ID."""
         self._in_flight: deque[_Admitted] = deque()
         self._admitted = 0
         self._settled = 0
@@ -146,7 +147,7 @@ class BrokerAttachment:
                 new_producer_name(shown)
 
     def register(self, first_handle: int, names: list[bytes]) -> None:
-        """Give these names the next handles. Raises INVALID_REQUEST, INVALID_NAME."""
+        """Assign the next handles to these names. Raises INVALID_REQUEST, INVALID_NAME."""
         if first_handle != self._handles:
             raise error(
                 "INVALID_REQUEST", f"first_handle is {first_handle}: the next handle is {self._handles}",
@@ -155,7 +156,8 @@ class BrokerAttachment:
         self.check_names(names)
         end = self._handles + len(names)
         if end > (room := len(self._rows_of)):
-            # In place, as `Producers` grows: there may be millions. No view of it is kept.
+            # The array grows in place, like `Producers`, because there may be millions of handles. No view of the array
+            # may be kept.
             self._rows_of.resize(max(end, room + room // 8), refcheck=False)
             self._is_live.resize(len(self._rows_of), refcheck=False)
         self._rows_of[self._handles : end] = numbers = self._producers.add_all(names)
@@ -171,7 +173,7 @@ class BrokerAttachment:
         is_live[handles] = 0
 
     def in_use(self) -> list[Int64s]:
-        """Return, in parts, the producers that have a handle, or had one when their messages in flight were
+        """Return, in parts, the producers that have a handle, or had a handle when their messages in flight were
         admitted."""
         is_used = self._is_live[: self._handles] != 0
         for admitted in self._in_flight:
@@ -180,7 +182,7 @@ class BrokerAttachment:
         return [rows[first : first + MAX_BATCH_ROWS] for first in range(0, len(rows), MAX_BATCH_ROWS)]
 
     def renumber(self, new_numbers: Int64s) -> None:
-        """Give the producers these new numbers, listed by old number; NO_ROW: the producer is gone, with its
+        """Give the producers new numbers, indexed by the old number. NO_ROW: the producer is removed, with its
         handles."""
         rows = self._rows_of[: self._handles]
         has_row = rows != NO_ROW
@@ -189,9 +191,9 @@ class BrokerAttachment:
     # -- replay ------------------------------------------------------------------------------------------------
 
     def replay(self, columns: Columns, positions: Binary, previous: Binary) -> None:
-        """Replay entries that follow `position` in the log, each with the position of the entry before it.
+        """Replay entries that follow `position` in the log. Each entry has the position of the previous entry.
 
-        Raises REPLAY_GAP if they do not follow; INVALID_REQUEST, INVALID_SEQUENCE_ID.
+        Raises REPLAY_GAP if the entries do not follow; INVALID_REQUEST, INVALID_SEQUENCE_ID.
         """
         if self.is_ready:
             raise error("INVALID_REQUEST", "the replay has ended already")
@@ -214,8 +216,8 @@ class BrokerAttachment:
         self.position = positions.data[int(positions.offsets[-2]) :]
 
     def end_replay(self, last_position: bytes) -> None:
-        """End the replay. The log's last entry is at this position (empty: no entry). Raises REPLAY_GAP if the replay
-        differs."""
+        """End the replay. `last_position` is the position of the log's last entry (empty: no entry). Raises REPLAY_GAP
+        if the replay ended elsewhere."""
         if self.is_ready:
             raise error("INVALID_REQUEST", "the replay has ended already")
         if last_position != self.position:
@@ -229,7 +231,7 @@ class BrokerAttachment:
     # -- verdicts ----------------------------------------------------------------------------------------------
 
     def check(self, columns: Columns, policy: Applied, now_seconds: float) -> Checked:
-        """Return the verdicts. New messages are in flight from now on.
+        """Return the verdicts. New messages count as in flight from now on.
 
         Raises NOT_ATTACHED before the replay has ended, INVALID_REQUEST, INVALID_SEQUENCE_ID, OVERLAP, GAP.
         """
@@ -318,9 +320,10 @@ class BrokerAttachment:
     # -- outcomes ----------------------------------------------------------------------------------------------
 
     def report(self, first_admission: int, persisted: int, position: bytes, failed: int) -> None:
-        """Settle the oldest admissions: first `persisted` stored ones, the last at this position, then `failed` ones.
+        """Settle the oldest admissions: the first `persisted` admissions are stored, the last of them at `position`;
+        the next `failed` admissions have failed.
 
-        Raises NOT_ATTACHED if the report is out of order, or claims that something was stored after a failure;
+        Raises NOT_ATTACHED if the report is out of order, or reports an entry as stored after a failure;
         INVALID_REQUEST.
         """
         if bool(persisted) != bool(position) or len(position) > MAX_POSITION_BYTES:
@@ -352,7 +355,7 @@ class BrokerAttachment:
         )
 
     def _take(self, count: int) -> Iterator[Columns]:
-        """Yield the oldest `count` admissions, which have settled, check by check."""
+        """Remove and yield the oldest `count` admissions, which have settled, one check at a time."""
         self._settled += count
         while count:
             oldest = self._in_flight[0]
@@ -363,7 +366,7 @@ class BrokerAttachment:
             yield settled
 
     def reset(self) -> None:
-        """Take back pushed IDs that are not persisted. Raises INVALID_REQUEST while anything is in flight."""
+        """Revoke pushed IDs that are not persisted. Raises INVALID_REQUEST while an admission is in flight."""
         if self.in_flight:
             raise error(
                 "INVALID_REQUEST", f"{self.in_flight} admissions are in flight: report them as failed before the reset"
@@ -381,15 +384,15 @@ logger = logging.getLogger("seqdedupe.topic")
 NOBODY = "no broker is attached"
 
 COUNT_SECONDS = 0.05
-"""The time for which stored entries are collected and then counted together towards the next snapshot. A log that
-grows by millions a second would otherwise be snapshotted without a break."""
+"""Stored entries are collected for this time, and then counted together towards the next snapshot. Otherwise a log that
+grows by millions of entries a second would be snapshotted without a pause."""
 
 
 class AttachedTopic(TopicBase):
-    """The numbers of a broker's topic. `confirmed_index` counts the entries that the log is known to hold.
+    """The numbers of a broker's topic. `confirmed_index` counts the entries that are known to be in the log.
 
-    The contents of its snapshot are certain with any broker, or none. The next broker to attach reports everything else
-    again. `now_seconds` is a clock that never goes back.
+    The contents of the snapshot are certain, whether or not a broker is attached. The next broker that attaches reports
+    all later entries again. `now_seconds` is a clock that never goes back.
     """
 
     def __init__(
@@ -415,9 +418,9 @@ class AttachedTopic(TopicBase):
             on_state=on_state,
         )
         self.position = loaded.opaque if loaded else b""
-        """The position of the last entry that is known to be in the log; empty: none."""
+        """The position of the last entry that is known to be in the log; empty if there is none."""
         self.trim_position = self.position
-        """The position up to which a durable snapshot covers the entries, including the one there."""
+        """A durable snapshot covers all entries up to this position, inclusive."""
         self.why = NOBODY
         self.knows_its_end = True
         self._now_seconds = now_seconds
@@ -444,14 +447,14 @@ class AttachedTopic(TopicBase):
 
     @property
     def last_position(self) -> Position:
-        """The number of entries, as a position. The broker's own positions tell where the last one is."""
+        """The number of entries, as a position. The broker's own positions state where the last entry is."""
         return Position(self.incarnation, None, self.confirmed_index - 1)
 
     async def position_before(self, index: int) -> Position:
         return Position(self.incarnation, None, index - 1)
 
     def check_serving(self) -> None:
-        """Raise DRAINING, TOPIC_NOT_FOUND. The numbers exist with or without a broker."""
+        """Raise DRAINING, TOPIC_NOT_FOUND. The numbers are available with or without a broker."""
         if self.state is State.DRAINING:
             raise error(self.closed_because, f"topic {self.name}: {self.why}")
 
@@ -467,11 +470,11 @@ class AttachedTopic(TopicBase):
     # -- who is attached ---------------------------------------------------------------------------------------
 
     def attach(self, end: Callable[[SeqdedupeError], None], trim_moved: Callable[[], None]) -> BrokerAttachment:
-        """Let a broker take the topic. A broker that had it is notified of the end. Forget appends in flight: replay
-        restores them.
+        """Attach a broker to the topic. A broker that was attached before is notified of the end of its attachment.
+        Forget appends in flight: the replay restores them.
 
-        `end` is called once, with the reason, when something other than `detach` ends the attachment; `trim_moved` when
-        `trim_position` has changed. Raises DRAINING, TOPIC_NOT_FOUND.
+        `end` is called once, with the reason, if something other than `detach` ends the attachment. `trim_moved` is
+        called when `trim_position` has changed. Raises DRAINING, TOPIC_NOT_FOUND.
         """
         if self.held is not None:
             raise self.held
@@ -490,7 +493,7 @@ class AttachedTopic(TopicBase):
         return self._attachment is not None
 
     def detach(self, attachment: BrokerAttachment) -> None:
-        """Detach the broker that is gone, if it is still the attached one."""
+        """Detach a broker whose stream has ended, if it is still the attached broker."""
         if attachment is self._attachment:
             self._end = None
             self._detach(error("NOT_ATTACHED", NOBODY))
@@ -513,11 +516,11 @@ class AttachedTopic(TopicBase):
         self._stored(entries)
 
     def ready(self) -> None:
-        """Begin to serve after the end of the replay."""
+        """Start to serve after the end of the replay."""
         self.change_state(State.SERVING, "")
 
     def check(self, attachment: BrokerAttachment, columns: Columns) -> Checked:
-        """See `BrokerAttachment.check`. Also raises the reason why the topic is held."""
+        """See `BrokerAttachment.check`. Also raises the reason why the topic is on hold."""
         try:
             if self.held is not None:
                 raise self.held
@@ -554,8 +557,8 @@ class AttachedTopic(TopicBase):
             self._counting = asyncio.get_running_loop().call_later(COUNT_SECONDS, self._count)
 
     def _watch(self, attachment: BrokerAttachment) -> None:
-        """Detach the broker if the oldest admission in flight has waited too long; otherwise set a timer for that
-        time."""
+        """Detach the broker if the oldest admission in flight has waited too long. Otherwise set a timer for the time
+        when it will have."""
         self._timer = None
         since = attachment.waits_since
         if since is None:
@@ -572,7 +575,7 @@ class AttachedTopic(TopicBase):
     # -- requests of others ------------------------------------------------------------------------------------
 
     def numbers_of(self, name: str) -> tuple[int, int]:
-        """Return pushed and persisted of a producer. Raises NOT_ATTACHED while they are not known,
+        """Return the pushed and the persisted ID of a producer. Raises NOT_ATTACHED while the IDs are not known,
         PRODUCER_NOT_FOUND."""
         if self.state is not State.SERVING:
             raise error("NOT_ATTACHED", f"topic {self.name}: {self.why}")
@@ -588,8 +591,8 @@ class AttachedTopic(TopicBase):
         self.keeper.apply(self.applied)
 
     async def set_policy(self, policy: Policy) -> None:
-        """Set the whole policy. It is in force at once and durable on return. Raises STORE_UNAVAILABLE: then it is in
-        force, and becomes durable by a later try."""
+        """Replace the whole policy. It is in force at once. When this returns, it is durable. After STORE_UNAVAILABLE
+        the policy is in force, and the topic tries later to make it durable."""
         self.put_in_force(policy)
         try:
             await self.keeper.snapshot()
@@ -611,8 +614,8 @@ class AttachedTopic(TopicBase):
         return [] if self._attachment is None else self._attachment.in_use()
 
     async def purge(self, numbers: Int64s) -> int:
-        """Forget producers after a durable snapshot without them: a replay begins after it, and never meets them
-        again."""
+        """Forget producers after a durable snapshot without them. A replay begins after this snapshot, so it does not
+        contain them."""
         producers, before = self.producers, self.counters.purged
 
         def due() -> Int64s:
@@ -626,7 +629,7 @@ class AttachedTopic(TopicBase):
             self.counters.purged += len(still)
             producers.mark_dirty(forgotten)
             if len(still) < len(forgotten):
-                # The store needs another snapshot with those that came back meanwhile.
+                # The store needs another snapshot that contains the producers that came back meanwhile.
                 self.spawn(self.keeper.snapshot_in_background())
 
         await self.keeper.snapshotter.forget(due, forget)
@@ -639,10 +642,10 @@ class AttachedTopic(TopicBase):
     # -- the end -----------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Do nothing: there is nothing to read. The broker that attaches reports its log."""
+        """Do nothing, because there is no log to read. The broker that attaches reports its log."""
 
     async def drain(self) -> None:
-        """Stop taking messages and take a last snapshot."""
+        """Accept no more messages, and take a last snapshot."""
         self._closing("the sidecar is shutting down")
         await self.keeper.snapshot_in_background()
         await self.end_tasks()
@@ -652,7 +655,8 @@ class AttachedTopic(TopicBase):
         await self.end_tasks()
 
     async def delete(self) -> None:
-        """Close the topic permanently. Callers that still use it get an error that it does not exist."""
+        """Close the topic permanently. Callers that still use this object get the error that the topic does not
+        exist."""
         self.closed_because = "TOPIC_NOT_FOUND"
         self._closing("it was deleted")
         await self.end_tasks()

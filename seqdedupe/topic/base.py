@@ -1,4 +1,4 @@
-"""The members of topics of every kind, and the state machine that decides what a topic does at the moment.
+"""The common members of all kinds of topics, and the state machine that determines what a topic currently does.
 
 There are two kinds: `topic.Topic` has a log of this project, `attached.AttachedTopic` has a broker's own log.
 """
@@ -29,27 +29,27 @@ logger = logging.getLogger("seqdedupe.topic")
 
 
 class State(Enum):
-    """The state of a topic: what it does at the moment."""
+    """The state of a topic, which determines what the topic currently does."""
 
     RECOVERING = 1
-    """The log is being read, or cannot be read now. Readers get the messages that are certain."""
+    """The log is being read, or cannot be read now. Readers get the messages that are certain to be in the log."""
     SERVING = 2
     READ_ONLY = 3
-    """The log refuses writes now; the topic keeps trying."""
+    """The log refuses writes now; the topic tries again at intervals."""
     DRAINING = 4
     DAMAGED = 5
-    """Permanent: contents of the log or the store differ from the written data."""
+    """Permanent: the contents of the log or the store differ from what was written."""
     STANDBY = 6
-    """Another sidecar owns the log. Readers get the messages that are certain."""
+    """Another sidecar owns the log. Readers get the messages that are certain to be in the log."""
     TERMINATED = 7
-    """Permanent: the log takes nothing more from any writer. Readers get all of it."""
+    """Permanent: the log accepts no more writes from anybody. Readers get all messages."""
 
 
 @dataclass(slots=True)
 class TopicCounters:
     """Counters since this process opened the topic: rows by verdict, bytes stored, frames refused, failures of the log,
-    recoveries, messages read for recoveries and the time they took, producers reset or forgotten, and sessions resumed
-    after their producer was forgotten."""
+    recoveries, messages read for recoveries and the time for this, producers reset or forgotten, and sessions that were
+    resumed after their producer had been forgotten."""
 
     not_dup: int = 0
     dup: int = 0
@@ -120,22 +120,23 @@ class TopicBase(ABC):
         self.state = State.RECOVERING
         self.why = "the log is being read"
         self.knows_its_end = False
-        """Whether this process owns the log and has read it up to its own marker. Only then is the end known."""
+        """Whether this process owns the log and has read it up to its own marker. Only then is the end of the topic
+        known."""
         self.owner_address = ""
-        """The address of the sidecar that owns the log, in STANDBY; empty if it is not known."""
+        """In STANDBY, the address of the sidecar that owns the log; empty if the address is not known."""
         self.asked = Broadcast()
-        """A signal that a client wants a topic that another sidecar owns."""
+        """A signal that a client has asked for a topic that another sidecar owns."""
         self.confirmed = Broadcast()
         """A signal that more messages can be read, or that the state has changed."""
         self.damage: SeqdedupeError | None = None
         self.terminated: SeqdedupeError | None = None
-        """The reason why nothing is taken any more, in TERMINATED."""
+        """In TERMINATED, the reason why the topic accepts no more messages."""
         self.held: SeqdedupeError | None = None
-        """The reason why nothing is taken, in any state: see `hold`."""
+        """The reason why the topic is on hold and accepts no messages, in any state: see `hold`."""
         self.closed_because = "DRAINING"
         """The reason code of refusals in DRAINING."""
         self.has_successor = False
-        """Whether the topic was opened again, so that this object is of no further use."""
+        """Whether the topic was opened again as another object, so that this object is not used any more."""
         self._on_state = on_state
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_ended = False
@@ -150,13 +151,13 @@ class TopicBase(ABC):
         """The policy that is in force."""
         self.term = 0
         self.confirmed_index = first_index
-        """The index below which all messages are in the log for good, and in the producers' numbers."""
+        """The index below which all messages are permanently in the log, and are included in the producers' numbers."""
         self.last_message_id: MessageId | None = None
         """The ID of the last confirmed message; None if there is none."""
         self.last_ownership = 0
-        """The ownership of the last confirmed message; 0 if there is none or it is not known."""
+        """The ownership of the last confirmed message; 0 if there is no such message or its ownership is not known."""
         self.newest_import: object = None
-        """The import that was begun last. No other import may go on."""
+        """The import that began last. Any other import must stop."""
         if loaded is not None:
             self.term = loaded.term
             self.confirmed_index = loaded.next_index
@@ -178,17 +179,19 @@ class TopicBase(ABC):
             self.confirmed.tell()
 
     def hold(self, why: SeqdedupeError) -> None:
-        """Take nothing from now on, for this reason, until `release`. Appends in flight settle; readers go on."""
+        """Accept no messages from now on, for this reason, until `release`. Appends in flight settle; readers
+        continue."""
         self.held = why
 
     def release(self, why: SeqdedupeError | None = None) -> None:
-        """Take messages again, unless the topic is held for a reason other than this one (None: any reason)."""
+        """Accept messages again, unless the topic is on hold for a reason other than `why` (None: any reason)."""
         if why is None or self.held is why:
             self.held = None
 
     @abstractmethod
     def check_serving(self) -> None:
-        """Raise the reason why the topic takes no messages or, in a broker's topic, why it is closed."""
+        """Raise the reason why the topic accepts no messages. In a broker's topic, raise the reason why the topic is
+        closed."""
 
     def check_not_damaged(self) -> None:
         """Raise LOG_DAMAGED if the topic is damaged."""
@@ -196,7 +199,8 @@ class TopicBase(ABC):
             raise damaged_topic(self.name, self.damage)
 
     def check_may_go_on(self) -> None:
-        """Raise LOG_DAMAGED, TOPIC_TERMINATED or NOT_OWNER if no more messages become certain in this sidecar."""
+        """Raise LOG_DAMAGED, TOPIC_TERMINATED or NOT_OWNER if no further messages can become certain in this
+        sidecar."""
         self.check_not_damaged()
         if self.terminated is not None:
             raise self.terminated
@@ -205,8 +209,8 @@ class TopicBase(ABC):
             raise self.not_owner("")
 
     def not_owner(self, what: str) -> SeqdedupeError:
-        """Return the error that another sidecar owns the topic, with its address if known. `what` is added to the
-        message."""
+        """Return the error that another sidecar owns the topic, with the owner's address if it is known. `what` is
+        added to the message."""
         if not self.owner_address:
             return error("NOT_OWNER", f"somebody else owns topic {self.name}{what}")
         message = f"the sidecar at {self.owner_address} owns topic {self.name}{what}"
@@ -217,7 +221,7 @@ class TopicBase(ABC):
         if self.knows_its_end:
             return
         self.check_may_go_on()
-        # Nothing is being read, for example, if a start has found a full disk.
+        # No read is in progress if, for example, the start has found a full disk.
         hint = REASONS["LOG_REFUSED"].hint if self.state is State.READ_ONLY else None
         raise error(
             "RECOVERING",
@@ -228,7 +232,7 @@ class TopicBase(ABC):
 
     @property
     def is_serving(self) -> bool:
-        """Whether the topic takes messages, if it is not held."""
+        """Whether the topic accepts messages, if it is not on hold."""
         return self.state is State.SERVING
 
     # -- its messages ------------------------------------------------------------------------------------------
@@ -245,29 +249,29 @@ class TopicBase(ABC):
 
     @property
     def certain_position(self) -> Position:
-        """The position of the last message that may be shown to readers, or of an earlier one if that would need a
-        read."""
+        """The position of the last message that may be returned to readers. If that would need a read, the position of
+        an earlier message."""
         return self.last_position
 
     @property
     def readable_index(self) -> int:
-        """The index below which all messages may be shown to readers. The topic ends there only if it
-        `knows_its_end`."""
+        """The index below which all messages may be returned to readers. If `knows_its_end`, this is the end of the
+        topic."""
         return self.confirmed_index
 
     @property
     @abstractmethod
     def first_index(self) -> int:
-        """The index of the first message that is left in the log."""
+        """The index of the first message that is still in the log."""
 
     @abstractmethod
     async def position_before(self, index: int) -> Position:
-        """Return the position after which the message with this index stands. This may need a read: raises as
+        """Return the position before the message with this index. This may need a read: raises the errors of
         `Log.locate`."""
 
     async def wait_for_message(self, index: int) -> None:
-        """Wait until the message with this index can be read, or will not be readable from here for now. The topic is
-        then closing, damaged, terminated, or owned by another sidecar."""
+        """Wait until the message with this index can be read, or until it is clear that this sidecar cannot read it for
+        now. In the second case the topic is closing, damaged, terminated, or owned by another sidecar."""
         ends = State.DRAINING, State.DAMAGED, State.STANDBY, State.TERMINATED
         while self.readable_index <= index and self.state not in ends:
             await self.confirmed.wait()
@@ -276,13 +280,13 @@ class TopicBase(ABC):
 
     @abstractmethod
     def log_place(self) -> bytes:
-        """Return where the log goes on after the last confirmed message: the position in a broker's log, or
+        """Return the place where the log continues after the last confirmed message: the position in a broker's log, or
         `Log.place_at`."""
 
     @property
     @abstractmethod
     def log_bytes(self) -> int:
-        """The bytes of the log on disk; 0 if the log is a broker's."""
+        """The size of the log on disk; 0 if the log is a broker's."""
 
     @property
     def damage_found(self) -> DamageFound:
@@ -291,7 +295,7 @@ class TopicBase(ABC):
 
     @property
     def skipped(self) -> Skipped:
-        """The data that is stored in the log and is no part of it."""
+        """The data that is stored in the log but is not a part of it."""
         return Skipped()
 
     @property
@@ -308,12 +312,12 @@ class TopicBase(ABC):
 
     @property
     def newest_policy(self) -> Policy:
-        """The policy that will be set for this topic once everything in progress has settled."""
+        """The policy that the topic will have once all operations in progress have settled."""
         return self.policy
 
     @abstractmethod
     async def set_policy(self, policy: Policy) -> None:
-        """Set the whole policy. It is durable and in force on return. Raises the reason for a failure."""
+        """Replace the whole policy. When this returns, it is durable and in force. Raises the reason for a failure."""
 
     def inherit(self, applied: Applied) -> None:
         """Inherit this policy from now on."""
@@ -322,18 +326,18 @@ class TopicBase(ABC):
 
     @abstractmethod
     def put_in_force(self, policy: Policy) -> None:
-        """Put this policy of the topic in force, over the one that it inherits."""
+        """Put this policy of the topic in force, combined with the policy that the topic inherits."""
 
     # -- its producers, for the keeper -------------------------------------------------------------------------
 
     @abstractmethod
     def snapshot_is_durable(self) -> None:
-        """Let retention go on: all below the keeper's `snapshot_index` is covered by a durable snapshot."""
+        """Allow retention to continue: a durable snapshot covers all messages below the keeper's `snapshot_index`."""
 
     @abstractmethod
     def in_use(self) -> list[Int64s]:
-        """Return, by number, the producers that are held now other than by a stream, and those with messages in flight.
-        Each part is looked at in one step."""
+        """Return, by number, the producers with messages in flight, and the producers that are held now by anything
+        other than a stream. Each part is determined in one step of the event loop."""
 
     @abstractmethod
     async def purge(self, numbers: Int64s) -> int:
@@ -341,10 +345,10 @@ class TopicBase(ABC):
 
     @abstractmethod
     def renumber(self, new_numbers: Int64s) -> None:
-        """Give the producers these new numbers, listed by old number; -1: the producer is gone."""
+        """Give the producers new numbers, indexed by the old number. -1: the producer is removed."""
 
     def resumed_after_purge(self, names: list[bytes]) -> None:
-        """Count and log resumed sessions of producers that are forgotten."""
+        """Count and log resumed sessions whose producers were forgotten."""
         self.counters.resumed_after_purge += len(names)
         if names:
             logger.warning(
@@ -363,18 +367,20 @@ class TopicBase(ABC):
 
     @abstractmethod
     async def drain(self) -> None:
-        """Stop taking messages, settle appends in flight, take a last snapshot, and release everything."""
+        """Accept no more messages, settle appends in flight, take a last snapshot, and release all resources."""
 
     @abstractmethod
     async def close(self, why: str) -> None:
-        """Release everything at once. Callers that use the topic try again, and find its successor."""
+        """Release all resources at once. Callers that use the topic try again, and find its successor."""
 
     @abstractmethod
     async def delete(self) -> None:
-        """Close the topic permanently. Callers that still use it get an error that it does not exist."""
+        """Close the topic permanently. Callers that still use this object get the error that the topic does not
+        exist."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run this in the background until the topic is closed, and not at all after that. Its errors are logged."""
+        """Run this coroutine in the background until the topic is closed. If the topic is closed already, do not run
+        it. Errors of the coroutine are logged."""
         task = asyncio.ensure_future(work)
         if self._has_ended:
             task.cancel()
@@ -388,7 +394,7 @@ class TopicBase(ABC):
             logger.error("a task of topic %s failed", self.name, exc_info=task.exception())
 
     async def end_tasks(self) -> None:
-        """End all spawned tasks and snapshots. On return nothing of them goes on."""
+        """End all spawned tasks and snapshots. When this returns, none of them is running."""
         self._has_ended = True
         self.keeper.inactivity.close()
         for task in self._tasks:

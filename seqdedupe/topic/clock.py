@@ -1,11 +1,13 @@
-"""The process's clock, for everything that goes by time: one for all topics, watched as long as the process runs.
+"""The clock of the process, for everything that depends on time. All topics share it, and it is checked as long as the
+process runs.
 
-Begin with `Clock`. `Steadied` gives the time, as far as a clock can be believed that may jump and come back.
+Begin with `Clock`. `Steadied` computes the time as far as the system's clock can be trusted, although it may jump and
+come back.
 
-A clock may be wrong for a while (a step by a time service, a machine that is resumed). It then differs from the steady
-clock, which shows only the time that goes by. So readings of both are kept for a while. The largest and the smallest
-difference are the bounds of the time. New messages get the latest possible time, and ages are computed with the
-earliest. So after a jump that is undone, in either direction, nothing has been forgotten too early.
+A clock may be wrong for a while (because a time service sets it, or a machine is resumed). It then differs from the
+steady clock, which shows only how much time passes. So readings of both clocks are kept for a while. The largest and
+the smallest difference are the bounds of the time. New messages get the latest possible time, and ages are computed
+with the earliest possible time. So if a jump in either direction is undone, nothing has been forgotten too early.
 """
 
 import asyncio
@@ -23,33 +25,34 @@ from seqdedupe.store.parts import BELIEVED_TIME, seal
 logger = logging.getLogger("seqdedupe.topic")
 
 AHEAD_MS = 24 * 60 * 60 * 1000
-"""The distance from the last believed time to a clock at start above which there is a warning. A sidecar may also have
-been stopped for that long."""
+"""If the clock at the start is ahead of the last believed time by more than this, there is a warning. The sidecar may
+also have been stopped for that long."""
 
 LOOK_SECONDS = 60.0
 """The time between two looks at the clocks."""
 
 LOOKS = 41
-"""The number of looks that must agree, over 40 minutes. Services that set clocks look at them more often: time services
-wait for 34 minutes at most."""
+"""The number of readings that must agree, over 40 minutes. Time services check the clocks that they set more often:
+they wait for 34 minutes at most."""
 
 _NANOSECONDS_A_MILLISECOND = 1_000_000
 _TIME_BYTES = 8
 
 
 class Clock:
-    """The clock of the process. `keep_looking` must run; nothing goes by time until it has run for 40 minutes.
+    """The clock of the process. `keep_looking` must run. Nothing expires by time until it has run for 40 minutes.
 
-    With a store, the clock saves there the last time that it believed, and compares it at start. A clock that stays
-    ahead for longer than 40 minutes is believed, and data that retention and windows then drop is gone.
+    With a store, the clock saves the last believed time there, and compares this time at the start. If the clock stays
+    ahead for longer than 40 minutes, its time is believed. Retention and windows then drop data permanently, even if
+    the clock is wrong.
     """
 
     def __init__(self, store: Store | None = None) -> None:
         self._steadied = Steadied()
         self._store = store
         self.ahead_ms = 0
-        """The time by which the clock was ahead of the last believed time at the start, if that is suspicious;
-        otherwise 0. It is 0 again as soon as the time is believed."""
+        """If suspicious: the time by which the clock was ahead of the last believed time at the start. Otherwise 0, and
+        0 again as soon as the clock's time is believed."""
         if store is not None:
             self._compare(store)
 
@@ -58,7 +61,7 @@ class Clock:
         return self._steadied.now(*_both_ms())
 
     async def keep_looking(self) -> None:
-        """Look at the clock again and again, until cancelled."""
+        """Read the clocks at intervals, until cancelled."""
         while True:
             self._steadied.look(*_both_ms())
             if believed_ms := self.now().earliest_ms:
@@ -97,21 +100,23 @@ def _both_ms() -> tuple[int, int]:
 
 
 class Steadied:
-    """The time by a clock that was looked at LOOKS times, each LOOK_SECONDS after the one before."""
+    """The time computed from LOOKS readings of a clock, one every LOOK_SECONDS."""
 
     def __init__(self) -> None:
         self._apart_ms: deque[int] = deque(maxlen=LOOKS)
-        """The differences by which the clock was ahead of the steady one."""
+        """For each reading, the difference by which the clock was ahead of the steady clock."""
         self._least_ms = self._most_ms = 0
-        """The bounds of these differences, once there is one. They are kept because each frame needs them."""
+        """The bounds of these differences, once there is a difference. They are stored because each frame needs
+        them."""
 
     def look(self, clock_ms: int, steady_ms: int) -> None:
-        """Record a reading of the clock and of the steady clock, which begins anywhere and never jumps."""
+        """Record a reading of the clock and of the steady clock. The steady clock starts at any value and never
+        jumps."""
         self._apart_ms.append(clock_ms - steady_ms)
         self._least_ms, self._most_ms = min(self._apart_ms), max(self._apart_ms)
 
     def now(self, clock_ms: int, steady_ms: int) -> Moment:
-        """Return the time for these readings. Before the last of LOOKS looks, the earliest possible time is not
+        """Return the time for these readings. Until there are LOOKS readings, the earliest possible time is not
         known."""
         if not self._apart_ms:
             return Moment(0, clock_ms)

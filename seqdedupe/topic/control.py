@@ -1,4 +1,4 @@
-"""Control records: changes of a topic's state other than by messages, as `Control` in batch.proto has them."""
+"""Control records: changes of a topic's state that are not messages, as `Control` in batch.proto defines them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +21,8 @@ from seqdedupe.topic import policy as policy_module
 from seqdedupe.topic.policy import DeduplicationRoute, Policy
 
 STATED_A_RECORD = 8192
-"""The number of producers that are stated again, or forgotten, at once. They always fit into a record."""
+"""The number of producers whose state is written again, or which are forgotten, in one step. They always fit into a
+record."""
 
 _BYTES_A_PRODUCER = 4 + 8 + 8
 _ROOM_BYTES = 1024
@@ -30,7 +31,8 @@ _ROOM_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProducerSessions:
-    """Producers' sessions: started by Open, or stated again, with their persisted IDs, before retention drops them."""
+    """Sessions of producers, with their persisted IDs. Open started these sessions, or they are written again before
+    retention drops their records."""
 
     names: list[bytes]
     epochs: Int64s
@@ -39,25 +41,25 @@ class ProducerSessions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reset:
-    """Producers whose persisted IDs an operator has set. Earlier records of them do not count any more."""
+    """Producers whose persisted IDs an operator has set. Earlier records of these producers are void."""
 
     names: list[bytes]
     epochs: Int64s
-    """The epochs of their sessions from here on, which no client has."""
+    """The epochs of their sessions from this record on. No client has these epochs."""
     persisted: Int64s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Purge:
-    """Producers that are forgotten: earlier records of them do not count any more. A purge without names states, before
-    retention drops the others, that some producers were forgotten."""
+    """Producers that are forgotten. Earlier records of these producers are void. A purge without names states that some
+    producers were forgotten; it is written before retention drops the other purges."""
 
     names: list[bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Import:
-    """A part of imported watermarks. Nothing of an import is in force before its last part."""
+    """A part of imported watermarks. An import is not in force before its last part."""
 
     names: list[bytes]
     persisted: Int64s
@@ -66,22 +68,22 @@ class Import:
 
 
 class Imported(NamedTuple):
-    """Imported watermarks: columns, and a table of names. Each row has the number of its name."""
+    """Imported watermarks: columns, and a table of names. Each row has the number of its name in the table."""
 
     names: Names
     numbers: Int64s
     persisted: Int64s
 
     def apply(self, producers: Producers, index: int) -> None:
-        """Put the watermarks in force. They are in the log before the message with this index. The producers take the
-        names."""
+        """Put the watermarks in force. In the log they are before the message with this index. The producers take over
+        the names."""
         numbers = producers.take_in(self.names)[self.numbers]
         producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), self.persisted, index)
 
 
 class ImportParts:
-    """The parts of an incomplete import. Names enter a table as they come, so that little work is left when all are put
-    in force at once."""
+    """The parts of an incomplete import. Names are added to a table as they arrive, so that little work remains when
+    the import is put in force."""
 
     def __init__(self) -> None:
         self.clear()
@@ -94,7 +96,8 @@ class ImportParts:
     def add(self, part: Import) -> Imported | None:
         """Add the next part in the log. Return the import if it is complete now.
 
-        An import without its first part is in force already: retention has stated it again before it dropped that part.
+        An import without its first part is in force already: retention has written its contents again before it dropped
+        that part.
         """
         if part.part == 0:
             self._names, self._columns = Names(), []
@@ -111,13 +114,13 @@ class ImportParts:
 
 @dataclass(frozen=True, slots=True)
 class CursorChange:
-    """A change of a named cursor to other data, or (None) its removal. The other cursors stay as they are."""
+    """A change of a named cursor to other data, or its removal (None). Other cursors do not change."""
 
     name: str
     kept: policy_module.NamedCursor | None
 
     def applied_to(self, policy: Policy) -> Policy:
-        """Return the policy with this change: cursors are kept there."""
+        """Return the policy with this change. (A policy contains the cursors.)"""
         others = {one.name: one for one in policy.cursors if one.name != self.name}
         if self.kept is not None:
             others[self.name] = self.kept
@@ -139,10 +142,10 @@ def parts(sessions: ProducerSessions) -> Iterator[ProducerSessions]:
 
 
 def stated_again(producers: Producers, below_index: int) -> Iterator[ProducerSessions]:
-    """Yield the state in force of producers that the log states only below this index, read when each part is
-    requested.
+    """Yield the state in force of producers for which the log has this state only below `below_index`. The state is
+    read when each part is requested.
 
-    Each part covers STATED_A_RECORD producers to look at: it may have no names.
+    Each part results from checking STATED_A_RECORD producers, so a part may have no names.
     """
     generation, first = producers.generation, 0
     while first < len(producers):
@@ -164,7 +167,8 @@ _FIELDS: dict[type[Change], str] = {ProducerSessions: "sessions", Reset: "reset"
 
 
 def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
-    """Return the body of a control record of this term. `record_id` makes it differ from all others of the topic."""
+    """Return the body of a control record of this term. `record_id` makes the record different from all others of the
+    topic."""
     control = wire.Control(id=record_id, term=term)
     if isinstance(change, Policy):
         policy = control.policy_of_deduplication_ids if change.by_deduplication_id else control.policy
@@ -200,7 +204,8 @@ def _policy(stored: Any) -> Policy:
 
 
 def decode(body: bytes) -> tuple[Change, int]:
-    """Return the change in a control record, and its term. Raises NEWER_FORMAT for an unknown kind, LOG_DAMAGED."""
+    """Return the change in a control record, and the record's term. Raises NEWER_FORMAT for an unknown kind,
+    LOG_DAMAGED."""
     try:
         control = wire.Control.FromString(body)
         match control.WhichOneof("kind"):
@@ -225,12 +230,12 @@ def decode(body: bytes) -> tuple[Change, int]:
 
 
 def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list[tuple[Change, int, int]]]]:
-    """Yield scanned records as runs. The caller merges the batches of each first, then its changes (change, term,
+    """Yield scanned records in runs. In each run, the caller first merges the batches, then the changes (change, term,
     index).
 
-    Everything that merges by maximum may come in any order, so it is one run. A reset or purge is a separate run, and
-    so is a policy, which limits the window of what follows. `place` is the log's place, for error messages. Raises as
-    `decode`, with the place of the record.
+    Records that are merged by maximum may be merged in any order, so they form one run. A reset or a purge is a
+    separate run. So is a policy, which limits the window of the records that follow. `place` is the log's place, for
+    error messages. Raises the errors of `decode`, with the place of the record.
     """
     first = 0
     changes: list[tuple[Change, int, int]] = []
@@ -253,7 +258,7 @@ def runs(chunk: bytes, table: Int64s, place: str) -> Iterator[tuple[Int64s, list
 def apply(
     change: ProducerSessions | Reset | Purge | Import, parts: ImportParts, producers: Producers, index: int
 ) -> None:
-    """Apply a change that is in the log, before the message with this index."""
+    """Apply a change that is in the log before the message with this index."""
     if isinstance(change, Purge):
         numbers = producers.find_all(change.names)
         producers.purge(numbers[numbers >= 0], index)
@@ -270,7 +275,7 @@ def apply(
 
 
 def decode_policy(body: bytes) -> Policy:
-    """Return the policy in a snapshot or in a namespace's record. Raises as `decode`."""
+    """Return the policy in a snapshot or in a namespace's record. Raises the errors of `decode`."""
     policy, _ = decode(body)
     if not isinstance(policy, Policy):
         raise error("STORE_DAMAGED", "a record has something else for its policy")

@@ -1,8 +1,9 @@
-"""All topics: from the store and the logs to live topics, and back. It does not depend on the kind of log.
+"""All topics of the process. This module opens topics from the store and the logs, and closes and deletes them. It does
+not depend on the kind of log.
 
-Begin with `Topics`. `find` also looks into a cluster; `create_partitioned` makes all partitions of a topic. A topic's
-record tells where the topic is in its life; it is durable before the step that it names. Creation and deletion are
-separate tasks, which go on if the caller is cancelled.
+Begin with `Topics`. `find` also asks the cluster; `create_partitioned` creates all partitions of a topic. A topic's
+record states the stage of the topic's life. The record is durable before the step that it states. Creation and deletion
+are separate tasks, which continue if the caller is cancelled.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from seqdedupe.topic.listing import Looking, OpeningQueue
 from seqdedupe.topic.lives import Lives, TopicRecords
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
 from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry
+from seqdedupe.wording import counted
 
 # -- The policies of namespaces: stored, and in force in every topic of the namespace.
 
@@ -34,7 +36,8 @@ MAX_NAMESPACE_POLICIES = 10_000
 
 
 class Namespaces:
-    """The policies of namespaces, over the sidecar's `defaults`. `changed` is called with the name of a changed one."""
+    """The policies of namespaces, combined with the sidecar's `defaults`. `changed` is called with the name of a
+    namespace whose policy has changed."""
 
     def __init__(self, store: Store, defaults: Applied, changed: Callable[[str], None]) -> None:
         self._store = store
@@ -58,10 +61,10 @@ class Namespaces:
         return self._defaults.under(self.policy(namespace))
 
     async def change(self, namespace: str, change: Callable[[Policy], Policy]) -> None:
-        """Replace the policy by the result of `change`. It is durable and in force on return.
+        """Replace the policy by the result of `change`. When this returns, the new policy is durable and in force.
 
-        Raises what `change` raises, INVALID_REQUEST if there are too many, DRAINING. After STORE_UNAVAILABLE the policy
-        is unchanged. After a cancellation the outcome is unknown.
+        Raises the errors of `change`, INVALID_REQUEST if there are too many policies, DRAINING. After STORE_UNAVAILABLE
+        the policy is unchanged. After a cancellation the outcome is unknown.
         """
         if self._is_closed:
             raise error("DRAINING", "the sidecar is shutting down")
@@ -75,7 +78,8 @@ class Namespaces:
             try:
                 await self._write(namespace, policy)
             except SeqdedupeError:
-                # The store may have the new policy. Without this, it would be in force at the next start.
+                # The store may already have the new policy. Without this step, the new policy would be in force after
+                # the next start.
                 self._in_background(again_until(lambda: self._is_durable(namespace)))
                 raise
             self._policies.pop(namespace, None)
@@ -87,7 +91,7 @@ class Namespaces:
         await self._store.put_namespace_policy(namespace, encode(policy) if policy != Policy() else None)
 
     async def _is_durable(self, namespace: str) -> bool:
-        """Write the policy in force again. Return whether no further try is needed."""
+        """Write the policy that is in force again. Return whether no further attempt is needed."""
         async with self._one_at_a_time:
             if self._is_closed:
                 return True
@@ -98,7 +102,7 @@ class Namespaces:
             return True
 
     async def close(self) -> None:
-        """Take no further changes, and finish the current ones. Repeated writes end."""
+        """Accept no further changes, and finish the current changes. Repeated writes end."""
         self._is_closed = True
         await asyncio.gather(*self._background, return_exceptions=True)
 
@@ -119,10 +123,10 @@ T = TypeVar("T", bound=TopicBase)
 
 
 class Topics(Generic[T]):
-    """The topics by full name, all of one kind.
+    """The topics by full name, all of the same kind.
 
-    `make_kind` gets the function that the kind calls for a topic's changes. `on_state` is called with the new state, or
-    None when a topic is gone. `applied` has the values that namespaces inherit.
+    `make_kind` receives the function that the kind must call for a topic's changes. `on_state` is called with the new
+    state of a topic, or with None when a topic has been removed. `applied` contains the values that namespaces inherit.
     """
 
     def __init__(
@@ -151,22 +155,25 @@ class Topics(Generic[T]):
         self.lives = Lives(store, self.kind, self.stored, self.registry, self._inherited, on_state, self._topic_changed)
         self._opened_at_start: list[T] = []
         self.waiting = OpeningQueue(self)
-        """The topics that are unused since the start. They are also `closed`."""
+        """The topics that were not used since the start and are not open yet. They are also in `closed`."""
         self.looking = Looking(self._look_again)
-        """Looks for topics that others make and delete in a cluster. Raises STORE_UNAVAILABLE, and as `Logs.list`."""
+        """Looks for topics that other sidecars create and delete in a cluster. Raises STORE_UNAVAILABLE, and the errors
+        of `Logs.list`."""
         self.unlisted: SeqdedupeError | None = None
-        """Why the list of topics is unknown, if it is."""
+        """The reason why the list of topics is unknown; None if it is known."""
         self._background: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
     # -- start and end -----------------------------------------------------------------------------------------
 
     async def open_all(self) -> None:
-        """Open every log. A log that cannot be opened is tried again, or its topic is DAMAGED; the others are open.
+        """Open every log. If a log cannot be opened, it is tried again, or its topic is DAMAGED. The other topics are
+        opened.
 
-        If there are very many, some wait until they are used (`waiting`). Logs of a cluster, which may not answer now,
-        are opened by `recover_all`, and RECOVERING until then. Raises STORE_MISSING if a log has no record, LOG_DAMAGED
-        or LOG_UNREADABLE if that log does not have its topic's name either, and what `Logs.list` raises.
+        If there are very many logs, some are opened only when they are used (`waiting`). Logs in a cluster, which may
+        not answer now, are opened by `recover_all`, and their topics are RECOVERING until then. Raises STORE_MISSING if
+        a log has no record. Raises LOG_DAMAGED or LOG_UNREADABLE if that log does not contain its topic's name either,
+        and the errors of `Logs.list`.
         """
         self.namespaces.load()
         records = self.store.topics()
@@ -183,7 +190,7 @@ class Topics(Generic[T]):
             await listing.open_all(self)
 
     async def open_at_start(self, record: TopicRecord) -> None:
-        """Open a topic that has a record, or queue it. A failed try is repeated."""
+        """Open a topic that has a record, or queue it. After a failure, try again."""
         why = self.partitions.learn(record) if record.partitions else None
         entry = self.registry.entry(record.name)
         if entry.record is not None:
@@ -210,7 +217,7 @@ class Topics(Generic[T]):
         self.partitions.release(whole)
 
     async def remove(self, names: list[str], asked: str) -> None:
-        """Call `Lives.remove` for topics that are live, or closed and perhaps being opened."""
+        """Call `Lives.remove` for topics that are live, or closed and possibly being opened."""
         async with AsyncExitStack() as stack:
             for name in names:
                 await stack.enter_async_context(self.registry.locked(name))
@@ -223,20 +230,21 @@ class Topics(Generic[T]):
             self.on_state(topic.name, topic.state)
 
     async def recover_all(self) -> None:
-        """Recover every topic. A topic that cannot be recovered now goes on trying in the background.
+        """Recover every topic. A topic that cannot be recovered now is tried again in the background.
 
-        Waiting topics are opened and recovered after this, one after the other."""
+        Afterwards, waiting topics are opened and recovered one after the other.
+        """
         if self.unlisted is not None and not await listing.have_opened(self):
             await again_until(lambda: listing.have_opened(self))
         opened, self._opened_at_start = self._opened_at_start, []
         await asyncio.gather(*(topic.recover() for topic in opened))
         if self.rebuild_store:
-            # With snapshots, the next start needs no rebuilding.
+            # If all topics have snapshots, the next start does not have to rebuild them.
             await asyncio.gather(*(topic.keeper.snapshot_in_background() for topic in opened))
         self.in_background(self.waiting.open_all())
 
     async def drain(self) -> None:
-        """Take no more frames, settle all in flight, and make durable snapshots. Reading goes on."""
+        """Accept no more frames, settle all frames in flight, and make durable snapshots. Reading continues."""
         self.is_draining = True
         self.waiting.close()
         await self.namespaces.close()
@@ -256,7 +264,8 @@ class Topics(Generic[T]):
         return self.namespaces.applied(namespace_of(topic))
 
     def _inherit(self, namespace: str) -> None:
-        """Pass a changed policy to the topics of a namespace. A topic that is being opened reads it when it is open."""
+        """Pass a changed policy to the topics of a namespace. A topic that is being opened reads the new policy when it
+        is open."""
         for topic in self.registry.open_topics():
             if namespace_of(topic.name) == namespace:
                 topic.inherit(self.namespaces.applied(namespace))
@@ -277,7 +286,7 @@ class Topics(Generic[T]):
         self.stored.check_written(full)
 
     def known_records(self) -> Iterator[TopicRecord]:
-        """Return the records of all topics, also those that the store may not have yet."""
+        """Return the records of all topics, including records that the store may not have yet."""
         return (entry.record for entry in self.registry if entry.record is not None)
 
     def check_listed(self) -> None:
@@ -288,20 +297,20 @@ class Topics(Generic[T]):
     # -- topics ------------------------------------------------------------------------------------------------
 
     def all(self) -> list[T | Closed]:
-        """Return all topics by name, live or not. Raises RECOVERING while there may be more."""
+        """Return all topics by name, live or not. Raises RECOVERING while the list may be incomplete."""
         self.check_listed()
         every = self.found()
         return [every[name] for name in sorted(every)]
 
     def found(self) -> dict[str, T | Closed]:
-        """Return the known topics by name, also while there may be more."""
+        """Return the known topics by name. The list may still be incomplete."""
         return {entry.name: entry.found for entry in self.registry if entry.found is not None}
 
     def look_at(self, name: str) -> T | Closed:
-        """Return a topic, whether or not it can be used.
+        """Return a topic, even if it cannot be used.
 
-        Raises INVALID_TOPIC_NAME, TOPIC_IS_PARTITIONED, TOPIC_NOT_FOUND, RECOVERING, NOT_OWNER if it is not of this
-        process's shards.
+        Raises INVALID_TOPIC_NAME, TOPIC_IS_PARTITIONED, TOPIC_NOT_FOUND, RECOVERING; NOT_OWNER if the topic belongs to
+        the shards of another process.
         """
         full = topic_name(name)
         self.partitions.check_is_none(full)
@@ -313,23 +322,24 @@ class Topics(Generic[T]):
         return found
 
     def partitions_beside(self, full: str) -> int:
-        """Return the number of partitions of this partition's topic; 0 if there is no partition of this name."""
+        """Return the number of partitions of the topic to which this partition belongs; 0 if there is no partition of
+        this name."""
         record = self.registry.record(full)
         return record.partitions if record is not None else 0
 
     def get(self, name: str) -> T:
-        """Return the live topic. Raises what `look_at` raises, and the reason why a topic cannot be opened."""
+        """Return the live topic. Raises the errors of `look_at`, and the reason why the topic cannot be opened."""
         found = self.look_at(name)
         if isinstance(found, Closed):
             raise found.error()
         return found
 
     def is_there(self, full: str) -> bool:
-        """Whether a topic of this full name exists, usable or not."""
+        """Return whether a topic with this full name exists, even if it cannot be used."""
         return self.registry.found(full) is not None
 
     async def get_or_create(self, name: str) -> T:
-        """Return the live topic. It is made if it does not exist and `allow_auto_topic_creation` is set."""
+        """Return the live topic. If the topic does not exist and `allow_auto_topic_creation` is set, create it."""
         full = topic_name(name)
         await self.waiting.use(full)
         if self.is_there(full) or full in self.partitions or not self.allow_auto_topic_creation:
@@ -339,14 +349,14 @@ class Topics(Generic[T]):
     async def create(
         self, name: str, *, policy: Policy | None = None, layout: Layout = AS_USUAL, exists_ok: bool = False
     ) -> T:
-        """Make a topic. It serves on return. `layout`: see `Logs.create`.
+        """Create a topic. When this returns, the topic serves. `layout`: see `Logs.create`.
 
-        Raises INVALID_TOPIC_NAME, TOPIC_EXISTS, TOO_MANY_TOPICS; LOG_DAMAGED if one of that name is damaged. After
+        Raises INVALID_TOPIC_NAME, TOPIC_EXISTS, TOO_MANY_TOPICS; LOG_DAMAGED if a topic of that name is damaged. After
         DRAINING, LOG_REFUSED or STORE_UNAVAILABLE there is no topic.
         """
         full = topic_name(name)
         await self.waiting.use(full)
-        # The creation in progress may be the caller's own first try; and it may fail.
+        # The creation in progress may be the caller's own first attempt, and it may fail.
         while under_way := self._under_way(full, Phase.DELETING) or (
             None if exists_ok else self._under_way(full, Phase.CREATING)
         ):
@@ -368,7 +378,7 @@ class Topics(Generic[T]):
         except InvalidRequestError as e:
             if e.reason != "TOPIC_EXISTS" or not self.kind.log.is_shared:
                 raise
-            # Perhaps another sidecar has made it.
+            # Another sidecar may have created the topic.
             await self.looking.once()
             if not exists_ok:
                 raise
@@ -378,7 +388,7 @@ class Topics(Generic[T]):
             return made
 
     def _under_way(self, full: str, phase: Phase) -> "asyncio.Task[Any] | None":
-        """Return the task of this phase on this topic alone, if any."""
+        """Return the task of this phase on this topic alone, if there is one."""
         entry = self.registry.get(full)
         if entry is None or entry.phase is not phase or self.registry.changes(whole_of(full) or "") is not None:
             return None
@@ -388,7 +398,7 @@ class Topics(Generic[T]):
         """Raise TOO_MANY_TOPICS unless this number of further topics is allowed."""
         count = len(self.registry)
         if count + more > self._max_topics:
-            why = f"there are {count} topics: max_topics allows no more"
+            why = f"the sidecar has {counted(count, 'topic')}: max_topics allows no more"
             raise error("TOO_MANY_TOPICS", why, max_topics=self._max_topics)
 
     async def _create(self, full: str, policy: Policy, layout: Layout) -> T:
@@ -396,11 +406,11 @@ class Topics(Generic[T]):
         return topic
 
     async def delete(self, name: str, check: Callable[[str], None] = lambda full: None) -> None:
-        """Delete a topic for good. It takes no messages after this. `check` is called in the step in which the deletion
-        begins: an error of it keeps the topic.
+        """Delete a topic permanently. It accepts no messages after this. `check` is called in the same step of the
+        event loop in which the deletion begins: if `check` raises an error, the topic is kept.
 
-        Raises TOPIC_NOT_FOUND, LOG_DAMAGED. After STORE_UNAVAILABLE the topic still exists, and takes messages again
-        once the store confirms that. The deletion goes on if the caller is cancelled.
+        Raises TOPIC_NOT_FOUND, LOG_DAMAGED. After STORE_UNAVAILABLE the topic still exists, and accepts messages again
+        once the store confirms that. The deletion continues if the caller is cancelled.
         """
         full = topic_name(name)
         await self.waiting.use(full)
@@ -431,14 +441,14 @@ class Topics(Generic[T]):
 
 
 def partitions_of(topics: Topics[T], whole: str) -> "list[T | Closed | None]":
-    """Return the partitions of a partitioned topic, in order; None for a missing one. Raises KeyError."""
+    """Return the partitions of a partitioned topic, in order, with None for a missing partition. Raises KeyError."""
     return [topics.registry.found(name) for name in topics.partitions.names(whole)]
 
 
 async def create_partitioned(
     topics: Topics[T], name: str, partitions: int, policy: Policy, layout: Layout = AS_USUAL
 ) -> None:
-    """Make a partitioned topic. All partitions serve on return. `layout`: see `Logs.create`.
+    """Create a partitioned topic. When this returns, all partitions serve. `layout`: see `Logs.create`.
 
     Raises INVALID_TOPIC_NAME, INVALID_REQUEST, TOPIC_EXISTS, TOO_MANY_TOPICS, DRAINING, LOG_REFUSED, STORE_UNAVAILABLE.
     After an error there is no topic.
@@ -466,13 +476,13 @@ def _check_can_be(topics: Topics[T], whole: str, partitions: int, policy: Policy
     if whole_of(whole) is not None:
         what = f"{whole} has the name of a partition, and cannot have partitions itself"
         raise error("INVALID_TOPIC_NAME", what, hint="Choose another name.")
-    partition_name(whole, partitions - 1)  # whether the longest is one
+    partition_name(whole, partitions - 1)  # check the length of the longest name
     check_gap_policy(whole, policy.gap)
 
 
 def check_gap_policy(topic: str, gap: GapPolicy | None) -> None:
-    """Raise INVALID_REQUEST if the policy of a partition refuses gaps. A producer's IDs count over all partitions, so
-    each partition has gaps."""
+    """Raise INVALID_REQUEST if the policy of a partition refuses gaps. A producer numbers its messages over all
+    partitions, so each partition has gaps."""
     if gap is GapPolicy.REJECT:
         raise error(
             "INVALID_REQUEST",
@@ -500,11 +510,11 @@ async def _create(topics: Topics[T], whole: str, names: list[str], policy: Polic
 
 
 async def delete_partitioned(topics: Topics[T], whole: str) -> None:
-    """Delete a partitioned topic with all partitions for good. They take no messages after this.
+    """Delete a partitioned topic with all its partitions permanently. The partitions accept no messages after this.
 
-    Partitions that are damaged because the topic was deleted in the cluster do not prevent it. Raises LOG_DAMAGED,
-    RECOVERING and other errors of a partition that cannot be used. After STORE_UNAVAILABLE all partitions still exist.
-    The deletion goes on if the caller is cancelled.
+    If a partition is damaged because the topic was deleted in the cluster, the deletion still works. Raises
+    LOG_DAMAGED, RECOVERING and other errors of a partition that cannot be used. After STORE_UNAVAILABLE all partitions
+    still exist. The deletion continues if the caller is cancelled.
     """
     await topics.waiting.use(*topics.partitions.names(whole))
     lost = await without_log(topics, topics.partitions.names(whole))
@@ -526,7 +536,7 @@ async def delete_partitioned(topics: Topics[T], whole: str) -> None:
 
 
 async def look_for(topics: Topics[T], name: str) -> str:
-    """Return the full name of a topic. A topic that is unknown here is looked for in the cluster.
+    """Return the full name of a topic. If the topic is unknown here, ask the cluster.
 
     Raises INVALID_TOPIC_NAME, and the reason if the cluster cannot be asked.
     """
@@ -539,22 +549,22 @@ async def look_for(topics: Topics[T], name: str) -> str:
 
 
 async def find(topics: Topics[T], name: str) -> T:
-    """Find the live topic, and open it if this is its first use. Raises what `look_for` and `Topics.get` raise."""
+    """Find the live topic, and open it if this is its first use. Raises the errors of `look_for` and `Topics.get`."""
     full = await look_for(topics, name)
     await topics.waiting.use(full)
     return topics.get(full)
 
 
 async def find_or_create(topics: Topics[T], name: str) -> T:
-    """Return the live topic. It is made if it does not exist and `allow_auto_topic_creation` is set."""
-    # `get_or_create` looks for the topic if another sidecar has made it.
+    """Return the live topic. If the topic does not exist and `allow_auto_topic_creation` is set, create it."""
+    # If another sidecar has created the topic, `get_or_create` finds it.
     return await (topics.get_or_create(name) if topics.allow_auto_topic_creation else find(topics, name))
 
 
 async def delete(topics: Topics[T], name: str, check: Callable[[str], None] = lambda full: None) -> None:
-    """Do the same as `Topics.delete`, also for a topic that is damaged because its log was deleted in the cluster.
+    """Do the same as `Topics.delete`. Also delete a topic that is damaged because its log was deleted in the cluster.
 
-    Raises also the reason if the cluster cannot be asked.
+    Also raises the reason if the cluster cannot be asked.
     """
     full = await look_for(topics, name)
     topic = topics.registry.found(full)

@@ -1,7 +1,8 @@
-"""A frame on its way through a topic: checked, cut to its new rows, in flight, answered.
+"""A frame on its way through a topic: it is checked, cut to its new rows, in flight, and answered.
 
-`check` makes a `Frame` of bytes; `cut` returns its new part. `Flight` has the frames and control records that the topic
-has handed to its log, until they settle. `FrameReceipt` and `Refusal` are the answers.
+`check` makes a `Frame` from bytes; `cut` returns the new rows of a frame as a separate frame. `Flight` contains the
+frames and control records that the topic has passed to its log, until they settle. `FrameReceipt` and `Refusal` are the
+answers.
 """
 
 import asyncio
@@ -93,9 +94,10 @@ _NONE = np.zeros(0, np.int64)
 
 
 class Allowing:
-    """The judgements about a topic's producers for one client. A name is judged once, until the result is invalid.
+    """The decisions about the producer names that one client may use in a topic. A name is judged once, until the
+    decision becomes invalid.
 
-    `deny` makes the error for forbidden names.
+    `deny` creates the error for forbidden names.
     """
 
     def __init__(self, producers: Producers, judge: NamesJudge, deny: Callable[[list[str]], SeqdedupeError]) -> None:
@@ -115,7 +117,7 @@ class Allowing:
 
     def forbidden(self, numbers: Int64s) -> Int64s:
         """Return those of these producers, by number, that are forbidden."""
-        # Every frame with other names than the last one comes here, and nearly always all names are allowed.
+        # Every frame whose names differ from the previous frame's passes here, and nearly always all names are allowed.
         is_of_these = self._numbers == self.producers.generation
         if is_of_these and are_all(self._judged, numbers, _ALLOWED):
             return _NONE
@@ -139,7 +141,7 @@ _NO_PRODUCERS = np.zeros(0, np.int64)
 
 @dataclass(slots=True)
 class NumbersCache:
-    """The producers' numbers of the last frame of a stream. The next frame usually has the same list of names."""
+    """The producers' numbers in the last frame of a stream. The next frame usually has the same list of names."""
 
     names: bytes = b""
     numbers: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -148,14 +150,14 @@ class NumbersCache:
     stream: int = NO_STREAM
     """The stream's number in its topic; a unary call has none."""
     allowing: Allowing | None = None
-    """The producers as which the client may publish; None: all."""
+    """The producers under which the client may publish; None: all."""
     forbidden: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
-    """The numbers of the producers as which it may not publish."""
+    """The numbers of the producers under which the client may not publish."""
     judged: int = 0
     """The generation of the judgements, see `Allowing`."""
 
     def is_of(self, names: bytes, producers: Producers) -> bool:
-        """Whether the cache holds the current numbers for this list of names."""
+        """Return whether the cache contains the current numbers for this list of names."""
         if names != self.names or self.generation != producers.generation:
             return False
         return self.allowing is None or self.judged == self.allowing.generation
@@ -169,13 +171,14 @@ class Frame:
     view: Uint8s
     places: Int64s
     producer_rows: Int64s
-    """The row in the table of numbers, for each producer of the batch."""
+    """For each producer of the batch: its row in the table of numbers."""
     rows: int
     column_bytes: int
 
 
 def _laid_out(encoded: bytes) -> tuple[bytes, Uint8s, Int64s]:
-    """Return a batch in its canonical encoding, and the places of its columns. Raises `InvalidRequestError`."""
+    """Return a batch in its canonical encoding, and the places of its columns in the bytes. Raises
+    `InvalidRequestError`."""
     if len(encoded) > MAX_BATCH_BYTES:
         raise error("BATCH_TOO_LARGE", f"the batch has {len(encoded)} bytes: at most {MAX_BATCH_BYTES} are accepted")
     places = np.empty(PLACES, np.int64)
@@ -193,7 +196,7 @@ def _laid_out(encoded: bytes) -> tuple[bytes, Uint8s, Int64s]:
 
 def check_by_id(encoded: bytes, *, wants_keys: bool = False) -> Frame:
     """Return the checked frame of an encoded batch for a topic of deduplication IDs. Raises `InvalidRequestError`, also
-    if every row must have a key and one has none."""
+    if every row must have a key and a row has none."""
     encoded, view, places = _laid_out(encoded)
     at: list[int] = places.tolist()
     if at[PRODUCERS]:
@@ -222,7 +225,7 @@ def _has_keys(view: Uint8s, at: list[int]) -> bool:
 def check(encoded: bytes, producers: Producers, cache: NumbersCache) -> Frame:
     """Return the checked frame of an encoded batch. Raises `InvalidRequestError`; INVALID_EPOCH for unknown names."""
     encoded, view, places = _laid_out(encoded)
-    # Plain numbers: each look into an array of numpy costs as much as ten into a list.
+    # Use plain numbers: reading one element of a numpy array costs as much as ten elements of a list.
     at: list[int] = places.tolist()
     if size(at, DEDUPLICATION_ID_OFFSETS):
         why = "this topic takes no deduplication IDs, but producers with sequence IDs (`client.producer`)"
@@ -267,7 +270,8 @@ def _row_with_a_name_twice(view: Uint8s, places: Int64s) -> int:
 
 
 def _is_text(view: Uint8s, places: Int64s, offsets: int, values: int) -> bool:
-    """Whether every value of a column is UTF-8: its blob is, and no value begins within a character."""
+    """Return whether every value of a column is UTF-8: the bytes of the column are UTF-8, and no value begins within a
+    character."""
     blob = _column(view, places, values)
     try:
         blob.tobytes().decode()
@@ -302,7 +306,7 @@ def names_of(encoded: bytes, places: Int64s) -> list[bytes]:
 
 
 def cut(frame: Frame, verdicts: Uint8s) -> Frame:
-    """Return the new part of a frame as a separate frame."""
+    """Return the new rows of a frame as a separate frame."""
     producer_rows = frame.producer_rows
     if frame.places[PRODUCERS] <= 1:
         out = np.empty(len(frame.encoded), np.uint8)
@@ -323,13 +327,13 @@ def cut(frame: Frame, verdicts: Uint8s) -> Frame:
 
 _NO_INDEXES = np.zeros(0, np.int64)
 NONE_KNOWN = (_NO_INDEXES, _NO_INDEXES, _NO_INDEXES)
-"""The last three columns of a `FrameReceipt` with only new rows. This is the usual case, and each new array takes a
-call."""
+"""The last three columns of a `FrameReceipt` with only new rows. They are shared because this is the usual case, and
+each new array costs a call."""
 
 
 @dataclass(slots=True)
 class FrameReceipt:
-    """The outcome of a frame that was not refused, as `Receipt` in publish.proto has it."""
+    """The outcome of a frame that was not refused, like `Receipt` in publish.proto."""
 
     frame: int
     verdicts: Uint8s | None
@@ -341,12 +345,13 @@ class FrameReceipt:
     known_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
     known_indexes: Int64s = field(default_factory=lambda: _NO_INDEXES)
     imported_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
-    """The rows with verdict DUP whose IDs were imported: no message of the topic has them."""
+    """The rows with verdict DUP whose IDs were imported: no message of the topic has these IDs."""
     durable_at: int = 0
-    """0: the new rows are durable. Otherwise they are only written, until the topic is durable up to this index."""
+    """0: the new rows are durable. Otherwise they are only written, and become durable when the topic is durable up to
+    this index."""
 
     def stands_at(self, first_index: int) -> None:
-        """Set the index of the first new row in the log, which may differ from the intended one."""
+        """Set the index that the first new row has in the log, which may differ from the intended index."""
         if self.known_rows.size:
             moved = np.where(self.known_indexes >= self.first_index, first_index - self.first_index, 0)
             self.known_indexes = self.known_indexes + moved
@@ -365,12 +370,12 @@ class RefusedProducer:
     pushed: int
     persisted: int
     expected_sequence_id: int | None = None
-    """With GAP: the ID that is missing at the gap."""
+    """With GAP: the first ID that is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The answer to a frame of which nothing was admitted."""
+    """The answer to a frame of which no message was admitted."""
 
     frame: int
     error: SeqdedupeError
@@ -378,7 +383,7 @@ class Refusal:
 
 
 class OutOfStepError(Exception):
-    """A failure after rows of a frame were decided: they count as in flight, but will not be appended."""
+    """A failure after rows of a frame were decided: the rows count as in flight, but will not be appended."""
 
 
 Reply = Callable[[FrameReceipt | Refusal], None]
@@ -388,15 +393,15 @@ Reply = Callable[[FrameReceipt | Refusal], None]
 # -- Frames and records that a topic has handed to its log, with an outcome that is not known yet.
 
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
-"""The limit for bytes that are admitted and not settled, in one topic."""
+"""The maximum number of bytes that are admitted and not settled, in one topic."""
 
 MAX_IN_FLIGHT_FRAMES = 16_384
 
 LISTED_AT_ONCE = 16
-"""The number of frames examined in one step of the event loop. The largest take some ms each."""
+"""The number of frames examined in one step of the event loop. The largest frames take some ms each."""
 
 FRAMES_A_PART = 256
-"""The number of frames whose producers are looked at in one step."""
+"""The number of frames whose producers are examined in one step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -409,39 +414,40 @@ class Admitted:
     since_seconds: float
     """The time of admission, by the event loop's clock."""
     when_durable: Callable[[], None] | None = None
-    """Set if the receipt may be given before the frame is durable; called when it is durable."""
+    """Set if the receipt may be sent before the frame is durable. It is called when the frame is durable."""
     is_told: bool = False
-    """Whether the receipt was given early."""
+    """Whether the receipt was sent before the frame was durable."""
 
     @property
     def body(self) -> bytes:
-        """The bytes that were handed to the log."""
+        """The bytes that were passed to the log."""
         return self.frame.encoded
 
 
 @dataclass(slots=True, eq=False)
 class Changing:
-    """A control record in flight. `done` raises why it was not stored; the caller that waits for it may be gone."""
+    """A control record in flight. If the record was not stored, `done` raises the reason. The caller that waits for
+    `done` may have been cancelled."""
 
     body: bytes
     change: Change
     done: "asyncio.Future[None]"
 
     def settled(self, why: SeqdedupeError | None = None) -> None:
-        """Finish `done`: the record is stored, or it is not for the reason `why`."""
+        """Finish `done`: the record is stored, or it was not stored for the reason `why`."""
         if self.done.cancelled():
             return
         if why is None:
             self.done.set_result(None)
         else:
             self.done.set_exception(why)
-            # Python must not warn about an error that no caller fetches.
+            # Prevent Python's warning about an error that no caller reads.
             self.done.exception()
 
 
 @dataclass(slots=True)
 class InFlight:
-    """The messages of a producer in flight: lowest and highest ID, and since when."""
+    """The messages of a producer in flight: lowest and highest ID, and the time since which they are in flight."""
 
     first_id: int
     last_id: int
@@ -453,8 +459,7 @@ class InFlight:
 
 
 class Flight:
-    """Frames and control records in the order in which they were handed to the log, which is also the order of
-    settling."""
+    """Frames and control records in the order in which they were passed to the log. They settle in the same order."""
 
     def __init__(self) -> None:
         self._admitted: deque[Admitted | Changing] = deque()
@@ -462,14 +467,14 @@ class Flight:
         self._bytes = 0
         self._ever = 0
         self._written = 0
-        """The number of the oldest that are in the log, and not known to be durable."""
+        """The number of the oldest items that are in the log but not known to be durable."""
         self._settled = Broadcast()
 
     def __len__(self) -> int:
         return len(self._admitted)
 
     def __iter__(self) -> Iterator[Admitted | Changing]:
-        """Iterate from the oldest."""
+        """Iterate from the oldest item to the newest."""
         return iter(self._admitted)
 
     @property
@@ -478,7 +483,7 @@ class Flight:
         return self._bytes
 
     def add(self, admitted: Admitted | Changing) -> None:
-        """Add the newest item. Raises MemoryError, and then changes nothing."""
+        """Add the newest item. If this raises MemoryError, nothing has changed."""
         self._admitted.append(admitted)
         if isinstance(admitted, Admitted):
             self._bytes += len(admitted.frame.encoded)
@@ -488,7 +493,7 @@ class Flight:
         self._ever += 1
 
     def take_back(self) -> None:
-        """Remove the newest item, which was not handed to the log after all."""
+        """Remove the newest item, because it was not passed to the log."""
         newest = self._admitted.pop()
         self._bytes -= len(newest.body)
         if isinstance(newest, Changing):
@@ -496,7 +501,8 @@ class Flight:
         self._ever -= 1
 
     def newest_policy(self, policy: Policy) -> Policy:
-        """Return the policy that will be set when everything has settled, if this one is set now."""
+        """Return the policy that the topic will have when everything has settled. `policy` is the policy that is set
+        now."""
         if self._changes[Policy] or self._changes[CursorChange]:
             for item in self._admitted:
                 if isinstance(item, Changing):
@@ -512,7 +518,8 @@ class Flight:
         return self._admitted[0] if self._admitted else None
 
     def since(self, number: int, sequence_id: int) -> float | None:
-        """Return since when a producer's message, or its oldest copy, has been in flight; None if it is not."""
+        """Return the time since which a producer's message, or the oldest copy of it, has been in flight; None if it is
+        not in flight."""
         for frame, since in self._frames():
             producer_rows, ids = _columns(frame)
             if (ids[producer_rows == number] == sequence_id).any():
@@ -520,11 +527,11 @@ class Flight:
         return None
 
     def by_producer(self, until_seconds: float) -> Iterator[dict[int, InFlight]]:
-        """Yield messages in flight since that time or longer, by producer number; some frames at once, the oldest
-        first.
+        """Yield the messages that have been in flight since `until_seconds` or longer, by producer number. Each part
+        covers some frames, the oldest frames first.
 
-        Each part shows the state when it is requested: without settled frames, and without frames newer than the first
-        part.
+        Each part shows the state at the time when it is requested: without settled frames, and without frames newer
+        than the first part.
         """
         at, end = 0, self._ever
         while (at := max(at, self._ever - len(self._admitted))) < end:
@@ -548,7 +555,7 @@ class Flight:
         return ((item.frame, item.since_seconds) for item in self._admitted if isinstance(item, Admitted))
 
     def has(self, kind: type[Reset] | type[Purge]) -> bool:
-        """Whether a reset (or purge) of producers is in flight."""
+        """Return whether a reset (or a purge) of producers is in flight."""
         return self._changes[kind] > 0
 
     def producer_rows(self) -> list[Int64s]:
@@ -557,7 +564,7 @@ class Flight:
         return [np.concatenate(rows[first : first + FRAMES_A_PART]) for first in range(0, len(rows), FRAMES_A_PART)]
 
     def renumber(self, new_numbers: Int64s) -> None:
-        """Give producers new numbers, listed by old number."""
+        """Give the producers new numbers, indexed by the old number."""
         for frame, _ in self._frames():
             frame.producer_rows = new_numbers[frame.producer_rows]
 
@@ -568,12 +575,13 @@ class Flight:
         return some
 
     def rows_told_early(self) -> int:
-        """Return the number of messages that are only known to be written, and whose senders have an early receipt."""
+        """Return the number of messages that are written but not known to be durable, and whose senders have an early
+        receipt."""
         written = islice(self._admitted, self._written)
         return sum(item.frame.rows for item in written if isinstance(item, Admitted) and item.is_told)
 
     def take(self) -> Admitted | Changing:
-        """Remove and return the oldest item, which has settled. `tell` must follow."""
+        """Remove and return the oldest item, which has settled. The caller must call `tell` afterwards."""
         admitted = self._admitted.popleft()
         if self._written:
             self._written -= 1
@@ -585,7 +593,7 @@ class Flight:
         return admitted
 
     def tell(self) -> None:
-        """Wake the callers that wait."""
+        """Wake the callers that wait for room or for settlement."""
         self._settled.tell()
 
     def has_room(self) -> bool:
@@ -598,7 +606,7 @@ class Flight:
             await self._settled.wait()
 
     async def all_of_now(self) -> None:
-        """Wait until all that is in flight now has settled."""
+        """Wait until everything that is in flight now has settled."""
         last = self._ever
         while self._ever - len(self._admitted) < last:
             await self._settled.wait()

@@ -1,8 +1,8 @@
-"""The judges, which decide about a frame before it goes to the log, and track its outcome afterwards.
+"""The judges. A judge decides about a frame before the frame is passed to the log, and tracks the outcome afterwards.
 
 Begin with `Judge`. There are two: `BySequenceId` uses the links and epochs of producers and the rule;
-`ByDeduplicationId` uses only the IDs. The result of a judge is complete: the batch to append, with its index, and the
-receipt to give once it is stored; or a refusal.
+`ByDeduplicationId` uses only the IDs. A judge returns either the batch to append, with its index, and the receipt to
+send once it is stored, or a refusal.
 """
 
 import logging
@@ -56,8 +56,8 @@ MAX_PRODUCERS_IN_REFUSAL = 16
 
 
 class Judge(Protocol):
-    """A decision about frames in the order of arrival. New rows count as in flight from then on, until they are
-    confirmed, in the same order, or until everything in flight has failed."""
+    """Decides about frames in the order of arrival. New rows count as in flight from then on. They are confirmed in the
+    same order, or fail together."""
 
     def decide(
         self,
@@ -71,17 +71,19 @@ class Judge(Protocol):
         check_log: Callable[[bytes], None],
         looked_up: Any,
     ) -> tuple[Frame | None, FrameReceipt | Refusal]:
-        """Return the batch to append (None: nothing), and the answer to give once it is stored, or at once.
+        """Return the batch to append (None: nothing to append), and the answer to send. With a batch, the answer is
+        sent once the batch is stored; without, at once.
 
-        New rows get indexes from `next_index`. `check_log` raises if the log cannot take a batch. `lone`: links may be
-        omitted. `looked_up`: see `ByDeduplicationId.look_up`. An invalid frame raises nothing. Raises OutOfStepError.
+        New rows get indexes from `next_index`. `check_log` raises an error if the log cannot accept a batch. `lone`:
+        links may be omitted. `looked_up`: see `ByDeduplicationId.look_up`. An invalid frame causes a refusal, not an
+        exception. Raises OutOfStepError.
         """
 
     def confirm(self, frame: Frame) -> None:
         """Confirm the oldest frame in flight, which is in the log."""
 
     def fail(self) -> None:
-        """Fail everything in flight: none of it counts as pushed any more."""
+        """Fail everything in flight: these messages do not count as pushed any more."""
 
 
 class BySequenceId:
@@ -144,8 +146,8 @@ class BySequenceId:
 
 
 def forbidden(allowing: Allowing, numbers: Int64s) -> tuple[SeqdedupeError, list[RefusedProducer]]:
-    """Return the error for a frame with producers that its client may not use, and their names. Their numbers are
-    hidden."""
+    """Return the error for a frame with producers that its client may not use, and the names of these producers. The
+    producers' numbers are not shown."""
     names = [name.decode() for name in allowing.producers.names_of(numbers[:MAX_PRODUCERS_IN_REFUSAL])]
     unknown = NO_SEQUENCE_ID
     listed = [RefusedProducer(name, NO_EPOCH, NO_EPOCH, unknown, unknown, unknown, unknown) for name in names]
@@ -155,7 +157,8 @@ def forbidden(allowing: Allowing, numbers: Int64s) -> tuple[SeqdedupeError, list
 def refused(
     frame: Frame, producers: Producers, why: int, lone: bool, gapless: bool
 ) -> tuple[SeqdedupeError, list[RefusedProducer]]:
-    """Return the error for a result of `Producers.refusal`, and the numbers of the producers that caused it."""
+    """Return the error for a result of `Producers.refusal`, and the numbers of the producers that caused the
+    refusal."""
     epochs, links, first = _of_producers(frame)
     names = names_of(frame.encoded, frame.places)
     reasons = producers.reasons(frame.view, frame.places, frame.producer_rows, lone, gapless)
@@ -256,9 +259,10 @@ def _of_producers(frame: Frame) -> tuple[list[int], list[int], list[int]]:
 
 
 def _may_be_in_force_again(producer: RefusedProducer, producers: Producers) -> bool:
-    """Whether the session may be the one that lasts if the record of the newer one fails.
+    """Return whether the producer's session may become the valid session if the record of the newer session fails.
 
-    If there is no durable session then, the producer has been forgotten, and an earlier session of it may be resumed.
+    If there is then no durable session, the producer was forgotten, and an earlier session of the producer may be
+    resumed.
     """
     number = producers.number(producer.name.encode())
     durable_epoch = NO_EPOCH if number is None else producers.numbers[number, rule.DURABLE_EPOCH]
@@ -278,11 +282,11 @@ logger = logging.getLogger("seqdedupe.topic")
 
 
 class ByDeduplicationId:
-    """A `Judge`, once there is a `window`.
+    """The `Judge` of a topic of deduplication IDs. It works once there is a `window`.
 
     `policy` returns the policy set for the topic. `imported` is the stored data of an import; `on_expired` is called
-    when none of it counts any more. `take_snapshot`: see `WindowRuns`. `memory` is shared with other topics; without it
-    the whole window stays in memory.
+    when all imported IDs have expired. `take_snapshot`: see `WindowRuns`. `memory` is shared with other topics; without
+    it the whole window stays in memory.
     """
 
     def __init__(
@@ -300,9 +304,9 @@ class ByDeduplicationId:
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self.window = window
-        """None in a topic of sequence IDs, and until the log has shown that it is not one."""
+        """None in a topic of sequence IDs, and until the log has shown that the topic is one of deduplication IDs."""
         self.now: Callable[[], Moment] = Clock().now
-        """The clock for the times when messages are published, and for the age of others."""
+        """The clock for the publish times of new messages, and for the age of stored messages."""
         self.imported = WindowImported(topic, imported, policy, on_expired)
         self.runs = WindowRuns(store, incarnation, lambda: self.window, self.imported, take_snapshot)
         self.memory = memory
@@ -312,9 +316,10 @@ class ByDeduplicationId:
         self._measured = (-1, -1)
 
     def begin(self, index: int) -> IdWindow:
-        """Return the window of the topic, which is one of deduplication IDs. Without a window, begin one at this index.
+        """Return the window of the topic, which is a topic of deduplication IDs. If there is no window, begin a window
+        at this index.
 
-        Retention may have dropped the record that first stated the mode; then the first batch shows it.
+        Retention may have dropped the record that first stated the mode; then the first batch shows the mode.
         """
         if self.window is None:
             self.window = IdWindow(self._random_bytes(SECRET_BYTES), index)
@@ -330,10 +335,11 @@ class ByDeduplicationId:
     # -- frames ------------------------------------------------------------------------------------------------
 
     async def look_up(self, encoded: bytes) -> LookedUp | None:
-        """Prepare a decision: wait for memory, and read what the decision needs. Await this if there is a `window`.
+        """Prepare a decision: wait for memory, and read the data that the decision needs. Await this if there is a
+        `window`.
 
-        The frame must be decided in the step that follows. This waits while the windows have more memory than their
-        limit.
+        The frame must be decided in the following step of the event loop. This waits while all windows together exceed
+        their memory limit.
         """
         if self.memory is not None:
             await self.memory.room()
@@ -351,15 +357,15 @@ class ByDeduplicationId:
         check_log: Callable[[bytes], None],
         looked_up: LookedUp | None,
     ) -> tuple[Frame | None, FrameReceipt | Refusal]:
-        """See `Judge.decide`. A DUP always has its original's index, except for an imported original. The original may
-        be a new row of the same frame: the receipt comes when that is stored."""
+        """See `Judge.decide`. DUP always has the index of the original message, except for an imported original. The
+        original may be a new row of the same frame; then the receipt is sent when that row is stored."""
         window, now = self.begin(next_index), self.now()
         try:
             frame = check_by_id(encoded, wants_keys=self._policy().route is DeduplicationRoute.KEY)
             check_log(frame.encoded)
             in_runs = NONE_OLDER
             if applied.deduplication_enabled:
-                # IDs that are forgotten now are looked for in the import.
+                # IDs that have just been forgotten must be looked for in the import.
                 window.move(applied.window, now.earliest_ms)
                 in_runs = self.runs.older(frame, since_ms(applied, now), looked_up)
         except SeqdedupeError as e:
@@ -391,8 +397,8 @@ class ByDeduplicationId:
             self.window.fail()
 
     def replay(self, chunk: bytes, batches: Int64s2, applied: Applied) -> None:
-        """Put the IDs in these records in force, at their place in the log. It may differ from the place planned for
-        those in flight."""
+        """Put the IDs in these records in force, with their place in the log. That place may differ from the planned
+        place of messages in flight."""
         view = np.frombuffer(chunk, np.uint8)
         for places in batches[(batches[:, ROWS] > 0) & (batches[:, PRODUCERS] == 0)]:
             index = int(places[BASE_INDEX])
@@ -403,7 +409,7 @@ class ByDeduplicationId:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def may_have_grown(self, window: IdWindow, snapshots_taken: int) -> None:
-        """Measure the window's memory if it has another chunk or there is another snapshot."""
+        """Measure the window's memory if the window has another chunk, or if a snapshot was taken."""
         if self.memory is None:
             return
         seen = (window.chunks_opened, snapshots_taken)
@@ -419,7 +425,7 @@ class ByDeduplicationId:
 
 
 def since_ms(applied: Applied, now: Moment) -> int:
-    """Return the publish time up to which IDs are too old to be known; below 0: no ID is."""
+    """Return the publish time up to which IDs have expired; negative: no ID has expired."""
     milliseconds = applied.window.milliseconds
     return -1 if milliseconds == NO_LIMIT else now.earliest_ms - milliseconds
 

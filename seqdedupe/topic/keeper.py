@@ -1,9 +1,10 @@
-"""The data of a topic that is kept for the next start, and its removal. Begin with `Keeper`.
+"""The data of a topic that is kept for the next start, and the removal of this data. Begin with `Keeper`.
 
-`Snapshotter` decides when a topic's numbers go to the store. `Inactivity` makes a topic forget unused producers. It
-looks through a topic three times within the timeout of its policy, as Pulsar does, and each look counts as a third of
-it. So only the time counts in which this process runs and the topic takes messages, even if the clock jumps. Every name
-has a full timeout after a restart and after a change of the policy. `RestoredState` is the state found at start.
+`Snapshotter` decides when a topic's numbers are written to the store. `Inactivity` makes a topic forget unused
+producers. It examines a topic three times within the timeout of its policy, as Pulsar does, and each examination counts
+as a third of the timeout. So the timeout includes only the time in which this process runs and the topic accepts
+messages, even if the clock jumps. After a restart, and after a change of the policy, every name has a full timeout.
+`RestoredState` is the state found at start.
 """
 
 import asyncio
@@ -34,16 +35,16 @@ _snapshots_logger = logging.getLogger("seqdedupe.snapshots")
 
 
 IDLE_SECONDS = 10.0
-"""The total time that a snapshot waits for RocksDB to work off earlier writes. Then the snapshot fails."""
+"""The total time that a snapshot waits for RocksDB to process earlier writes. After this time the snapshot fails."""
 
 
 class Snapshotter:
-    """The snapshots of a topic's numbers, taken when requested, and automatically after changes (`stored`).
+    """Takes the snapshots of a topic's numbers: when requested, and automatically after changes (`stored`).
 
     `describe` returns the current term, the position of the last confirmed message, the bytes of the policy, and the
-    bytes of the position in a broker's own log. These and the numbers are copied in one step of the event loop, so that
-    position and state belong together. Syncing runs in the background. `window` returns the window of a topic of
-    deduplication IDs. `on_durable` is called when a snapshot is durable, up to `next_index`.
+    bytes of the position in a broker's own log. These values and the numbers are copied in one step of the event loop,
+    so that position and state belong together. Syncing runs in the background. `window` returns the window of a topic
+    of deduplication IDs. `on_durable` is called when a snapshot up to `next_index` is durable.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class Snapshotter:
         self.next_index = next_index
         """The index below which the last durable snapshot covers all messages."""
         self.opaque = b""
-        """The log's place in the last durable snapshot that was taken here."""
+        """The log's place in the last durable snapshot that this object has taken."""
         self.taken = self.failed = 0
-        """The numbers of snapshots that became durable, and that failed, since the topic was opened."""
+        """The numbers of snapshots that became durable, and of snapshots that failed, since the topic was opened."""
         self.durable_at = asyncio.get_running_loop().time()
-        """The time when the last one became durable, by the event loop's clock, or when the topic was opened."""
+        """The time when the last snapshot became durable, or when the topic was opened, by the event loop's clock."""
         self._topic = topic
         self._store = store
         self._snapshots = snapshots
@@ -78,12 +79,12 @@ class Snapshotter:
         self._window = window
         loaded = window()
         self._pieces_stored = loaded.memory_index if loaded is not None else 0
-        """The index where the IDs in the last durable snapshot begin, except for IDs in runs."""
+        """In the last durable snapshot: the index of the first ID that is not in a run."""
         self.on_stored: Callable[[], None] = lambda: None
-        """A function that is called when the window may have grown, and when a snapshot is durable."""
+        """A function that is called when the window may have grown, and when a snapshot has become durable."""
         self._names_stored = len(producers)
         self._is_renumbered = False
-        """Whether producers have other numbers than in the last durable snapshot."""
+        """Whether producers have different numbers from those in the last durable snapshot."""
         self._entries = 0
         self._timer: asyncio.TimerHandle | None = None
         self._running = asyncio.Lock()
@@ -106,7 +107,7 @@ class Snapshotter:
         self.stored(0)
 
     def stored(self, entries: int) -> None:
-        """Count `entries` more confirmed batches, and take a snapshot if it is due."""
+        """Count `entries` more confirmed batches. Take a snapshot if it is due."""
         self._entries += entries
         self.on_stored()
         if self._entries >= self._every_entries and self._next is None:
@@ -129,7 +130,7 @@ class Snapshotter:
             self._next.add_done_callback(self._warn)
 
     def _warn(self, snapshot: "asyncio.Task[None]") -> None:
-        """Log the failure of an automatic snapshot, which has no waiting caller."""
+        """Log the failure of an automatic snapshot, for which no caller waits."""
         if not snapshot.cancelled() and (e := snapshot.exception()) is not None:
             _snapshots_logger.warning("no snapshot of topic %s: %s", self._topic, e)
 
@@ -137,7 +138,7 @@ class Snapshotter:
         """Take a snapshot that begins after this call, and wait until it is durable. Raises STORE_UNAVAILABLE,
         DRAINING.
 
-        Nothing is lost by a failure: the next snapshot holds what this one would have held.
+        A failure loses no data: the next snapshot contains everything that this snapshot would have contained.
         """
         if self._closed:
             raise error("DRAINING", "the topic is closed")
@@ -148,14 +149,14 @@ class Snapshotter:
 
     @asynccontextmanager
     async def stands_still(self) -> AsyncIterator[None]:
-        """Keep snapshots from being written meanwhile: numbers may change."""
+        """Within the block, no snapshot is written, because numbers may change."""
         async with self._running:
             if self._compaction is not None:
                 await asyncio.wait({self._compaction})
             yield
 
     def renumbered(self) -> None:
-        """Note that the producers have new numbers. The next snapshot replaces all that is stored."""
+        """Note that the producers have new numbers. The next snapshot replaces all stored data."""
         self._is_renumbered = True
         self._names_stored = 0
 
@@ -165,9 +166,10 @@ class Snapshotter:
             pass
 
     async def forget(self, due: Callable[[], Int64s], forget: Callable[[Int64s], None]) -> None:
-        """Write a snapshot without the producers that are due at its start, and wait until it is durable.
+        """Write a snapshot without the producers that `due` returns at its start, and wait until it is durable.
 
-        Raises as `take`. `forget` gets them before the next snapshot is taken: some may have come back meanwhile.
+        Raises the errors of `take`. `forget` is called with these producers before the next snapshot is taken: some may
+        have come back meanwhile.
         """
         snapshot = asyncio.ensure_future(self._forget(due, forget))
         snapshot.add_done_callback(retrieve)
@@ -220,7 +222,7 @@ class Snapshotter:
                 opening = self._snapshots.write_delta(delta)
             await self._store.flush(opening)
         except BaseException:
-            # Any error: a later snapshot must not omit these.
+            # After any error, a later snapshot must contain these producers.
             self._producers.mark_dirty(changed)
             self.failed += 1
             self._start_timer()
@@ -240,17 +242,17 @@ class Snapshotter:
             self._compaction = asyncio.ensure_future(self._compact())
 
     async def _ids(self, window: IdWindow, next_index: int) -> StoredIds:
-        """Return the window as of this index, where the log ends now. On return all its pieces but the last are
-        written.
+        """Return the window as of this index, where the log currently ends. When this returns, all pieces of the window
+        except the last are written.
 
-        Other tasks run meanwhile. Raises STORE_UNAVAILABLE if the store does not keep up. The next snapshot then goes
-        on after the pieces that are written.
+        Other tasks run meanwhile. Raises STORE_UNAVAILABLE if the store is too slow. The next snapshot then continues
+        after the written pieces.
         """
         now = asyncio.get_running_loop().time
         left_seconds = IDLE_SECONDS
         runs = window.older.to_name(window.first_index)
         while True:
-            # Nothing that is forgotten meanwhile needs to be written.
+            # IDs that are forgotten meanwhile need not be written.
             first_index = min(window.first_index, next_index)
             named = tuple(run for run in runs if run.end_index > first_index)
             ids = StoredIds(window.key, first_index, next_index, named)
@@ -267,7 +269,7 @@ class Snapshotter:
         return ids
 
     def _named(self, window: IdWindow, runs: tuple[IdRun, ...]) -> None:
-        """Put the runs in force that a durable snapshot names, and drop those that are not needed any more."""
+        """Put the runs in force that a durable snapshot names, and drop the runs that are not needed any more."""
         generation = window.older.generation
         window.named(runs)
         if window.older.generation != generation:
@@ -279,7 +281,7 @@ class Snapshotter:
         except SeqdedupeError as e:
             _snapshots_logger.warning("snapshots of topic %s were not compacted: %s", self._topic, e)
         except Exception as e:
-            # Any error: nothing is lost, and the topic that waits for this can be closed.
+            # After any error no data is lost, and the topic that waits for this can be closed.
             _snapshots_logger.error("snapshots of topic %s were not compacted", self._topic, exc_info=e)
 
     async def close(self) -> None:
@@ -299,8 +301,8 @@ class Snapshotter:
 
 @dataclass(frozen=True, slots=True)
 class RestoredState:
-    """The state of one topic, which alone uses and changes it. Nothing may have written to the topic since it was
-    read."""
+    """The state of one topic. Only that topic uses and changes it. No data of the topic may have been written since the
+    state was read."""
 
     snapshots: Snapshots
     loaded: Loaded | None
@@ -311,13 +313,13 @@ class RestoredState:
 
     @staticmethod
     def load(snapshots: Snapshots) -> "RestoredState":
-        """Read the state. This takes long, and any thread may do it. Raises as `Snapshots.load`."""
+        """Read the state. This takes long; any thread may call it. Raises the errors of `Snapshots.load`."""
         loaded = snapshots.load()
         return RestoredState(snapshots, loaded, producers_of(loaded))
 
 
 def producers_of(loaded: Loaded | None) -> Producers:
-    """Return the producers of a snapshot, which take over its names."""
+    """Return the producers of a snapshot. They take over the snapshot's names."""
     producers = Producers()
     if loaded is not None:
         producers.load(loaded.names, loaded.persisted, loaded.epochs, loaded.stated)
@@ -328,15 +330,16 @@ def producers_of(loaded: Loaded | None) -> Producers:
 logger = logging.getLogger("seqdedupe.topic")
 
 LET_GO_SHARE = 4
-"""Rows and names are freed when one in this number is empty: that takes a pass over all, and a whole snapshot."""
+"""Rows and names are freed when one in this number is empty. Freeing them needs a pass over all rows, and a whole
+snapshot."""
 
 LOOKS_A_TIMEOUT = 3
 DUE_PERIODS = LOOKS_A_TIMEOUT + 1
-"""The idle periods after which a producer is due. At the first look, less than a period may have passed since its
-use."""
+"""The number of idle periods after which a producer is due. At the first examination, less than a period may have
+passed since the producer's last use."""
 
 ROWS_A_STEP = 65_536
-"""The rows looked at before other tasks run."""
+"""The number of rows examined before other tasks run."""
 
 EXAMPLES = 3
 """The number of names that are logged."""
@@ -379,7 +382,7 @@ class KeptTopic(Protocol):
 
 
 class Keeper:
-    """The snapshots of a topic's numbers, and the looks for producers to forget."""
+    """The snapshots of a topic's numbers, and the regular search for producers to forget."""
 
     def __init__(self, topic: KeptTopic, store: Store, snapshots: Snapshots) -> None:
         self._topic = topic
@@ -418,21 +421,21 @@ class Keeper:
     async def snapshot(self) -> None:
         """Take a snapshot and wait until it is durable.
 
-        Raises STORE_UNAVAILABLE (the next snapshot makes up for it), and errors of `check_knows_its_end`: until this
-        process owns the log, its contents may not be durable.
+        Raises STORE_UNAVAILABLE (the next snapshot will contain the same data). Raises the errors of
+        `check_knows_its_end`: until this process owns the log, the contents of the log may not be durable.
         """
         self._topic.check_knows_its_end()
         await self.snapshotter.take()
 
     async def snapshot_in_background(self) -> None:
-        """Call `snapshot`, with a warning in the log instead of an error."""
+        """Call `snapshot`. If it fails, log a warning."""
         try:
             await self.snapshot()
         except SeqdedupeError as e:
             logger.warning("no snapshot of topic %s: %s", self._topic.name, e)
 
     async def _let_go_of_empty(self) -> None:
-        """Free names and rows of producers without data, if there are many, here and in the store."""
+        """If many producers have no data, free their names and rows, here and in the store."""
         is_free = self._free()
         if np.count_nonzero(is_free) < max(len(is_free), 1) / LET_GO_SHARE:
             return
@@ -447,7 +450,7 @@ class Keeper:
         await self.snapshot()
 
     def _free(self) -> Bools:
-        """Return, by producer number, whether a producer has no data and no user."""
+        """Return, by producer number, whether the producer has no data and is not in use."""
         is_free = self._topic.producers.empty()
         for numbers in self._topic.in_use():
             is_free[numbers] = False
@@ -455,11 +458,11 @@ class Keeper:
 
 
 class Inactivity:
-    """The regular look for producers of a topic that are due, once per period, while the policy says so.
+    """The regular search for producers of a topic that are due: once per period, as long as the policy has a timeout.
 
-    `is_counting`: whether the topic takes messages. `in_use` returns, in parts, the producers held now other than by a
-    stream (see `Activity`). `purge` forgets producers durably and returns their number; `let_go` frees the names and
-    rows of producers without data. Work that takes time is a task of the topic (`spawn`).
+    `is_counting`: whether the topic accepts messages. `in_use` returns, in parts, the producers held now by anything
+    other than a stream (see `Activity`). `purge` forgets producers durably and returns their number; `let_go` frees the
+    names and rows of producers without data. Work that takes time is a task of the topic (`spawn`).
     """
 
     def __init__(
@@ -488,7 +491,7 @@ class Inactivity:
         self.apply(applied)
 
     def apply(self, applied: Applied) -> None:
-        """Put this policy in force. With another timeout, every producer begins with a full one."""
+        """Put this policy in force. If the timeout changes, every producer starts with a full timeout."""
         minutes = applied.deduplication_producer_inactivity_timeout_minutes if applied.forgets else NEVER
         if minutes != self._minutes and not self._is_closed:
             self._minutes = minutes
@@ -496,7 +499,7 @@ class Inactivity:
             self._set_timer()
 
     def close(self) -> None:
-        """Stop looking, even if another policy comes."""
+        """Stop searching, even if the policy changes later."""
         self._is_closed = True
         self._minutes = NEVER
         self._set_timer()
@@ -523,8 +526,8 @@ class Inactivity:
             )
 
     async def look(self) -> None:
-        """Count a period that has passed, and forget the producers that are due. Raises why not; the next look makes up
-        for it."""
+        """Count a period that has passed, and forget the producers that are due. Raises the reason if that fails; the
+        next period repeats it."""
         if not self._is_counting():
             return
         producers = self._producers
@@ -532,7 +535,7 @@ class Inactivity:
         for first in range(0, len(producers), ROWS_A_STEP):
             producers.activity.pass_period(first, min(first + ROWS_A_STEP, len(producers)))
             await asyncio.sleep(0)
-        # After that: a client that releases a producer in a moment has used it until then.
+        # Do this afterwards: a client that releases a producer in a moment has used it until then.
         for _ in producers.activity.use_shared():
             await asyncio.sleep(0)
         for numbers in self._in_use():
@@ -541,7 +544,7 @@ class Inactivity:
         for first in range(0, len(producers), ROWS_A_STEP):
             end = min(first + ROWS_A_STEP, len(producers))
             for start in range(first, end, STATED_A_RECORD):
-                # Looked for again each time: a client may have come back meanwhile.
+                # Determine the due producers again each time: a client may have come back meanwhile.
                 due = producers.due(DUE_PERIODS, start, min(start + STATED_A_RECORD, end))
                 if len(due) and self._minutes == minutes != NEVER:
                     examples += producers.names_of(due[: EXAMPLES + 1]) if not purged else []

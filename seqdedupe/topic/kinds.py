@@ -1,4 +1,4 @@
-"""The two kinds of topics, by their logs, for the directory of topics: made, opened, checked and deleted.
+"""The two kinds of topics, by their logs. The directory of topics uses a kind to create, open, check and delete topics.
 
 `PublishedTopics` are opened from a log of this project and a snapshot. `BrokersTopics` have only the store's records
 and snapshots.
@@ -27,6 +27,7 @@ from seqdedupe.topic.keeper import RestoredState
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
+from seqdedupe.wording import counted
 
 # -- The operations that the directory of topics needs of a kind of log: topics on it, and the list of logs.
 
@@ -42,13 +43,14 @@ class TopicKind(Protocol[T_co]):
         """Return the logs that exist. See `Logs.list`."""
 
     async def make(self, record: TopicRecord, applied: Applied, layout: Layout = AS_USUAL) -> T_co:
-        """Return a topic on a new log, ready for use, which inherits this policy. `layout`: see `Logs.create`.
+        """Create a topic on a new log and return it, ready for use. It inherits this policy. `layout`: see
+        `Logs.create`.
 
-        Raises the reason for a failure; then the log must be `delete`d.
+        Raises the reason for a failure; then the caller must `delete` the log.
         """
 
     async def load(self, record: TopicRecord) -> RestoredState:
-        """Return what the store has of a topic; with much data this takes long. Raises errors of damage,
+        """Return the data of a topic in the store; this takes long if there is much data. Raises errors of damage,
         STORE_UNAVAILABLE."""
 
     async def open(
@@ -59,16 +61,16 @@ class TopicKind(Protocol[T_co]):
         without_snapshot: bool = False,
         stored: RestoredState | None = None,
     ) -> T_co:
-        """Return a topic on an existing log, which inherits this policy. `without_snapshot`: it need not have a
+        """Return a topic on an existing log. It inherits this policy. `without_snapshot`: the topic need not have a
         snapshot. `stored` is the result of an earlier `load`, if there was one.
 
-        Raises errors of damage, or the reason why it cannot be opened now.
+        Raises errors of damage, or the reason why the topic cannot be opened now.
         """
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
-        """Check that a topic can go on from this snapshot, or from its log alone. Change nothing.
+        """Check that a topic can continue from this snapshot, or without a snapshot from its log alone. Change nothing.
 
-        `live` is the topic if it is open, or was until it was closed just now.
+        `live` is the topic object, if the topic is open or has just been closed.
 
         Raises POSITION_AFTER_END, POSITION_TRIMMED, POSITION_DIVERGED, INVALID_REQUEST, LOG_INCOMPLETE, and the reason
         why the log cannot be read.
@@ -78,7 +80,7 @@ class TopicKind(Protocol[T_co]):
         """Announce that all partitions of a new partitioned topic are ready. See `Logs.announce`."""
 
     async def delete(self, *incarnations: int) -> None:
-        """Remove those of these logs that exist. None may be open. See `Logs.delete`."""
+        """Remove these logs, as far as they exist. None of them may be open. See `Logs.delete`."""
 
 
 # -- Topics whose logs are a broker's own: nothing but the store's records and snapshots.
@@ -135,7 +137,7 @@ class BrokersTopics:
                 "INVALID_REQUEST", why, hint="Import a snapshot; or delete the topic, and let the broker replay."
             )
         if live is not None and loaded.next_index < live.keeper.snapshot_index:
-            # The broker may have dropped what stands before that: it was allowed to.
+            # The broker may have dropped the entries before that position, as it was allowed to do.
             why = f"the snapshot covers {loaded.next_index} entries, the one in the store {live.keeper.snapshot_index}"
             raise error("POSITION_TRIMMED", why, hint="Import a newer snapshot.")
 
@@ -150,11 +152,11 @@ logger = logging.getLogger("seqdedupe.topic")
 
 
 class PublishedTopics:
-    """A `TopicKind` for logs of this project. `on_state` is called at each change of state; `rebuild_store`: snapshots
+    """A `TopicKind` for logs of this project. `on_state` is called at each change of state. `rebuild_store`: snapshots
     may be missing.
 
-    `stands_by` returns whether a topic of another sidecar is followed, and taken over automatically. `clock` is for
-    topics of deduplication IDs; without it they forget nothing by time.
+    `stands_by` returns whether the process follows a topic that another sidecar owns, and takes it over automatically.
+    `clock` is for topics of deduplication IDs; without it these topics forget nothing by time.
     """
 
     def __init__(
@@ -246,7 +248,8 @@ class PublishedTopics:
         return topic
 
     async def _imported(self, record: TopicRecord) -> ImportedIds | None:
-        """Return the imported window in the store. A damaged one counts as missing: the file has it."""
+        """Return the imported window in the store. If it is damaged, it counts as missing, because the imported file
+        still contains it."""
         incarnation = record.incarnation
         try:
             imported = await asyncio.to_thread(windows.load_import, self._store, incarnation)
@@ -262,7 +265,7 @@ class PublishedTopics:
 
     async def check_snapshot(self, record: TopicRecord, live: TopicBase | None, loaded: Loaded | None) -> None:
         topic = live if isinstance(live, Topic) else None
-        # Without the state of its topic, a log cannot interpret its contents.
+        # Without the state of its topic, the contents of a log cannot be interpreted.
         lacks_state = topic is not None and topic.damage is not None and topic.damage.reason == "NO_STATE"
         if topic is not None and topic.state is not State.DRAINING and not lacks_state:
             await _check(topic.log, topic, loaded)
@@ -310,14 +313,14 @@ async def _check(log: Log, live: Topic | None, loaded: Loaded | None) -> None:
         raise error(
             "LOG_INCOMPLETE",
             f"the log {log.place} begins with index {log.first_index}, and does not say what is in force of "
-            f"{len(unsaid)} producers",
+            f"{counted(len(unsaid), 'producer')}",
             first_index=log.first_index,
         )
 
 
 async def _check_belongs(log: Log, loaded: Loaded) -> None:
-    """Raise an error unless the log goes on from this snapshot: it must hold the last message that the snapshot
-    covers."""
+    """Raise an error unless the log continues from this snapshot: the log must contain the last message that the
+    snapshot covers."""
     if loaded.next_index == 0:
         if log.first_index > 0:
             raise error(

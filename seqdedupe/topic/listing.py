@@ -1,8 +1,8 @@
-"""Which topics exist, and when each is opened: at the start, at its first use, after a change by another sidecar, and
-again from another state.
+"""Determines which topics exist, and when each is opened: at the start, at its first use, after a change by another
+sidecar, and again from another state.
 
-Begin with `open_all` and `look_again`. `OpeningQueue` has the topics that a start does not wait for. `Looking` limits
-the look-ups in a cluster. `renew` opens one topic again.
+Begin with `open_all` and `look_again`. `OpeningQueue` contains the topics for which a start does not wait. `Looking`
+limits the number of requests to a cluster. `renew` opens one topic again.
 """
 
 import asyncio
@@ -29,18 +29,19 @@ T = TypeVar("T", bound=TopicBase)
 
 # -- Topics that a start does not wait for. The first use opens one; the others are opened one after the other.
 #
-# To open a topic and take over its log needs some syncs of the disk, even if it is empty. So a sidecar with very many
-# topics serves before all are open. Until a topic is open, it is unknown whether it is damaged, and it is RECOVERING.
-# Every topic is opened in the end: its policy must be carried out even if nobody uses it.
+# Opening a topic and taking over its log needs some syncs of the disk, even if the log is empty. So a sidecar with very
+# many topics serves before all of them are open. Until a topic is open, the topic is RECOVERING, and it is unknown
+# whether the topic is damaged. Every topic is opened in the end, because its policy must be carried out even if no
+# client uses the topic.
 
 OPENED_AT_START = 256
 """The number of topics that are opened before the sidecar serves."""
 
 APART_SECONDS = 0.05
-"""The pause before each unused topic: disk and event loop are mainly for topics in use."""
+"""The pause before each unused topic is opened: disk and event loop are mainly for topics in use."""
 
 USE_SECONDS = 2.0
-"""The longest that a caller waits for a topic that is being opened; then it gets RECOVERING."""
+"""The maximum time that a caller waits for a topic that is being opened. After this time the caller gets RECOVERING."""
 
 USED_AT_ONCE = 32
 
@@ -48,13 +49,13 @@ WHY = "nobody has used it since the start: it is opened when somebody does, or i
 
 
 class OpeningQueue:
-    """The topics on a sidecar's embedded logs that remain after OPENED_AT_START were tried."""
+    """The topics on a sidecar's embedded logs that are still to be opened after the first OPENED_AT_START."""
 
     def __init__(self, topics: "Topics[Any]") -> None:
         self.unfinished: frozenset[int] = frozenset()
-        """Incarnations that may not wait, because of the state of their logs."""
+        """The incarnations that must be opened at the start, because of the state of their logs."""
         self.opening: dict[str, asyncio.Task[bool]] = {}
-        """Topics that waited and are being opened. Recovery follows."""
+        """The topics that waited and are being opened. Their recovery follows."""
         self._topics = topics
         self._tried = 0
         self._waiting: dict[str, Closed] = {}
@@ -65,13 +66,14 @@ class OpeningQueue:
         return len(self._waiting)
 
     def takes(self, record: TopicRecord) -> bool:
-        """Queue a topic if it need not be opened at the start. Return whether it waits."""
+        """Queue a topic if it need not be opened at the start. Return whether the topic waits."""
         topics = self._topics
         self._tried += 1
-        # A store that is rebuilt must soon have a record and a snapshot of every topic.
+        # While the store is rebuilt, it must soon have a record and a snapshot of every topic.
         if topics.kind.log is not LogKind.EMBEDDED or topics.rebuild_store or self._tried <= OPENED_AT_START:
             return False
-        # A crash has left data of it in the journal. That must go to its log before others use the journal.
+        # A crash has left data of this log in the journal. The data must be moved to the log before other logs use the
+        # journal.
         if record.incarnation in self.unfinished:
             return False
         self._waiting[record.name] = closed = Closed(record, error("RECOVERING", WHY))
@@ -80,7 +82,8 @@ class OpeningQueue:
         return True
 
     def begin(self, name: str) -> "asyncio.Task[None] | None":
-        """Begin to open the topic of this full name if it waits. Return the task (it ends after recovery) or None."""
+        """Begin to open the topic with this full name if it waits. Return the task, which ends after recovery, or
+        None."""
         if closed := self._waiting.pop(name, None):
             closed.why = error("RECOVERING", "it is being opened")
             self._begun[name] = task = self._topics.in_background(self._open(closed.record))
@@ -88,9 +91,9 @@ class OpeningQueue:
         return self._begun.get(name)
 
     async def use(self, *names: str) -> None:
-        """Wait until the topics of these full names are open and recovered, at most USE_SECONDS."""
+        """Wait until the topics with these full names are open and recovered, at most USE_SECONDS."""
         if begun := {task for name in names if (task := self.begin(name))}:
-            # The tasks go on if this caller is cancelled.
+            # The tasks continue if this caller is cancelled.
             await asyncio.wait(begun, timeout=USE_SECONDS)
 
     async def _open(self, record: TopicRecord) -> None:
@@ -99,19 +102,19 @@ class OpeningQueue:
             return
         # A cancellation must not leave a reader of store and log behind.
         if not await shielded(self.opening, record.name, topics.lives.opened(record)):
-            # It tries again soon, in case of damage. Callers wait for the first try only.
+            # In case of damage the topic is soon opened again. Callers wait only for the first attempt.
             await asyncio.wait({topics.in_background(topics.lives.go_on_opening(record))}, timeout=USE_SECONDS)
         elif topic := topics.registry.topic(record.name):
             await topic.recover()
 
     async def use_all(self) -> None:
-        """Do the same as `use` for all waiting topics, and for those that are being opened."""
+        """Do the same as `use` for all waiting topics, and for all topics that are being opened."""
         while self._waiting:
             await self.use(*islice(self._waiting, USED_AT_ONCE))
         await self.use(*self._begun)
 
     async def open_all(self) -> None:
-        """Open one topic after the other, until none waits."""
+        """Open one topic after the other, until no topic waits."""
         if self._waiting:
             logger.info("%d topics are opened when somebody uses them, or one after the other", len(self._waiting))
         while self._waiting:
@@ -126,22 +129,22 @@ class OpeningQueue:
 # -- Look-ups in a cluster for topics of other sidecars: one for all callers, with pauses.
 
 LOOKS_APART_SECONDS = 0.1
-"""The pause between two looks. All callers in the meantime share the next look. The pause is at least as long as the
-last look, so callers of missing topics load a cluster at most half of the time."""
+"""The minimum pause between two look-ups. All callers that arrive meanwhile share the next look-up. The pause is at
+least as long as the last look-up. So callers that ask for missing topics load a cluster at most half of the time."""
 
 
 class Looking:
-    """Runs `look` once at a time. A look goes on if its caller is cancelled."""
+    """Runs `look`, one call at a time. A call continues if its caller is cancelled."""
 
     def __init__(self, look: Callable[[], Awaitable[None]]) -> None:
         self._look = look
         self._one_at_a_time = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None
-        """The next look, if it has not begun yet."""
+        """The next call of `look`, if it has not begun yet."""
         self._not_before = 0.0
 
     async def once(self) -> None:
-        """Wait for a look that begins after this call. Raises what the look raises."""
+        """Wait for a call of `look` that begins after this call. Raises the errors of `look`."""
         if self._next is None:
             self._next = asyncio.ensure_future(self._run())
             self._next.add_done_callback(retrieve)
@@ -151,7 +154,7 @@ class Looking:
         now = asyncio.get_running_loop().time
         async with self._one_at_a_time:
             await asyncio.sleep(self._not_before - now())
-            # Later callers need another look: this one may miss what they ask for.
+            # Later callers need another call: this one may miss the topics that they ask for.
             self._next, began = None, now()
             try:
                 await self._look()
@@ -196,7 +199,7 @@ async def have_opened(topics: "Topics[Any]") -> bool:
 
 
 def cannot_list(topics: "Topics[Any]", records: Iterable[TopicRecord], why: SeqdedupeError) -> None:
-    """Note that the list of topics is unknown. Topics that have records cannot be used, and give the reason."""
+    """Note that the list of topics is unknown. Topics with records cannot be used, and return this reason."""
     unlisted = error("RECOVERING", f"which topics there are is not known yet: {why}", hint=why.hint)
     if topics.unlisted is not None and str(unlisted) != str(topics.unlisted):
         logger.warning("%s", unlisted)
@@ -208,12 +211,13 @@ def cannot_list(topics: "Topics[Any]", records: Iterable[TopicRecord], why: Seqd
 
 
 async def look_again(topics: "Topics[Any]") -> None:
-    """Open topics that other sidecars made, also again, and release those that others delete. See `Topics.looking`."""
+    """Open the topics that other sidecars have created or recreated, and release the topics that other sidecars are
+    deleting. See `Topics.looking`."""
     before = topics.store.topics()
     # No other sidecar can delete a topic that is served here.
     logs = await topics.kind.list(without=[one.name for one in topics.registry.open_topics() if one.is_serving])
     await _close_recreated(topics, before, logs)
-    # A topic that was known before may have been deleted here since the list was made.
+    # A topic that was known before may have been deleted here since the list was created.
     known = {record.incarnation for record in (*before, *topics.store.topics())}
     new = [
         await _record(topics, log)
@@ -233,12 +237,12 @@ def _is_taken(topics: "Topics[Any]", name: str) -> bool:
 
 
 async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
-    """Make the record of a log that the store does not know."""
+    """Create the record of a log that the store does not know."""
     if log.why is not None:
         raise log.why
     name = log.topic or topic_name(f"rebuilt-{log.incarnation}")
     topics.ownership.check_found([name])
-    # In a cluster others make logs too.
+    # In a cluster other sidecars create logs, too.
     if not (topics.rebuild_store or topics.kind.log.is_shared):
         raise error(
             "STORE_MISSING",
@@ -257,7 +261,8 @@ async def _record(topics: "Topics[Any]", log: LogName) -> TopicRecord:
 
 
 def _changed(logs: Iterable[LogName], records: Iterable[TopicRecord]) -> list[TopicRecord]:
-    """Return the changed records of topics that others are deleting, and of unfinished partitions that others use."""
+    """Return the changed records of topics that other sidecars are deleting, and of unfinished partitions that other
+    sidecars use."""
     listed = {log.incarnation: log for log in logs}
     known = [(record, listed[record.incarnation]) for record in records if record.incarnation in listed]
     return [
@@ -269,12 +274,13 @@ def _changed(logs: Iterable[LogName], records: Iterable[TopicRecord]) -> list[To
 
 
 def _unused(logs: Iterable[LogName]) -> dict[str, int]:
-    """Return the number of partitions that the cluster has added to each topic, without zeros."""
+    """Return, for each topic, the number of partitions that the cluster has added. Topics without added partitions are
+    omitted."""
     return {whole_of(log.topic) or "": log.unused_partitions for log in logs if log.topic and log.unused_partitions}
 
 
 def _together(records: Iterable[TopicRecord]) -> list[list[TopicRecord]]:
-    """Group records by incarnation: the partitions of a topic in one list, each other topic in its own."""
+    """Group the records: the partitions of a topic in one list, each other topic in a separate list."""
     return [list(some) for _, some in groupby(records, lambda one: _asked(one.name, one.partitions))]
 
 
@@ -283,13 +289,13 @@ async def _open_together(topics: "Topics[Any]", records: list[TopicRecord]) -> N
     if deleting := [record for record in records if record.state is TopicState.DELETING]:
         await topics.stored.clean_up(*deleting)
     if creating := [record for record in records if record.state is TopicState.CREATING]:
-        # Its creation was never confirmed to a caller.
+        # The creation of the topic was never confirmed to a caller.
         await topics.stored.undo(*creating)
     await asyncio.gather(*(topics.open_at_start(record) for record in records if record.state is TopicState.ACTIVE))
 
 
 async def _let_go_of(topics: "Topics[Any]", name: str, incarnation: int) -> None:
-    """Remove a topic that another sidecar deletes, or whose partitioned topic it deletes."""
+    """Remove a topic that another sidecar is deleting, alone or with its partitioned topic."""
     known, registry = topics.registry.record(name), topics.registry
     if known is None or known.incarnation != incarnation:
         return
@@ -301,9 +307,10 @@ async def _let_go_of(topics: "Topics[Any]", name: str, incarnation: int) -> None
 
 
 async def _close_recreated(topics: "Topics[Any]", records: Iterable[TopicRecord], logs: Iterable[LogName]) -> None:
-    """Close topics that another sidecar has deleted and created again, perhaps with another number of partitions.
+    """Close topics that another sidecar has deleted and recreated, possibly with a different number of partitions.
 
-    Read `records` before `logs`. Otherwise a topic created between the two has a record, and no log in the list.
+    Read `records` before `logs`. Otherwise a topic created between these two reads has a record, but no log in the
+    list.
     """
     there, taken = {log.incarnation for log in logs}, {_asked(log.topic, log.partitions) for log in logs if log.topic}
     gone = [
@@ -323,12 +330,13 @@ async def _close_recreated(topics: "Topics[Any]", records: Iterable[TopicRecord]
 
 
 def _asked(name: str, partitions: int) -> str:
-    """Return the name by which callers use a topic: that of the partitioned topic for a partition."""
+    """Return the name by which callers use a topic. For a partition this is the name of its partitioned topic."""
     return (partitions and whole_of(name)) or name
 
 
 def _is_in_use(topics: "Topics[Any]", record: TopicRecord) -> bool:
-    """Whether the topic is being served, opened, made or deleted here. Then the next look handles it."""
+    """Return whether the topic is being served, opened, created or deleted here. Then the next look-up handles the
+    topic."""
     entry = topics.registry.get(record.name)
     if topics.registry.changes(_asked(record.name, record.partitions)) is not None:
         return True
@@ -348,19 +356,19 @@ def _is_in_use(topics: "Topics[Any]", record: TopicRecord) -> bool:
 # automatically for a topic whose state this sidecar lacks and another sidecar has.
 
 Begun = asyncio.Task[None] | None
-"""The topic's first attempt to recover; None if its log could not be opened yet."""
+"""The topic's first attempt to recover; None if the log could not be opened yet."""
 
 
 async def renew(topics: "Topics[T]", name: str, incarnation: int | None, loaded: Loaded | None) -> T | Closed:
     """Open a topic again, from this snapshot of this incarnation, or (None) from its log alone.
 
-    On return the snapshot has durably replaced the one in the store, and the topic has tried to recover. Its callers
-    must connect again. A broker's topic that the store does not know is made again.
+    When this returns, the snapshot has durably replaced the snapshot in the store, and the topic has tried to recover.
+    The clients of the topic must connect again. A broker's topic that the store does not know is recreated.
 
     Raises TOPIC_NOT_FOUND, TOPIC_IS_PARTITIONED, POSITION_OF_ANOTHER_INCARNATION, TOO_MANY_TOPICS, DRAINING, RECOVERING
-    while the topic is being moved, and what `TopicKind.check_snapshot` raises. Then nothing has changed, or the topic
-    goes on from its own state if the beginning of the log was dropped meanwhile. After STORE_UNAVAILABLE the topic goes
-    on from the store: from either snapshot, or from none.
+    while the topic is being moved, and the errors of `TopicKind.check_snapshot`. After these errors nothing has
+    changed. Or, if the beginning of the log was dropped meanwhile, the topic continues from its own state. After
+    STORE_UNAVAILABLE the topic continues from the store: from the old snapshot, the new snapshot, or none.
     """
     full = topic_name(name)
     topics.check_takes_changes(full)
@@ -370,7 +378,7 @@ async def renew(topics: "Topics[T]", name: str, incarnation: int | None, loaded:
         entry.check_may(Phase.RENEWING)
     record = None if entry is None else entry.record
     if record is None and topics.kind.log is LogKind.BROKER and incarnation is not None and loaded is not None:
-        # The store was lost, with its record of the topic.
+        # The store was lost, including its record of the topic.
         return await _renewed(topics, full, partial(_make_anew, topics, _claimed(topics, full, incarnation), loaded))
     if record is None:
         raise error("TOPIC_NOT_FOUND", f"there is no topic {full}", topic=full)
@@ -392,7 +400,7 @@ async def _renewed(topics: "Topics[T]", name: str, work: Callable[[], Coroutine[
 
 
 def _claimed(topics: "Topics[T]", name: str, incarnation: int) -> TopicRecord:
-    """Return the record of a topic that is made again, and reserve its name and incarnation."""
+    """Return the record of a topic that is recreated, and reserve its name and incarnation."""
     topics.stored.check_is_free(incarnation, topics.known_records())
     topics.check_room()
     record = TopicRecord(name, incarnation, TopicState.ACTIVE, log=LogKind.BROKER)
@@ -416,11 +424,11 @@ async def _make_anew(topics: "Topics[T]", record: TopicRecord, loaded: Loaded) -
 
 
 async def _renew(topics: "Topics[T]", record: TopicRecord, loaded: Loaded | None) -> Begun:
-    """Do the work of `renew` until recovery begins, which goes on in the background."""
+    """Do the work of `renew` until recovery begins. Recovery continues in the background."""
     name = record.name
     async with topics.registry.locked(name) as entry:
         topic = entry.topic
-        # Before the topic is closed, so that a refusal disturbs nobody.
+        # Do this before the topic is closed, so that a refusal does not affect clients of the topic.
         await topics.kind.check_snapshot(record, topic, loaded)
         _check_is_still(topics, record, topic)
         entry.found = Closed(record, error("RECOVERING", "it is being opened again"))
@@ -429,7 +437,7 @@ async def _renew(topics: "Topics[T]", record: TopicRecord, loaded: Loaded | None
             if topic is not None:
                 topic.has_successor = True
                 await topic.close("it is being opened again")
-                # Retention and snapshots went on until it was closed.
+                # Retention and snapshots continued until the topic was closed.
                 await topics.kind.check_snapshot(record, topic, loaded)
             if loaded is None:
                 topics.lives.rebuilt.add(record.incarnation)
@@ -440,9 +448,9 @@ async def _renew(topics: "Topics[T]", record: TopicRecord, loaded: Loaded | None
 
 
 async def _put_snapshot(topics: "Topics[T]", record: TopicRecord, loaded: Loaded | None) -> None:
-    """Replace the topic's snapshot, or remove it (None); durable on return.
+    """Replace the topic's snapshot, or remove it (None). When this returns, the change is durable.
 
-    After STORE_UNAVAILABLE the store has the old or the new one.
+    After STORE_UNAVAILABLE the store contains the old or the new snapshot.
     """
     snapshots = Snapshots(topics.store, record.incarnation)
     opening = snapshots.remove() if loaded is None else await snapshots.write_anew(loaded.whole())
@@ -452,7 +460,7 @@ async def _put_snapshot(topics: "Topics[T]", record: TopicRecord, loaded: Loaded
 def _check_is_still(topics: "Topics[T]", record: TopicRecord, topic: T | None) -> None:
     """Raise TOPIC_NOT_FOUND, DRAINING or STORE_UNAVAILABLE if the topic was deleted meanwhile.
 
-    That holds even if another topic has its name or will have it.
+    This applies even if another topic has or will have the same name.
     """
     name = record.name
     entry = topics.registry.entry(name)
@@ -482,11 +490,11 @@ async def _begin_again(topics: "Topics[T]", topic: T) -> None:
 
 
 async def _is_saved(topics: "Topics[T]", topic: T) -> bool:
-    """Try to take a snapshot. Return False if it must be tried again."""
+    """Try to take a snapshot. Return False if the snapshot must be tried again."""
     if topic.state in (State.DRAINING, State.DAMAGED):
         return True
     if topic.state is State.STANDBY and topic.incarnation not in topics.lives.rebuilt:
-        # Its own state is durable, and the owner takes later snapshots.
+        # The topic's own state is durable, and the owner takes later snapshots.
         return True
     try:
         await topic.keeper.snapshot()
@@ -500,21 +508,23 @@ async def _is_saved(topics: "Topics[T]", topic: T) -> bool:
 
 
 FETCH_SECONDS = 2.0
-"""The pause between two tries."""
+"""The pause between two attempts."""
 AT_ONCE = 4
-"""The number of snapshots that are fetched at the same time. A new sidecar may need those of all topics, and an owner
-sends no more than this to one caller at once."""
+"""The number of snapshots that are fetched at the same time. A new sidecar may need the snapshots of all topics, and an
+owner sends at most this number to one caller at the same time."""
 
 OwnerOf = Callable[[str], Awaitable[str]]
-"""Returns the address of the other sidecar that owns a topic, or an empty text. Raises the reason if it is unknown."""
+"""Returns the address of the other sidecar that owns a topic, or an empty text if there is no owner. Raises the reason
+if the owner is unknown."""
 
 SnapshotOf = Callable[[str, str], Awaitable[tuple[int, Loaded]]]
-"""Takes an owner's address and a topic. Returns the incarnation of the snapshot, and the complete, checked snapshot.
-Raises the reason if there is none."""
+"""Requests a topic's snapshot from the owner at an address. Returns the incarnation of the snapshot, and the complete,
+checked snapshot. Raises the reason if there is no snapshot."""
 
 
 class Fetching:
-    """Fetches snapshots for all topics that answer NO_STATE: no topic is owned without its state. `run` never ends."""
+    """Fetches snapshots for all topics that answer NO_STATE, because a sidecar cannot own a topic without the topic's
+    state. `run` never ends."""
 
     def __init__(self, topics: "Topics[Any]", owner_of: OwnerOf, snapshot_of: SnapshotOf) -> None:
         self._topics = topics
@@ -523,7 +533,7 @@ class Fetching:
         self._at_once = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
-        """Look for such topics, and try again for those that still have no state."""
+        """Look for topics with NO_STATE, and try again for the topics that still have no state."""
         while True:
             await asyncio.sleep(FETCH_SECONDS)
             every = self._topics.found().values()
@@ -543,7 +553,7 @@ class Fetching:
             except SeqdedupeError as e:
                 note = f"its owner's snapshot could not be fetched: {e.message}"
             except Exception as e:
-                # After any error the other topics are still fetched, and this one is tried again.
+                # After any error, the other topics are still fetched, and this topic is tried again.
                 logger.error("the snapshot of topic %s could not be fetched", name, exc_info=e)
                 note = f"its owner's snapshot could not be fetched: {type(e).__name__}: {e}"
         if isinstance(topic, Closed):

@@ -1,6 +1,7 @@
-"""The lives of topics: opening, creation and deletion, with records, logs and topics in step; for several, all or none.
+"""Opening, creation and deletion of topics. Records, logs and topics are kept consistent; an operation on several
+topics affects all of them or none.
 
-`TopicRecords` writes the store's records of topics, and repairs failed writes; `Lives` does the rest.
+`TopicRecords` writes the store's records of topics, and repairs failed writes; `Lives` does everything else.
 """
 
 import asyncio
@@ -44,7 +45,8 @@ class TopicRecords:
         self._cleaning: set[int] = set()
         """The incarnations whose remains are being removed."""
         self._unwritten: dict[str, SeqdedupeError] = {}
-        """The names whose record could not be written. The store may have it all the same, and it is being repaired."""
+        """The names whose record could not be written. The store may nevertheless contain the record, and it is being
+        repaired."""
 
     def check_written(self, name: str) -> None:
         """Raise STORE_UNAVAILABLE while an operation on this name is being undone."""
@@ -54,7 +56,7 @@ class TopicRecords:
     def check_is_free(self, incarnation: int, known: Iterable[TopicRecord]) -> None:
         """Raise INVALID_REQUEST, TOPIC_EXISTS or STORE_UNAVAILABLE if no topic can be created with this incarnation.
 
-        `known` are records that the store may not have yet.
+        `known` contains records that the store may not have yet.
         """
         if not 0 < incarnation <= time.time_ns() // 1000:
             raise error("INVALID_REQUEST", f"no topic can have been made at {incarnation}, the snapshot's incarnation")
@@ -62,7 +64,7 @@ class TopicRecords:
             what = f"the topic {other.name} has the incarnation {incarnation} of the snapshot"
             raise error("TOPIC_EXISTS", what, hint=f"It is that history already: use {other.name}, or delete it first.")
         if incarnation in self._cleaning:
-            # New data would be removed with the old.
+            # New data would be removed together with the old data.
             raise error("STORE_UNAVAILABLE", f"what is left of the incarnation {incarnation} is still being removed")
 
     async def write(
@@ -70,8 +72,8 @@ class TopicRecords:
     ) -> None:
         """Make the new records of live topics durable, all in one write. Raises STORE_UNAVAILABLE.
 
-        Then the store may have them all the same, and they would be in force after the next start. So the topics take
-        nothing until the records that are in force have been written again.
+        After this error the store may nevertheless contain the new records, which would be in force after the next
+        start. So the topics accept nothing until the records in force have been written again.
         """
         try:
             await self._store.put_topics(*records)
@@ -100,9 +102,9 @@ class TopicRecords:
         return True
 
     async def undo(self, *records: TopicRecord) -> None:
-        """Remove everything that a failed creation has left. If necessary, try again, or finish at the next start.
+        """Remove everything that a failed creation has left. If that fails, try again, or finish at the next start.
 
-        The names stay taken until the store has the change: one name must never have two records.
+        The names stay reserved until the store has the change, because one name must never have two records.
         """
         deleting = [replace(record, state=TopicState.DELETING) for record in records]
         if await self._are_durable(deleting):
@@ -116,15 +118,15 @@ class TopicRecords:
 
     async def remove(self, record: TopicRecord) -> None:
         """Remove the remains of a topic that has no users and whose record is DELETING. Raises STORE_UNAVAILABLE,
-        LOG_REFUSED: then it is not done, or the next start finishes it."""
+        LOG_REFUSED: then the remains still exist, or the next start finishes the removal."""
         await self._store.put_topics(record)
         await self._delete_logs(record.incarnation)
         await self._store.remove_topic(record.incarnation)
 
     async def clean_up(self, *records: TopicRecord) -> None:
-        """Remove the remains of a topic, or of all partitions of one, whose records are DELETING.
+        """Remove the remains of a topic, or of all partitions of one topic, whose records are DELETING.
 
-        What cannot be removed now is tried again.
+        Remains that cannot be removed now are tried again.
         """
         self._cleaning.update(record.incarnation for record in records)
         if not await self._cleaned_up(records):
@@ -147,12 +149,13 @@ logger = logging.getLogger("seqdedupe.topics")
 T = TypeVar("T", bound=TopicBase)
 
 MADE_AT_ONCE = 32
-"""The number of partitions of a topic that are made at once. They share the syncs of disk and store."""
+"""The number of partitions of a topic that are created at the same time. They share the syncs of disk and store."""
 
 
 class Lives(Generic[T]):
-    """The steps that open, make and remove topics. They put a topic, or the reason for its absence, into the registry,
-    and take it out. `inherited` returns the policy for a name; `topic_changed` is called with a topic that is open."""
+    """The steps that open, create and remove topics. They put a topic, or the reason for its absence, into the
+    registry, and remove it. `inherited` returns the policy for a name; `topic_changed` is called with a topic that is
+    open."""
 
     def __init__(
         self,
@@ -165,7 +168,7 @@ class Lives(Generic[T]):
         topic_changed: Callable[[T], None],
     ) -> None:
         self.rebuilt: set[int] = set()
-        """The incarnations that begin again from their log alone, and have no durable snapshot yet."""
+        """The incarnations that restart from their log alone, and have no durable snapshot yet."""
         self._store = store
         self._kind = kind
         self._stored = stored
@@ -177,14 +180,14 @@ class Lives(Generic[T]):
     # -- from their records ----------------------------------------------------------------------------------------
 
     async def opened(self, record: TopicRecord) -> bool:
-        """Try to open a topic. Return whether no further try is needed: it is open, or damaged at the second look."""
+        """Try to open a topic. Return whether no further attempt is needed: the topic is open, or was found damaged for
+        the second time."""
         async with self._registry.locked(record.name) as entry:
             is_gone = entry.record is not record
             return is_gone or entry.topic is not None or await self.open(record)
 
     async def open(self, record: TopicRecord) -> bool:
-        """Do the same as `opened`, for a caller that holds the lock of the name and knows that the topic is not
-        live."""
+        """Do the same as `opened`. The caller holds the lock of the name and has checked that the topic is not live."""
         entry = self._registry.entry(record.name)
         before = entry.closed
         inherited = self._inherited(record.name)
@@ -192,13 +195,13 @@ class Lives(Generic[T]):
         try:
             topic = await self._kind.open(record, inherited, without_snapshot=without_snapshot)
         except Exception as e:
-            # Any error: one topic must never block the others.
+            # After any error: one topic must never block other topics.
             if not isinstance(e, SeqdedupeError | OSError):
                 logger.error("topic %s could not be opened", record.name, exc_info=e)
             why = e if isinstance(e, SeqdedupeError) else error("RECOVERING", f"{type(e).__name__}: {e}")
             # A disk that fails for a moment can look like damage.
             is_damaged = isinstance(e, DamagedError) and before is not None and isinstance(before.why, DamagedError)
-            # A log of this sidecar belongs to another one only if it was moved there.
+            # A log of this sidecar can belong to another sidecar only if the topic was moved there.
             has_moved = why.reason == "NOT_OWNER" and not self._kind.log.is_shared
             state = State.STANDBY if has_moved else State.DAMAGED if is_damaged else State.RECOVERING
             self.close(Closed(record, why, state))
@@ -209,18 +212,18 @@ class Lives(Generic[T]):
         return True
 
     async def go_on_opening(self, record: TopicRecord) -> None:
-        """Try to open the topic until no further try is needed, and recover it."""
+        """Try to open the topic until no further attempt is needed, and recover it."""
         await again_until(lambda: self.opened(record))
         if topic := self._registry.topic(record.name):
             await topic.recover()
 
     def close(self, closed: Closed) -> None:
-        """Note that the topic of this record exists, and cannot be used."""
+        """Note that the topic of this record exists, but cannot be used."""
         name = closed.record.name
         entry = self._registry.entry(name)
         before, entry.found = entry.closed, closed
         if before is not None and (before.state, str(before.why)) == (closed.state, str(closed.why)):
-            # The same failure repeats with each try.
+            # The same failure occurs at each attempt.
             return
         level = logging.INFO if closed.state is State.STANDBY else logging.ERROR
         logger.log(level, "topic %s is %s: %s %s", name, closed.state.name, closed.why, closed.why.hint)
@@ -229,15 +232,15 @@ class Lives(Generic[T]):
     # -- made and removed ------------------------------------------------------------------------------------------
 
     async def make(self, names: list[str], policy: Policy, partitions: int = 0, layout: Layout = AS_USUAL) -> list[T]:
-        """Create topics that no other caller creates, all of them or none. `partitions`: as in their records; `layout`:
-        as in `Logs.create`."""
+        """Create topics, all of them or none. No other caller is creating them. `partitions` has the same meaning as in
+        their records; `layout`: see `Logs.create`."""
         now_us = time.time_ns() // 1000
         is_own = self._kind.log is LogKind.EMBEDDED
         secret_bytes = SECRET_BYTES if is_own else 0
         records = [
             TopicRecord(
                 name,
-                # The incarnations of a cluster's partitions follow each other.
+                # The incarnations of a cluster's partitions are consecutive.
                 self._store.next_incarnation(now_us, shard_of(name) if is_own else None),
                 TopicState.CREATING,
                 secrets.token_bytes(secret_bytes),
@@ -266,9 +269,9 @@ class Lives(Generic[T]):
     async def take_in(
         self, record: TopicRecord, stored: RestoredState, put: Callable[[], Awaitable[None]], check: Callable[[T], None]
     ) -> T:
-        """Create a topic from a snapshot that is stored already, and a log that `put` moves to its place. The topic
-        then serves, or nothing of it is left. `check` is called with it before it counts. Raises the reason for a
-        failure, and errors of `put` and `check`."""
+        """Create a topic from a snapshot that is already stored, and a log that `put` moves to its place. When this
+        returns, the topic serves; after an error, nothing of it exists. `check` is called with the topic before the
+        topic becomes valid. Raises the reason for a failure, and the errors of `put` and `check`."""
         topic: T | None = None
         try:
             await self._store.put_topics(record)
@@ -296,8 +299,8 @@ class Lives(Generic[T]):
     async def _make_all(
         self, records: Sequence[TopicRecord], policy: Policy, layout: Layout, made: dict[str, T]
     ) -> None:
-        """Make the logs of these topics and open them, into `made`. Return or raise when nothing is in progress any
-        more."""
+        """Create the logs of these topics and open them, adding the topics to `made`. Return or raise only when no
+        creation is in progress any more."""
         left = list(reversed(records))
 
         async def some() -> None:
@@ -308,10 +311,10 @@ class Lives(Generic[T]):
                     if policy != Policy():
                         await made[record.name].set_policy(policy)
             finally:
-                # After a failure no others are begun.
+                # After a failure no further creation is started.
                 left.clear()
 
-        # The partitions of a topic in a cluster are made in order.
+        # The partitions of a topic in a cluster are created in order.
         at_once = 1 if self._kind.log.is_shared else MADE_AT_ONCE
         ends = await asyncio.gather(*(some() for _ in range(min(at_once, len(records)))), return_exceptions=True)
         for end in ends:
@@ -341,9 +344,11 @@ class Lives(Generic[T]):
         self._registry.tidy(name)
 
     async def leave(self, records: Sequence[TopicRecord]) -> None:
-        """Forget topics, live or closed, whose logs are gone and whose names belong to others. Delete nothing else.
+        """Remove topics, live or closed, from this process. Their logs have been deleted and their names belong to
+        other topics. Delete nothing else.
 
-        Their users try again, and find the topic that has the name now. Raises STORE_UNAVAILABLE: then call this again.
+        Users of the topics try again, and find the topics that have the names now. Raises STORE_UNAVAILABLE: then call
+        this again.
         """
         topics = [topic for record in records if (topic := self._registry.topic(record.name)) is not None]
         for record in records:

@@ -1,4 +1,4 @@
-"""The search for a producer's message in the log, when the ring of recent messages has forgotten it."""
+"""Searches the log for a producer's message that is no longer in the ring of recent messages."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
@@ -17,17 +17,17 @@ from seqdedupe.log.contract import LargerRecordError, Log
 NOT_KNOWN = -1
 
 LOOKED_THROUGH_MESSAGES = 2**16
-"""The number of messages, and the approximate bytes, before the log's end in which a message is looked for."""
+"""The search covers this number of messages, and approximately this number of bytes, before the log's end."""
 LOOKED_THROUGH_BYTES = 64 * 1024 * 1024
 _PAGE_BYTES = 256 * 1024
-"""The bytes looked through in one step of the event loop."""
+"""The number of bytes searched in one step of the event loop."""
 
 LOOK_BYTES = 1024 * 1024
-"""The approximate bytes that a search in the log holds at once, unless one record is larger."""
+"""The approximate number of bytes that a search in the log keeps in memory, unless one record is larger."""
 
 Room = Callable[[int], Awaitable[int]]
-"""A function called before a read of the log. It takes the smallest useful number of bytes (0: any) and returns the
-number of bytes that may be read."""
+"""A function called before a read of the log. Its parameter is the smallest useful number of bytes (0: any). It returns
+the number of bytes that may be read."""
 
 
 async def any_room(least_bytes: int) -> int:
@@ -35,10 +35,11 @@ async def any_room(least_bytes: int) -> int:
 
 
 async def index_in_log(producers: Producers, number: int, log: Log) -> int:
-    """Return the index of the message with a producer's persisted ID; NOT_KNOWN if it is gone, or cannot be read now.
+    """Return the index of the message with a producer's persisted ID; NOT_KNOWN if the message is gone, or cannot be
+    read now.
 
-    This reads the log: STATED is the base index of the batch that holds the message, unless retention has dropped that,
-    or deduplication was off meanwhile.
+    This reads the log: STATED is the base index of the batch with the message, unless retention has dropped that batch,
+    or deduplication was disabled meanwhile.
     """
     last = int(producers.numbers[number, PERSISTED])
     stated = int(producers.numbers[number, STATED])
@@ -55,11 +56,10 @@ async def index_in_log(producers: Producers, number: int, log: Log) -> int:
 
 
 async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int, room: Room = any_room) -> int:
-    """Return the index of the newest message with this ID of this producer among the last ones before `end_index`.
+    """Return the index of the newest message with this ID of this producer among the last messages before `end_index`.
 
-    Return NOT_KNOWN if the part that is looked through does not have it; damaged messages are not looked at. Raises
-    errors of a log that cannot be read now. One page is held at a time, and none while `room` is called for the next
-    one.
+    Return NOT_KNOWN if the searched part does not contain the message; damaged messages are ignored. Raises errors of a
+    log that cannot be read now. Only one page is kept in memory, and none while `room` is called for the next page.
     """
     mark = sequence_id.to_bytes(8, "little")
     found = NOT_KNOWN
@@ -70,15 +70,15 @@ async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int, r
                 columns = page[places[RECORD_START] : places[COLUMNS_END]]
                 if mark in columns and name in columns:
                     found = max(found, _index_in_record(page, places, name, sequence_id))
-            del page  # so that it is free until there is another one
+            del page  # so that the page's memory is free until the next page is read
     except PositionError:
-        # Retention was faster.
+        # Retention has dropped these messages meanwhile.
         pass
     return found
 
 
 async def _looked_through_from(log: Log, end_index: int) -> int:
-    """Return the first index that is not too far from the end, in messages and in bytes."""
+    """Return the first index that is near enough to the end, in messages and in bytes."""
     low, high = max(log.first_index, end_index - LOOKED_THROUGH_MESSAGES), end_index
     while low < high:
         middle = (low + high) // 2
@@ -90,7 +90,8 @@ async def _looked_through_from(log: Log, end_index: int) -> int:
 
 
 async def publish_time_ms(log: Log, index: int, room: Room = any_room) -> int:
-    """Return when the log took the message with this index; 0 if retention has dropped it, or it is damaged."""
+    """Return the time when the log stored the message with this index; 0 if retention has dropped the message, or it is
+    damaged."""
     try:
         async for page in _pages(log, index, index + 1, room):
             return int(next(_records(log, page))[PUBLISH_TIME_MS])
@@ -100,10 +101,10 @@ async def publish_time_ms(log: Log, index: int, room: Room = any_room) -> int:
 
 
 async def _pages(log: Log, start: int, stop: int, room: Room) -> AsyncIterator[bytes]:
-    """Yield the records with these messages, many at once, without damaged ones and those that retention drops
-    meanwhile.
+    """Yield pages of many records with these messages. Damaged messages, and messages that retention drops meanwhile,
+    are omitted.
 
-    The caller must drop a page before it requests the next one.
+    The caller must drop a page before it requests the next page.
     """
     here = max(start, log.first_index)
     covers = np.empty(5, np.int64)

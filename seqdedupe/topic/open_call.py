@@ -1,4 +1,5 @@
-"""Open: starts and resumes sessions of a topic with a log, each name independently, some with one control record.
+"""Open: starts and resumes sessions of a topic with a log. Each name is handled independently; several names share one
+control record.
 
 Begin with `open_sessions`. It fences older sessions at once, and returns when the names' messages in flight have
 settled.
@@ -21,18 +22,19 @@ from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer, SessionStarts, ch
 from seqdedupe.topic.topic import Topic
 
 MAX_LOOKED_UP = 64
-"""The largest number of names for which `Open` looks up where their last message stands: each may take a read."""
+"""The maximum number of names for which `Open` looks up the position of the last message: each name may need a read."""
 
 
 class CheckNames(Protocol):
-    """A check whether these names may be opened. `writes`: whether that needs a record in the log. It may raise."""
+    """Checks whether the client may open these names. `writes`: whether opening needs a record in the log. It may
+    raise."""
 
     def __call__(self, names: list[str], /, *, writes: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """Some names of a call, whose sessions are in force and may not be durable yet."""
+    """Some names of a call, whose sessions are in force but may not be durable yet."""
 
     opening: SessionStarts
     names: int
@@ -46,12 +48,12 @@ async def open_sessions(
     epochs: list[int] | None,
     check: CheckNames = lambda names, *, writes: None,
 ) -> OpenAnswer:
-    """Start sessions (`epochs` None), or resume these, each name independently. Older ones are fenced at once. `check`
-    is called with some names right before these are opened, and may raise.
+    """Start sessions (`epochs` None), or resume the sessions with these epochs. Each name is handled independently.
+    Older sessions are fenced at once. `check` is called with some names just before they are opened, and may raise.
 
-    Returns when the names' messages in flight have settled and their epochs are durable. Raises errors of
-    `Sessions.open`, why the topic takes nothing now, or LOG_REFUSED. After an error no session was fenced, or with more
-    than NAMES_A_STEP names, perhaps some.
+    Returns when the names' messages in flight have settled and their epochs are durable. Raises the errors of
+    `Sessions.open`, the reason why the topic accepts nothing now, or LOG_REFUSED. After an error no session was fenced.
+    With more than NAMES_A_STEP names, some sessions may be fenced.
     """
     topic.check_serving()
     if topic.window is not None:
@@ -62,7 +64,7 @@ async def open_sessions(
         )
     check_count(names)
     if len(names) > NAMES_A_STEP:
-        # Before any of them is opened. Names that are opened in one step are checked there.
+        # Check before any name is opened. Names that are opened in one step are checked there.
         await check_names(names, topic.producers)
     if epochs is not None and len(epochs) != len(names):
         raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
@@ -90,7 +92,8 @@ async def open_sessions(
 
 
 async def check_names(names: list[str], known: Producers | None = None) -> None:
-    """Raise INVALID_NAME for names that Open cannot take, as `check_count` and `encoded_names`, some at once."""
+    """Raise INVALID_NAME for names that Open cannot accept, like `check_count` and `encoded_names`, some names in each
+    step."""
     check_count(names)
     for first in range(0, len(names), NAMES_A_STEP):
         encoded_names(names[first : first + NAMES_A_STEP], known)
@@ -104,11 +107,12 @@ async def _begin(
     check: CheckNames,
     changes: "list[asyncio.Future[None]]",
 ) -> _Begun:
-    """Put the sessions of some names in force. The record that makes them durable, if one is needed, is added to
+    """Put the sessions of some names in force. If a record is needed to make them durable, the record is added to
     `changes`."""
     topic.check_serving()
     if topic.flight.has(Purge):
-        # Only when this has settled is it known whether the names are forgotten. No later purge will contain them.
+        # Only when this purge has settled is it known whether the names are forgotten. No later purge will contain
+        # them.
         topic.sessions.use(names)
         await topic.all_settled()
         topic.check_serving()
@@ -122,13 +126,13 @@ async def _begin(
     opening = topic.sessions.open(names, epochs)
     durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
     if (durable_epochs < opening.epochs).any():
-        # All that is in flight is before it in the log, and has settled when it has.
+        # Everything in flight is before this record in the log, and has settled when this record has settled.
         changes.append(topic.append_change(ProducerSessions(opening.names, opening.epochs)))
     return _Begun(opening, len(names), durable_epochs)
 
 
 def _opened(topic: Topic, begun: _Begun) -> OpenAnswer:
-    """Return the answer for some names, once everything that they wait for has settled."""
+    """Return the answer for some names, after everything for which they wait has settled."""
     opening = begun.opening
     answer = topic.sessions.opened(opening, begun.names)
     if opening.is_resume and topic.producers.has_forgotten:

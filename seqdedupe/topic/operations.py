@@ -1,7 +1,7 @@
-"""Requests to a live topic in addition to frames and reads: the state of one message, messages in flight, the reset of
-a producer, and the named cursors.
+"""Requests to a live topic other than frames and reads: the state of one message, messages in flight, the reset of a
+producer, and named cursors.
 
-Each change is a record in the log (`control`), durable on return.
+Each change is a record in the log (`control`). When the call returns, the change is durable.
 """
 
 import asyncio
@@ -33,22 +33,22 @@ MILLISECONDS_A_SECOND = 1000
 
 
 class MessageState(Enum):
-    """The known state of a message. Values as on the wire."""
+    """The known state of a message. The values are the same as on the wire."""
 
     NOT_SEEN = 1
     IN_FLIGHT = 2
     PASSED_OVER = 3
-    """A higher ID of its producer is in flight, but this one is not."""
+    """The producer has a higher ID in flight, but not this one."""
     STORED = 4
     BELOW_WATERMARK = 5
-    """It may have been stored, or never sent."""
+    """The message may have been stored, or may never have been sent."""
     IMPORTED = 6
-    """Its deduplication ID came with an imported window."""
+    """The deduplication ID was part of an imported window."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageStatus:
-    """The known data of one message: its state, its position if it is STORED, and its producer's numbers."""
+    """The known data of one message: its state, its position if it is STORED, and the numbers of its producer."""
 
     state: MessageState
     pushed: int
@@ -56,11 +56,11 @@ class MessageStatus:
     in_flight_ms: int = 0
     position: Position | None = None
     publish_time_ms: int = 0
-    """0: not known (any more)."""
+    """0: the publish time is not known, or no longer known."""
 
 
 class ProducerInFlight(NamedTuple):
-    """The messages that a producer has had in flight for long."""
+    """The messages that a producer has had in flight for a long time."""
 
     name: bytes
     first_id: int
@@ -69,7 +69,8 @@ class ProducerInFlight(NamedTuple):
 
 
 async def message_state(topic: Topic, name: str, sequence_id: int, room: Room = any_room) -> MessageStatus:
-    """Return the state of a message. If the ring has forgotten it, it is looked for at the log's end (`find_in_log`).
+    """Return the state of a message. If the message is no longer in the ring, the end of the log is searched
+    (`find_in_log`).
 
     Raises INVALID_NAME, INVALID_SEQUENCE_ID; INVALID_REQUEST in a topic of deduplication IDs; RECOVERING or LOG_DAMAGED
     while the state is not certain.
@@ -142,7 +143,8 @@ def _check_has_producers(topic: Topic) -> None:
 
 
 async def _position_of(topic: Topic, index: int) -> Position:
-    """Return the position of a message, without a message ID if retention has dropped it, or it is damaged."""
+    """Return the position of a message. It has no message ID if retention has dropped the message, or the message is
+    damaged."""
     try:
         return await topic.position_before(index + 1)
     except (PositionError, DamagedError):
@@ -150,7 +152,8 @@ async def _position_of(topic: Topic, index: int) -> Position:
 
 
 async def in_flight(topic: Topic, longer_than_ms: int) -> list[ProducerInFlight]:
-    """Return the producers with messages in flight for at least `longer_than_ms`, and the IDs; the longest first.
+    """Return the producers with messages in flight for at least `longer_than_ms`, and the IDs of these messages. The
+    longest time comes first.
 
     Messages that settle meanwhile may be omitted. Raises INVALID_REQUEST.
     """
@@ -161,7 +164,7 @@ async def in_flight(topic: Topic, longer_than_ms: int) -> list[ProducerInFlight]
     until_seconds = topic.now_seconds() - longer_than_ms / MILLISECONDS_A_SECOND
     generation = -1
     while generation != topic.producers.generation:
-        # If producers were renumbered meanwhile, this begins again.
+        # If producers were renumbered meanwhile, restart.
         generation = topic.producers.generation
         found: dict[int, InFlight] = {}
         for part in topic.flight.by_producer(until_seconds):
@@ -181,12 +184,13 @@ def _ms_since(topic: Topic, since_seconds: float) -> int:
 
 
 async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
-    """Set a producer's persisted ID and fence its sessions; durable and in force on return. Return the previous ID.
+    """Set a producer's persisted ID and fence the producer's sessions. When this returns, the change is durable and in
+    force. Return the previous ID.
 
     The producer's messages in flight settle first. Raises INVALID_NAME, PRODUCER_NOT_FOUND; INVALID_REQUEST if the
-    producer has not sent that ID, or in a topic of deduplication IDs. Raises why the topic takes nothing now, or
-    LOG_REFUSED: then nothing has changed, and no session is fenced. A caller that is cancelled here does not know the
-    outcome.
+    producer has not sent that ID, or in a topic of deduplication IDs. Raises the reason why the topic accepts nothing
+    now, or LOG_REFUSED: then nothing has changed, and no session is fenced. If the caller is cancelled, the outcome is
+    unknown.
     """
     encoded = producer_name(name)
     topic.check_serving()
@@ -194,7 +198,7 @@ async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
     number = topic.producers.number(encoded)
     if number is None or not topic.producers.is_known(number):
         raise error("PRODUCER_NOT_FOUND", f"topic {topic.name} knows no producer {name!r}", topic=topic.name)
-    # All that is in flight is before the record in the log, and is persisted when the record is.
+    # Everything in flight is before the record in the log, and is persisted when the record is persisted.
     before = int(topic.producers.numbers[number, PUSHED])
     if not NO_SEQUENCE_ID <= persisted <= before:
         raise error(
@@ -232,19 +236,19 @@ def cursors_of(topic: Topic) -> tuple[NamedCursor, ...]:
 
 
 def kept_by_cursor(topic: Topic, name: str) -> CursorContent | None:
-    """Return what a cursor keeps. Raises as `cursors_of`, INVALID_NAME."""
+    """Return the value of a cursor. Raises the errors of `cursors_of`, INVALID_NAME."""
     check_cursor_name(name)
     found = next((one for one in cursors_of(topic) if one.name == name), None)
     return None if found is None else (found.position, found.note)
 
 
 async def move_cursor(topic: Topic, name: str, expected: CursorContent | None, new: CursorContent) -> None:
-    """Replace what a cursor keeps, if that is `expected`: durable on return. If it keeps `new` already, nothing is
-    written.
+    """Set the value of a cursor, if its current value is `expected`. When this returns, the change is durable. If the
+    current value is already `new`, nothing is written.
 
-    Changes in progress count as done: if they fail, this fails too. Raises CURSOR_MOVED, INVALID_NAME,
-    INVALID_POSITION, INVALID_REQUEST, TOO_MANY_CURSORS. Raises why the topic takes nothing now, or LOG_REFUSED: then
-    the cursor is unchanged. A caller that is cancelled here does not know the outcome.
+    Changes in progress count as done: if they fail, this change fails too. Raises CURSOR_MOVED, INVALID_NAME,
+    INVALID_POSITION, INVALID_REQUEST, TOO_MANY_CURSORS. Raises the reason why the topic accepts nothing now, or
+    LOG_REFUSED: then the cursor is unchanged. If the caller is cancelled, the outcome is unknown.
     """
     check_cursor_name(name)
     position, note = new
@@ -271,15 +275,15 @@ async def move_cursor(topic: Topic, name: str, expected: CursorContent | None, n
 
 
 async def hold_cursor(topic: Topic, name: str, mb: int) -> None:
-    """Make retention wait for the cursor while the log is not larger than `mb`; 0: never. Raises CURSOR_NOT_FOUND,
-    INVALID_REQUEST, and as `move_cursor`."""
+    """Make retention keep the messages after the cursor while the log is not larger than `mb`; 0 removes this hold.
+    Raises CURSOR_NOT_FOUND, INVALID_REQUEST, and the errors of `move_cursor`."""
     if not 0 <= mb <= LARGEST:
         raise error("INVALID_REQUEST", f"hold_retention_in_mb is {mb}: it should be 0 to {LARGEST}")
     await topic.append_change(CursorChange(name, replace(_cursor(topic, name), hold_retention_in_mb=mb)))
 
 
 async def remove_cursor(topic: Topic, name: str) -> None:
-    """Remove the cursor. Raises CURSOR_NOT_FOUND, and as `move_cursor`."""
+    """Remove the cursor. Raises CURSOR_NOT_FOUND, and the errors of `move_cursor`."""
     await topic.append_change(CursorChange(_cursor(topic, name).name, None))
 
 

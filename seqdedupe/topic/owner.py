@@ -1,9 +1,10 @@
-"""Ownership of a topic's log: this sidecar takes it over with its contents, follows another owner, or hands it over.
+"""Ownership of a topic's log: this sidecar takes over the log with its contents, follows another owner, or hands the
+log over.
 
-Begin with `Owner`; the topic itself handles the outcomes of messages. To take over a log is to open it for writing, to
-write a marker, and to read up to this marker. Only then may this process decide about frames. At start, reading begins
-at the snapshot's position; after an append with an unknown outcome, at the last confirmed message. Both use this
-procedure. `Replay` reads.
+Begin with `Owner`; the topic itself handles the outcomes of messages. Taking over a log has three steps: open it for
+writing, write a marker, and read up to this marker. Only then may this process decide about frames. At start, reading
+begins at the snapshot's position. After an append with an unknown outcome, reading begins at the last confirmed
+message. `Replay` does the reading.
 """
 
 import asyncio
@@ -36,15 +37,16 @@ logger = logging.getLogger("seqdedupe.topic")
 recovery_logger = logging.getLogger("seqdedupe.topic.recovery")
 
 SETTLE_SECONDS = 5.0
-"""The time for appends in flight to settle before another sidecar gets a topic. That sidecar finds out the rest."""
+"""The time for appends in flight to settle before another sidecar gets a topic. That sidecar determines the outcome of
+the other appends."""
 
 FIRST_REST_SECONDS = 0.25
 LONGEST_REST_SECONDS = 4.0
 
 TRY_AGAIN_SECONDS = 1.0
 CATCH_UP_SECONDS = 300.0
-"""The interval at which a sidecar that does not own a log reads on. Messages that this sidecar does not know cannot be
-dropped from the log: its snapshots state from where it needs the log."""
+"""The interval at which a sidecar that does not own a log reads the new messages. Messages that this sidecar has not
+read cannot be dropped from the log, because its snapshots state from where it needs the log."""
 
 
 # -- Reading a log, to merge its contents.
@@ -54,8 +56,8 @@ MAX_TERM = 2**31 - 1
 Table = npt.NDArray[np.int64]
 RunsOf = Callable[[int], Runs]
 Merge = Callable[[bytes, Table, int, RunsOf], None]
-"""A function that takes a chunk, the table of its scanned records, their number, and the message IDs of each one's
-rows.
+"""A function whose parameters are a chunk, the table of the chunk's scanned records, their number, and the message IDs
+of each record's rows.
 
 Markers and control records have ROWS 0.
 """
@@ -66,7 +68,7 @@ def damaged(log: Log, why: str, index: int) -> SeqdedupeError:
 
 
 class Replay:
-    """A reader that goes forward through a log and hands its entries to `merge`."""
+    """Reads forward through a log and passes its entries to `merge`."""
 
     def __init__(self, log: Log, next_index: int, merge: Merge, skip_below: int, last_ownership: int) -> None:
         self._log = log
@@ -78,7 +80,7 @@ class Replay:
         self.tokens: dict[bytes, int] = {}
 
     async def run(self) -> None:
-        """Read up to the present end. The next call reads what has come since."""
+        """Read up to the current end. The next call reads what was added since."""
         async for entries in self._log.replay(self.next_index):
             self._entries(entries)
 
@@ -88,9 +90,9 @@ class Replay:
             self.tokens[marker_token(chunk, table[k])] = int(table[k, TERM])
         self.next_index = entries.next_index
         self._check_history(table)
-        # A known batch must not enter the ring twice, and a reset before it must not come after it. It is not known
-        # which control records after the last known message were merged. To merge all of them again gives the same
-        # result.
+        # A known batch must not enter the ring twice, and a reset before the batch must not be merged after it. It is
+        # not known which control records after the last known message were merged. Merging all of them again gives the
+        # same result.
         ends = table[:, BASE_INDEX] + table[:, ROWS]
         new = np.flatnonzero(np.where(table[:, ROWS] == 0, ends >= self._skip_below, ends > self._skip_below))
         if len(new):
@@ -99,7 +101,7 @@ class Replay:
         self.rows += int(table[new, ROWS].sum())
 
     def _check_history(self, table: Table) -> None:
-        """Raise LOG_DAMAGED unless the last known message is the one in the log."""
+        """Raise LOG_DAMAGED unless the log contains the last known message at its place."""
         last = self._skip_below - 1
         for places in table[(table[:, BASE_INDEX] <= last) & (last < table[:, BASE_INDEX] + table[:, ROWS])]:
             if self._last_ownership not in (0, ownership(places)):
@@ -109,9 +111,9 @@ class Replay:
 
 
 def replay_from(log: Log, confirmed_index: int, merge: Merge, last_ownership: int) -> Replay:
-    """Return a replay of the log from this index on, and of the message before it, which must exist.
+    """Return a replay of the log from this index on, including the message before it, which must exist.
 
-    Raises LOG_DAMAGED if that is gone already.
+    Raises LOG_DAMAGED if that message is gone.
     """
     if confirmed_index < log.first_index:
         raise damaged(log, f"it begins with index {log.first_index}, what is between is gone", confirmed_index)
@@ -179,16 +181,17 @@ class Owned(Protocol):
 
 
 class Owner:
-    """Whether this process owns the log of a topic. `base.TopicBase` has and draws its state.
+    """Tracks whether this process owns the log of a topic. The state is in `base.TopicBase`, with a drawing.
 
-    While another sidecar owns the log, this sidecar tries to take the topic when a client asks for it. With
-    `is_standby` it takes the topic as soon as it has no owner, and until then learns all that comes.
+    While another sidecar owns the log, this sidecar tries to take over the topic when a client asks for it. With
+    `is_standby`, this sidecar takes over the topic as soon as the topic has no owner, and until then reads all new
+    messages.
 
-    1. A log is *taken over* (`_took_over`): opened, marked, and read up to the marker. If that cannot be done now, it
-       is tried again (`_pause`).
-    2. While this process owns the log, a failed append ends the ownership (`log_failed`). The log is then taken over
-       again, which finds out the outcome of everything in flight.
-    3. The ownership *moves* to another sidecar, which took the log, or which shall have it (`hand_over`).
+    1. This process *takes over* a log (`_took_over`): it opens the log, writes a marker, and reads up to the marker. If
+       that is not possible now, it tries again (`_pause`).
+    2. While this process owns the log, a failed append ends the ownership (`log_failed`). The process then takes over
+       the log again, which shows the outcome of everything in flight.
+    3. The ownership *moves* to another sidecar, which has taken over the log, or which shall do so (`hand_over`).
     """
 
     def __init__(
@@ -199,38 +202,38 @@ class Owner:
         is_standby: bool,
     ) -> None:
         self.wanted = asyncio.Event()
-        """An event: this sidecar must try to take the topic now, if it does not have it."""
+        """An event: this sidecar must try to take over the topic now, unless it already owns the topic."""
         self._topic = topic
         self._random_bytes = random_bytes
         self._is_standby = is_standby
         self._keeping_away = KeepingAway(lambda: topic.now_seconds(), random_bytes)
         self._tried = Broadcast()
-        """A signal that a try to take over the log has ended."""
+        """A signal that an attempt to take over the log has ended."""
         self._is_recovering = False
-        """Whether a takeover is in progress, or a further try is pending."""
+        """Whether a takeover is in progress, or a further attempt is scheduled."""
         self._failed_meanwhile = False
         self._seems_damaged = False
         self._merged = 0
-        """The number of records found in the log since it was last owned. They count towards the next snapshot."""
+        """The number of records found in the log since this process last owned it. They count towards the next
+        snapshot."""
         self._rest_seconds = 0.0
-        """The delay before a log that has refused is opened again. It grows while the topic takes no message in
-        between.
-        """
+        """The delay before a log that has refused a write is opened again. The delay grows as long as the topic accepts
+        no message between two refusals."""
         self._refused_index = 0
         """The end of the topic at the last refusal."""
 
     # -- 1. taking over ----------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Take over the log and read what the snapshot does not cover; then the topic serves.
+        """Take over the log and read what the snapshot does not cover. Then the topic serves.
 
-        If that cannot be done now, tries go on in the background without a limit. Readers find certain messages
-        meanwhile. If another sidecar owns the log, a sidecar that was shut out waits before the next try. After damage
-        the log is read once more before the topic is DAMAGED for good.
+        If that is not possible now, attempts continue in the background without a limit. Meanwhile readers get the
+        messages that are certain. If another sidecar has fenced this one, this sidecar waits before the next attempt.
+        After damage the log is read once more before the topic is permanently DAMAGED.
         """
         if not self._is_recovering and not self._topic.knows_its_end:
             self._is_recovering = True
-            # In a separate task of the topic, which ends if the topic is closed meanwhile.
+            # Run this in a separate task of the topic, which ends if the topic is closed meanwhile.
             await asyncio.wait({self._topic.spawn(self._recover())})
 
     async def _recover(self, rest_seconds: float = 0.0) -> None:
@@ -241,7 +244,7 @@ class Owner:
             self._topic.spawn(again_until(self._has_recovered, self._pause))
 
     async def _pause(self, delay_seconds: float) -> None:
-        """Wait before the next try."""
+        """Wait before the next attempt."""
         self._tried.tell()
         if self._topic.state is State.STANDBY:
             until = self._until_free if self._is_standby else self._until_asked
@@ -251,7 +254,7 @@ class Owner:
             await asyncio.sleep(delay_seconds)
 
     async def _has_recovered(self) -> bool:
-        """Try once. Return whether no further try is needed."""
+        """Make one attempt. Return whether no further attempt is needed."""
         topic = self._topic
         try:
             took_over = await self._took_over()
@@ -270,14 +273,14 @@ class Owner:
         except Exception as e:  # noqa: BLE001 (any error: only damage ends recovery)
             self._seems_damaged = False
             if isinstance(e, UnavailableError) and e.reason == "NOT_OWNER":
-                # The appends in flight may be in its log, and the other sidecar knows their outcome.
+                # The appends in flight may be in the log, and the other sidecar can determine their outcome.
                 self._keeping_away.found_owned()
                 self._step_back(e)
             else:
                 self._not_now(e)
             return False
         self._keeping_away.serves()
-        # Otherwise this sidecar would take the topic back at once after giving it up.
+        # Otherwise this sidecar would take over the topic again at once after handing it over.
         self.wanted.clear()
         self._is_recovering = False
         topic.knows_its_end = True
@@ -294,7 +297,8 @@ class Owner:
         return True
 
     async def _took_over(self) -> bool:
-        """Make this process the owner of the log and merge its contents. Return whether the log takes messages then."""
+        """Make this process the owner of the log and merge the log's contents. Return whether the log now accepts
+        messages."""
         topic = self._topic
         self._failed_meanwhile = False
         topic.opening += 1
@@ -305,13 +309,13 @@ class Owner:
         except InvalidRequestError as e:
             if e.reason != "TOPIC_TERMINATED":
                 raise
-            # Nothing is stored any more: this read gets everything that there is.
+            # No more data is stored: this read returns everything that there is.
             await replay_from(topic.log, topic.confirmed_index, self._merge, topic.last_ownership).run()
             topic.fail_in_flight(e)
             topic.terminated = e
             topic.next_index = topic.confirmed_index
             return True
-        # The log will never hold frames in flight that it does not hold by now.
+        # A frame in flight that is not in the log by now will never be there.
         topic.fail_in_flight(topic.not_appended("LOG_REFUSED", "the append failed"))
         topic.term = term
         topic.ownership = ownership_of(token)
@@ -321,23 +325,23 @@ class Owner:
         topic.counters.recoveries += 1
         topic.counters.replayed += replay.rows
         topic.counters.recovery_seconds += topic.now_seconds() - began
-        # The contents of the log are known now. But if it has failed again meanwhile, it takes nothing yet.
+        # The contents of the log are known now. But if the log has failed again meanwhile, it accepts nothing yet.
         return not self._failed_meanwhile
 
     async def _marked(self, replay: Replay) -> tuple[int, bytes]:
-        """Open the log for writing and merge it up to an own marker. Return the marker's term, above all known ones,
-        and token.
+        """Open the log for writing and merge it up to this process's marker. Return the marker's term, which is above
+        all known terms, and its token.
 
-        If the log holds a marker of a term that is not lower, or a merged record names one, another marker with a
-        higher term is written. If the topic has confirmed messages, the record of the last one must be there. If it is
-        not, the end of the log is gone: LOG_DAMAGED. So is a record that was not written under the topic's
+        If the log contains a marker whose term is not lower, or a merged record names such a term, another marker with
+        a higher term is written. Raises LOG_DAMAGED if the record of the topic's last confirmed message is missing:
+        then the end of the log is gone. Also raises it if that record was not written under the topic's
         `last_ownership` (0: not known). Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
         """
         topic, log = self._topic, self._topic.log
         term, confirmed_index = topic.term + 1, topic.confirmed_index
         settle = partial(topic.settle, topic.opening)
         if log.replays_what_is_certain:
-            # The log may be long. But the marker then stands near its end, and nothing is read twice.
+            # The log may be long. But the marker is near its end, and nothing is read twice.
             await replay.run()
         while True:
             if term > MAX_TERM:
@@ -398,20 +402,20 @@ class Owner:
     # -- 2. while it is owned ----------------------------------------------------------------------------------
 
     def log_failed(self, failure: Failure, why: str) -> None:
-        """Take the log over again after an append failed or has an unknown outcome."""
+        """Take over the log again after an append failed or has an unknown outcome."""
         topic = self._topic
         topic.counters.log_failures += 1
         logger.warning("the log of topic %s failed (%s): %s", topic.name, failure.value, why)
         if self._is_recovering:
-            # Nothing was appended since the takeover began. So this failure says nothing about what is in flight; try
-            # again.
+            # Nothing was appended since the takeover began. So this failure gives no information about the appends in
+            # flight: try again.
             self._failed_meanwhile = True
             return
         if failure is Failure.REFUSED:
             topic.fail_in_flight(topic.not_appended("LOG_REFUSED", why))
             topic.change_state(State.READ_ONLY, why)
-            # A full disk often has room for what opening the log writes. The topic would serve and refuse again and
-            # again.
+            # A full disk often has room for the data that opening the log writes. The topic would then serve and refuse
+            # in alternation.
             if topic.confirmed_index > self._refused_index:
                 self._rest_seconds, self._refused_index = 0.0, topic.confirmed_index
             topic.spawn(self._recover(self._rest_seconds))
@@ -421,20 +425,20 @@ class Owner:
         topic.spawn(self._recover())
 
     def out_of_step(self, e: BaseException | None) -> SeqdedupeError:
-        """Find out the outcome of appends in flight, because this process and the log may disagree about them.
+        """Determine the outcome of appends in flight, because this process and the log may disagree about them.
 
-        Otherwise IDs would be in flight for ever. Return the reason why nothing is taken meanwhile.
+        Otherwise IDs would be in flight for ever. Return the reason why the topic accepts nothing meanwhile.
         """
         topic = self._topic
-        # Its outcomes would be taken for the outcomes of other appends.
+        # The outcomes of these appends would be mistaken for the outcomes of other appends.
         topic.opening += 1
         logger.error("topic %s and its log are out of step", topic.name, exc_info=e)
         self.log_failed(Failure.UNKNOWN, f"{type(e).__name__} in the sidecar")
         return error("RECOVERING", f"topic {topic.name} takes no messages now: {topic.why}")
 
     def begin_another_term(self) -> None:
-        """Begin another term, since this one has no epoch left for new sessions. The outcome of appends in flight is
-        found out first. Raises RECOVERING."""
+        """Begin another term, because this term has no epoch left for new sessions. First determine the outcome of
+        appends in flight. Raises RECOVERING."""
         topic = self._topic
         topic.change_state(State.RECOVERING, f"it was opened as often as it can be in term {topic.term}")
         topic.spawn(self._recover())
@@ -447,8 +451,8 @@ class Owner:
         topic = self._topic
         topic.owner_address = e.numbers.get("owner_address", "")
         topic.knows_its_end = False
-        # A frame may be sent again there. A change must not be repeated by a caller that reads this as "nothing was
-        # done".
+        # A frame may be sent again to the new owner. But a change must not be repeated by a caller that takes this
+        # error to mean that nothing was done.
         what = f"somebody else owns topic {topic.name}, and knows there whether it is in force"
         topic.fail_in_flight(
             topic.not_owner(": what became of what was in flight is known there"),
@@ -458,11 +462,12 @@ class Owner:
         topic.end_streams(topic.not_owner(""))
 
     async def hand_over(self, to: str, away_seconds: float) -> None:
-        """Let the sidecar at this address (empty: any) have the topic, and stay away from it for `away_seconds`.
+        """Hand the topic over to the sidecar at this address (empty: any), and do not take it over again for
+        `away_seconds`.
 
-        Takes a snapshot first. Then nothing is taken while appends in flight settle, for at most SETTLE_SECONDS. Raises
-        the reason why the topic does not serve: then this sidecar keeps it. Raises errors of `Log.let_go`: then it
-        takes the topic again.
+        Takes a snapshot first. Then the topic accepts nothing while appends in flight settle, for at most
+        SETTLE_SECONDS. Raises the reason why the topic does not serve: then this sidecar keeps the topic. Raises the
+        errors of `Log.let_go`: then this sidecar takes over the topic again.
         """
         topic = self._topic
         topic.check_serving()
@@ -479,7 +484,7 @@ class Owner:
             try:
                 await topic.log.let_go()
             except BaseException:
-                # Some of the log may be released. Appends in flight settle as after any append that failed.
+                # A part of the log may be released. Appends in flight settle as after a failed append.
                 self._is_recovering = False
                 self.log_failed(Failure.UNKNOWN, "the log could not be released")
                 raise
@@ -492,9 +497,8 @@ class Owner:
             topic.spawn(again_until(self._has_recovered, self._pause))
 
     async def take(self) -> None:
-        """Try at once to take a topic that has no owner. Raises NOT_OWNER if it has one, and other reasons for a
-        failure.
-        """
+        """Try at once to take over a topic that has no owner. Raises NOT_OWNER if the topic has an owner, and other
+        reasons for a failure."""
         topic = self._topic
         if topic.state in (State.STANDBY, State.RECOVERING):
             self.wanted.set()
@@ -502,23 +506,22 @@ class Owner:
         topic.check_serving()
 
     def close(self) -> None:
-        """End all tries. Callers that wait for one find that the topic is closed."""
+        """End all attempts. Callers that wait for an attempt find that the topic is closed."""
         self._tried.tell()
 
     async def _until_free(self) -> None:
-        """Wait until no sidecar seems to own the log and this sidecar need not stay away from it any more.
+        """Wait until no sidecar seems to own the log, and this sidecar need not wait any more.
 
-        By then the contents of the log are merged, except what came just now.
+        By then the contents of the log are merged, except for the most recent ones.
         """
         async with self._beside(self._tail()):
             await asyncio.sleep(self._keeping_away.left_seconds)
             await self._topic.log.wait_until_free()
 
     async def _until_asked(self) -> None:
-        """Wait until a client asks for the topic and this sidecar need not stay away any more. The log may have an
-        owner.
+        """Wait until a client asks for the topic and this sidecar need not wait any more. The log may have an owner.
 
-        By then the contents of the log are merged, except what came in the last CATCH_UP_SECONDS.
+        By then the contents of the log are merged, except for those of the last CATCH_UP_SECONDS.
         """
         async with self._beside(self._catch_up()):
             await asyncio.sleep(self._keeping_away.left_seconds)
@@ -536,13 +539,14 @@ class Owner:
                 logger.error("the log of topic %s was not read on", self._topic.name, exc_info=e)
 
     async def _catch_up(self) -> None:
-        """Read and merge what the owner has appended, again and again."""
+        """Read and merge what the owner has appended, at intervals."""
         while True:
             await asyncio.sleep(CATCH_UP_SECONDS)
             await self._tail(until_end=True)
 
     async def _tail(self, *, until_end: bool = False) -> None:
-        """Read and merge what the owner appends, for ever or once. Read errors are followed by another try."""
+        """Read and merge what the owner appends: without end, or once up to the current end. After a read error, try
+        again."""
         topic, replay = self._topic, None
         while True:
             try:
@@ -552,10 +556,10 @@ class Owner:
                     return
                 await topic.log.wait_for_more()
             except DamagedError as e:
-                # The sidecar that takes the log over reads it again, and reports the final result.
+                # The sidecar that takes over the log reads it again, and reports the final result.
                 logger.error("topic %s is read no further by this standby: %s", topic.name, e)
                 if e.reason == "NO_STATE":
-                    # Try now, not after the owner is gone: only the owner has the missing state.
+                    # Try now, not when the owner is gone: only the owner has the missing state.
                     self.wanted.set()
                 return
             except (UnavailableError, OSError) as e:
@@ -571,7 +575,7 @@ class Owner:
 
 
 async def _first_of(*works: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of these has ended, and cancel the others. Raise the error of the one that ended."""
+    """Wait until one of these coroutines has ended, and cancel the others. Raise the error of the one that ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -587,15 +591,14 @@ async def _first_of(*works: Coroutine[Any, Any, object]) -> None:
 
 FIRST_SECONDS = 0.5
 LONGEST_SECONDS = 60.0
-"""After serving for this time without being shut out, a sidecar begins again with the first delay."""
+"""After serving for this time without being fenced, a sidecar restarts with the first delay."""
 
 _RANDOM_BYTES = 4
 
 
 class KeepingAway:
-    """A calculation of delays, without I/O: others wait. `random_bytes` gives jitter, so that not all sidecars come at
-    once.
-    """
+    """Computes the delays before a takeover, without I/O; the callers wait. `random_bytes` gives jitter, so that the
+    sidecars do not all try at the same time."""
 
     def __init__(self, now_seconds: Callable[[], float], random_bytes: Callable[[int], bytes]) -> None:
         self._now_seconds = now_seconds
@@ -606,7 +609,7 @@ class KeepingAway:
 
     @property
     def left_seconds(self) -> float:
-        """The time that is left; 0: this sidecar need not stay away."""
+        """The time that remains; 0: this sidecar need not wait."""
         return max(0.0, self._until - self._now_seconds())
 
     def serves(self) -> None:
@@ -614,12 +617,13 @@ class KeepingAway:
         self._served_since = self._now_seconds()
 
     def gave_up(self, seconds: float) -> None:
-        """Note that another sidecar shall have the topic, which this one owned. Stay away for `seconds`."""
+        """Note that this sidecar has handed the topic over to another sidecar. Do not take over the topic for
+        `seconds`."""
         self._served_since = None
         self._until = self._now_seconds() + seconds
 
     def found_owned(self) -> None:
-        """Note that another sidecar owns the topic. If this one owned it before, it was shut out."""
+        """Note that another sidecar owns the topic. If this sidecar owned it before, it was fenced."""
         now, since = self._now_seconds(), self._served_since
         seconds = FIRST_SECONDS
         if since is not None:
@@ -636,9 +640,10 @@ class KeepingAway:
 
 
 def state_earlier(topic: Owned) -> None:
-    """State the watermarks of earlier producers in the log, if it does not state them yet. Later opens come after that.
+    """Write the watermarks of earlier producers into the log, unless the log states them already. Later opens wait for
+    this.
 
-    If that fails, the topic recovers, and this is done again. The topic must be serving.
+    If that fails, the topic recovers, and this is repeated. The topic must be serving.
     """
     unsaid = {
         name.encode(): sequence_id
@@ -655,7 +660,7 @@ def state_earlier(topic: Owned) -> None:
 
 
 def _may_come(name: str) -> bool:
-    """Whether a producer with this name can ever open the topic."""
+    """Return whether a producer with this name can ever open the topic."""
     try:
         producer_name(name)
     except SeqdedupeError:

@@ -1,7 +1,8 @@
-"""The values that an operator may set for a topic, for a namespace, and for the sidecar. A topic's value comes first.
+"""The values that an operator may set for a topic, for a namespace, and for the sidecar. A topic's value has precedence
+over its namespace's, and that over the sidecar's.
 
-The names are the fields of `TopicPolicy` in admin.proto and of `ControlPolicy` in batch.proto. So both messages are
-read and filled here.
+The names are the same as the fields of `TopicPolicy` in admin.proto and of `ControlPolicy` in batch.proto. So the code
+here reads and fills messages of both types.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ from seqdedupe.store.parts import LogKind
 
 # -- The window of deduplication IDs that was imported into a topic. It is stored, and changes, with the topic's policy.
 #
-# The log states which window it was; only the store has the IDs.
+# The log states which window was imported; only the store has the IDs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,15 @@ def imported_window_of(message: Any) -> ImportedWindow:
 # -- Named cursors: how far a reader has read a topic. They are stored with the topic's policy, and change one by one.
 
 MAX_CURSORS = 32
-"""The largest number of cursors of a topic. All of them are in its policy, and so in each snapshot."""
+"""The maximum number of cursors of a topic. All cursors are in the topic's policy, and so in each snapshot."""
 
 MAX_NOTE_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class NamedCursor:
-    """A cursor: its position, a note on its use, and the log size (MB) up to which retention waits for it (0:
-    never)."""
+    """A cursor: its position, a note on its use, and the log size (MB) up to which retention keeps the messages after
+    it (0: not at all)."""
 
     name: str
     position: Position
@@ -85,7 +86,7 @@ NO_LIMIT = -1
 """The value for an unlimited retention."""
 
 NEVER = 0
-"""The value for a timeout that is off."""
+"""The value of a timeout that is disabled."""
 
 LARGEST = 2**31 - 1
 
@@ -93,8 +94,8 @@ LARGEST_WINDOW = 2**40
 """The largest limit of a window, in messages or bytes."""
 
 LONGEST_FLUSH_INTERVAL_MS = 10_000
-"""The longest interval. A client that flushes or closes a producer waits that long, and gives up after three times
-that."""
+"""The maximum interval. A client that flushes or closes a producer waits for this interval, and gives up after three
+times the interval."""
 
 BYTES_A_MB = 1024 * 1024
 _MILLISECONDS_A_MINUTE = 60_000
@@ -130,31 +131,34 @@ ONLY_ON = {
     "deduplication_window_max_bytes": LogKind.EMBEDDED,
     "deduplication_window_max_minutes": LogKind.EMBEDDED,
 }
-"""The kind of log that each of these values needs. Topics on another kind ignore the value."""
+"""The kind of log that each of these values needs. Topics on other kinds of log ignore the value."""
 
 WINDOW = tuple(name for name in ONLY_ON if name.startswith("deduplication_window"))
-"""The values that topics of sequence IDs ignore. None of them may be 0."""
+"""The values that topics of sequence IDs ignore. None of these values may be 0."""
 
 
 class GapPolicy(Enum):
-    """The treatment of a message whose ID does not follow its producer's last one. Values as on the wire."""
+    """The treatment of a message whose ID does not directly follow the producer's last ID. The values are the same as
+    on the wire."""
 
     ALLOW = 1
     REJECT = 2
-    """Refuse the frame, or a broker's check, with GAP. The first ID of a producer may be any."""
+    """Refuse the frame, or a broker's check, with GAP. The first ID of a producer may have any value."""
 
 
 class OverlapPolicy(Enum):
-    """The treatment of a range of a broker's log if only its first IDs are persisted. Values as on the wire."""
+    """The treatment of a range in a broker's log of which only the first IDs are persisted. The values are the same as
+    on the wire."""
 
     PULSAR = 1
-    """Answer DUP, as Pulsar does. The new IDs are lost."""
+    """Answer DUP, as Pulsar does. The new messages of the range are lost."""
     REJECT = 2
-    """Refuse the range. Retries never help: its sender must split it."""
+    """Refuse the range. Retries never help: the sender must split the range."""
 
 
 class DeduplicationRoute(Enum):
-    """The assignment of messages with deduplication IDs to partitions. Values as on the wire (`DeduplicationRoute`)."""
+    """The way in which messages with deduplication IDs are assigned to partitions. The values are the same as on the
+    wire (`DeduplicationRoute`)."""
 
     ID = 1
     KEY = 2
@@ -163,7 +167,8 @@ class DeduplicationRoute(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The values set for one topic or one namespace; they change as a whole. None: not set here, but inherited."""
+    """The values set for one topic or one namespace; the policy is always replaced as a whole. None: the value is not
+    set here, but inherited."""
 
     deduplication_enabled: bool | None = None
     overlap: OverlapPolicy | None = None
@@ -179,22 +184,24 @@ class Policy:
     deduplication_window_max_bytes: int | None = None
     deduplication_window_max_minutes: int | None = None
     by_deduplication_id: bool = False
-    """Whether the topic is one of deduplication IDs. It is not a value that can be set: it is fixed when the topic is
-    made."""
+    """Whether the topic is a topic of deduplication IDs. This is permanent: it is set only when the topic is
+    created."""
     route: DeduplicationRoute | None = None
-    """The route of a partition of a topic of deduplication IDs; also permanent."""
+    """The route of a partition of a topic of deduplication IDs. This is permanent, too."""
     cursors: tuple[NamedCursor, ...] = ()
-    """The cursors by name. Operators do not set them like the values in `NAMES`, but they are stored and change with
-    them."""
+    """The cursors, sorted by name. Operators do not set them like the values in `NAMES`, but they are stored and
+    changed together with the values."""
     imported: ImportedWindow | None = None
-    """The import into a topic of deduplication IDs, until all of it has expired. Stored like the cursors."""
+    """The import into a topic of deduplication IDs, until all imported IDs have expired. It is stored like the
+    cursors."""
 
     def with_values_of(self, other: "Policy") -> "Policy":
-        """Return this policy with the values that the other one sets."""
+        """Return this policy with the values that are set in the other policy."""
         return replace(self, **_values(other))
 
     def without(self, names: list[str]) -> "Policy":
-        """Return this policy without the values of these names (none: all). Raises INVALID_REQUEST."""
+        """Return this policy without the values of these names (no names: without any values). Raises
+        INVALID_REQUEST."""
         for name in names:
             if name not in NAMES:
                 raise error("INVALID_REQUEST", f"no policy is named {name!r}: there are {', '.join(NAMES)}")
@@ -215,7 +222,7 @@ class Policy:
         return self
 
     def check_has_effect(self, log: LogKind) -> "Policy":
-        """Raise INVALID_REQUEST if it sets a value that topics on this kind of log ignore."""
+        """Raise INVALID_REQUEST if a value is set that topics on this kind of log ignore."""
         for name in _values(self).keys() & ONLY_ON.keys():
             if ONLY_ON[name] is not log:
                 where = "a broker's own log" if ONLY_ON[name] is LogKind.BROKER else "the sidecar's own log"
@@ -223,7 +230,7 @@ class Policy:
         return self
 
     def check_fits(self, *, by_deduplication_id: bool) -> "Policy":
-        """Raise INVALID_REQUEST if it sets a value that a topic of this mode ignores."""
+        """Raise INVALID_REQUEST if a value is set that topics of this mode ignore."""
         if not by_deduplication_id and (name := next(iter(_values(self).keys() & set(WINDOW)), None)):
             raise error("INVALID_REQUEST", f"{name} has an effect only on topics of deduplication IDs, and this is not")
         return self
@@ -235,9 +242,10 @@ class Policy:
 
     @staticmethod
     def of(message: Any) -> "Policy":
-        """Return what a `TopicPolicy` or `ControlPolicy` sets. Raises ValueError for a value unknown to this version.
+        """Return the values set in a `TopicPolicy` or `ControlPolicy`. Raises ValueError for a value unknown to this
+        version.
 
-        Numbers are not checked.
+        The ranges of numbers are not checked.
         """
         values = {name: getattr(message, name) for name in NAMES if message.HasField(name)}
         for name, kind in (("gap", GapPolicy), ("overlap", OverlapPolicy)):
@@ -247,7 +255,7 @@ class Policy:
 
     @staticmethod
     def of_request(message: Any) -> "Policy":
-        """Return what a `TopicPolicy` of a request sets. Raises INVALID_REQUEST for invalid values."""
+        """Return the values set in a `TopicPolicy` of a request. Raises INVALID_REQUEST for invalid values."""
         try:
             return Policy.of(message).check()
         except ValueError as e:
@@ -260,26 +268,27 @@ NAMES = tuple(item.name for item in fields(Policy) if item.name not in _NO_VALUE
 
 @dataclass(frozen=True)
 class Applied:
-    """The policy in force: as `Policy`, but with every value. Each frame uses it, so values derived from it are
-    kept."""
+    """The policy in force: like `Policy`, but every value is set. Each frame uses it, so values that are computed from
+    it are cached."""
 
     deduplication_enabled: bool = True
-    """False: rows that would be DUP or UNKNOWN are NOT_DUP. Sessions, links, failures and numbers stay as they are."""
+    """False: rows that would be DUP or UNKNOWN are NOT_DUP. Sessions, links, failures and numbers do not change."""
     overlap: OverlapPolicy = OverlapPolicy.REJECT
     """See `ONLY_ON`."""
     deduplication_entries_interval: int = 1000
     """The number of stored batches after which a snapshot is taken."""
     deduplication_snapshot_interval_seconds: float = 120
-    """The time from the first change since the last snapshot to the next one; 0: not by time."""
+    """The time from the first change since the last snapshot until the next snapshot; 0: no snapshot by time."""
     retention_size_in_mb: int = NO_LIMIT
     retention_time_in_minutes: int = NO_LIMIT
     gap: GapPolicy = GapPolicy.ALLOW
     deduplication_producer_inactivity_timeout_minutes: int = NEVER
     """The time after which an unused producer is forgotten."""
     log_flush_interval_messages: int = 1
-    """See `ONLY_ON`. The log is synced when this number of messages is written and not synced,"""
+    """See `ONLY_ON`. The log is synced when this number of messages is written and not synced, or after
+    `log_flush_interval_ms`."""
     log_flush_interval_ms: int = 0
-    """or when the first of them is this old. The default is every commit."""
+    """The log is also synced when the first unsynced message is this old. The default is every commit."""
     deduplication_window_max_messages: int = 10_000_000
     """See `TopicPolicy` in admin.proto."""
     deduplication_window_max_bytes: int = 2**30
@@ -287,12 +296,12 @@ class Applied:
 
     @cached_property
     def flush_interval(self) -> FlushInterval:
-        """The flush interval, for the log."""
+        """The flush interval, in the form that the log needs."""
         return FlushInterval(self.log_flush_interval_messages, self.log_flush_interval_ms)
 
     @cached_property
     def window(self) -> WindowLimits:
-        """The limits, for the window of deduplication IDs."""
+        """The limits, in the form that the window of deduplication IDs needs."""
         minutes = self.deduplication_window_max_minutes
         return WindowLimits(
             self.deduplication_window_max_messages,
@@ -302,7 +311,7 @@ class Applied:
 
     @cached_property
     def retention(self) -> Retention:
-        """The retention, in the log's units."""
+        """The retention, in the units that the log needs."""
         size_mb, minutes = self.retention_size_in_mb, self.retention_time_in_minutes
         return Retention(
             None if size_mb < 0 else size_mb * BYTES_A_MB,
@@ -311,15 +320,15 @@ class Applied:
 
     @property
     def forgets(self) -> bool:
-        """Whether unused producers are forgotten: never while deduplication is off, as in Pulsar."""
+        """Whether the topic forgets unused producers: never while deduplication is disabled, as in Pulsar."""
         return self.deduplication_enabled and self.deduplication_producer_inactivity_timeout_minutes != NEVER
 
     def fill(self, message: Any) -> None:
-        """Set the fields of a message, as `Policy.fill`."""
+        """Set the fields of a message, like `Policy.fill`."""
         Policy(*(getattr(self, name) for name in NAMES)).fill(message)
 
     def under(self, policy: Policy) -> "Applied":
-        """Return the policy in force if a topic inherits this one and sets `policy`."""
+        """Return the policy in force for a topic that inherits this policy and sets `policy`."""
         return replace(self, **_values(policy))
 
 

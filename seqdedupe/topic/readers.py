@@ -1,6 +1,6 @@
-"""Reading of a topic's messages: start positions, pages with batches cut at both ends, and streams of pages.
+"""Reading a topic's messages: start positions, pages with batches that are cut at both ends, and streams of pages.
 
-Begin with `read_page` and `read_on`. At the end of a topic, `Followers` give one page to all readers, in turns.
+Begin with `read_page` and `read_on`. At the end of a topic, `Followers` give the same page to all readers, in turns.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.topic import Topic
 
 PAGE_BYTES = 1024 * 1024
-"""The approximate size of an answer, large enough that gRPC's cost per message does not count."""
+"""The approximate size of an answer. It is large enough that gRPC's cost per message is negligible."""
 
 CUT_BYTES = 4_000_000
-"""With an answer around it, this is below gRPC's default limit of 4 MiB a message."""
+"""With an answer around it, a batch of this size is below gRPC's default limit of 4 MiB for a message."""
 
 
 _SKIP_HINT = (
@@ -38,30 +38,30 @@ _SKIP_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Stored records, whole or cut, and the index where the next page starts."""
+    """Stored records, complete or cut, and the index where the next page starts."""
 
     records: bytes | memoryview
     next_index: int
     skipped: range = range(0)
-    """The indexes of damaged messages, instead of records."""
+    """The indexes of damaged messages, if the page lists these instead of records."""
     encoded: bytes = b""
-    """The encoded answer, if it is made once for several readers."""
+    """The encoded answer, if it is created once for several readers."""
 
 
 def end_index(topic: TopicBase) -> int:
-    """Return the index that the next message will get. Raises RECOVERING while it is not known, NOT_OWNER,
+    """Return the index of the next message to be stored. Raises RECOVERING while this index is not known, NOT_OWNER,
     LOG_DAMAGED."""
     topic.check_knows_its_end()
     return topic.confirmed_index
 
 
 async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = False) -> int:
-    """Return the index at which to read on after a position.
+    """Return the index at which to continue reading after a position.
 
     Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, and RECOVERING if the position is after the last certain
-    message. Raises POSITION_DIVERGED if another message, or one of another history, stands there. The history is not
-    checked if the position does not state it, or if its message is trimmed or damaged. A damaged message raises
-    LOG_DAMAGED unless `skip_damaged`.
+    message. Raises POSITION_DIVERGED if the log has a different message at this position, or a message of another
+    history. The history is not checked if the position does not state it, or if its message is trimmed or damaged. A
+    damaged message raises LOG_DAMAGED unless `skip_damaged`.
     """
     incarnation = topic.incarnation
     if position.incarnation != incarnation:
@@ -88,13 +88,14 @@ async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = 
 
 
 async def _check_is_the_same(topic: Topic, position: Position) -> None:
-    """Raise POSITION_DIVERGED if another message than the position's stands there. A trimmed one cannot be checked."""
+    """Raise POSITION_DIVERGED if the log has a different message at the position. A trimmed message cannot be
+    checked."""
     if position.index < max(0, topic.log.first_index):
         return
     try:
         there = await topic.log.locate(position.index)
     except PositionError:
-        # Retention was faster.
+        # Retention has dropped the message meanwhile.
         return
     if position.message_id is not None and there.message_id != position.message_id:
         raise error(
@@ -114,7 +115,7 @@ async def _check_is_the_same(topic: Topic, position: Position) -> None:
 
 
 def check_index(topic: Topic, index: int) -> None:
-    """Raise INVALID_POSITION, POSITION_TRIMMED, POSITION_AFTER_END, RECOVERING unless reading can start here."""
+    """Raise INVALID_POSITION, POSITION_TRIMMED, POSITION_AFTER_END or RECOVERING if reading cannot start here."""
     if index < 0:
         raise error("INVALID_POSITION", f"{index} is not an index: they begin with 0")
     if index < topic.log.first_index:
@@ -141,12 +142,12 @@ async def read_page(
     skip_damaged: bool = False,
     most_bytes: int = ANY_BYTES,
 ) -> Page:
-    """Return the records with the messages from `from_index` to before `stop_index`, about `max_bytes` of them.
+    """Return the records with the messages from `from_index` to before `stop_index`, about `max_bytes` in total.
 
-    A batch that is larger than clients take by default is cut between its rows. `from_index` is below `stop_index`, and
-    `stop_index` at most the topic's readable index. With `skip_damaged`, a page may instead list the damaged messages,
-    up to the next readable one; otherwise they raise LOG_DAMAGED. Raises `LargerRecordError` if a record has more than
-    `most_bytes`.
+    A batch that is larger than clients accept by default is cut between its rows. `from_index` is below `stop_index`,
+    and `stop_index` is at most the topic's readable index. With `skip_damaged`, a page may instead list the damaged
+    messages up to the next readable message; without it, damaged messages raise LOG_DAMAGED. Raises `LargerRecordError`
+    if a record has more than `most_bytes`.
     """
     try:
         return await _limited_page(topic, from_index, stop_index, max_bytes, most_bytes)
@@ -173,7 +174,7 @@ async def _next_readable(topic: Topic, index: int, e: SeqdedupeError, skip_damag
 async def _limited_page(topic: Topic, from_index: int, stop_index: int, max_bytes: int, most_bytes: int) -> Page:
     page = await _read_page(topic, from_index, stop_index, max_bytes, most_bytes)
     while len(page.records) > CUT_BYTES and (rows := page.next_index - from_index) > 1:
-        del page  # so that it is free while the same record is read again
+        del page  # so that the memory is free while the same record is read again
         page = await _read_page(topic, from_index, from_index + rows // 2, max_bytes, most_bytes)
     return page
 
@@ -213,9 +214,10 @@ def _with_message_ids(
 def _cut(
     topic: Topic, raw: bytes | memoryview, at: int, from_index: int, stop_index: int, runs: Runs = ()
 ) -> tuple[bytes, int, int]:
-    """Return the record at `at` with only the requested rows, the place where it ends, and the index after these rows.
+    """Return the record at `at` with only the requested rows, the offset of its end, and the index after these rows.
 
-    With `runs`, the message IDs of its rows, the record carries the IDs of the rows that remain.
+    `runs` are the message IDs of the record's rows. If they are given, the returned record contains the IDs of the
+    remaining rows.
     """
     places = np.empty(PLACES, np.int64)
     if scan_record(np.frombuffer(raw, np.uint8), at, topic.log.incarnation, -1, NO_KEY, places) != END:
@@ -248,22 +250,24 @@ def _cut(
 
 # -- Streams of pages, and the data that followers share: at the end of a topic all get one page, and take turns.
 #
-# A page that goes out costs the event loop the same for one batch as for a hundred. So with more followers, more
-# messages are gathered for each.
+# Sending a page costs the event loop the same for one batch as for a hundred. So with more followers, more messages are
+# gathered for each follower.
 
 TURNS_AT_ONCE = 2
 TURN_SECONDS = 0.002
-"""The period in which TURNS_AT_ONCE followers go on, a thousand a second: about a tenth of the event loop's capacity.
+"""In this period TURNS_AT_ONCE followers get a turn, that is a thousand a second. This uses about a tenth of the event
+loop's capacity.
 
-One or two followers get each commit at once; each of a hundred gets the messages of a tenth of a second.
+One or two followers get each commit at once; each of a hundred followers gets the messages of a tenth of a second.
 """
 
 MAX_PAGES = 16
-"""The pages held for followers that are about to take them, about 16 MiB. The page unused for longest goes first."""
+"""The number of pages kept for followers that are about to read them, about 16 MiB. The page unused for the longest
+time is dropped first."""
 
 
 class Turns:
-    """A queue that lets TURNS_AT_ONCE callers go on in TURN_SECONDS, in the order in which they came."""
+    """A queue that gives TURNS_AT_ONCE callers a turn in TURN_SECONDS, in the order of their arrival."""
 
     def __init__(self) -> None:
         self._left = TURNS_AT_ONCE
@@ -271,13 +275,13 @@ class Turns:
         self._waiting: dict[asyncio.Future[None], None] = {}
 
     async def take(self) -> None:
-        """Wait for the caller's turn. It comes at once unless there were many callers just now."""
+        """Wait for the caller's turn. The turn comes at once unless there were many callers just before."""
         loop = asyncio.get_running_loop()
         if self._left == TURNS_AT_ONCE:
             loop.call_later(TURN_SECONDS, self._go_on)
         if self._left:
             self._left -= 1
-            # The publishers hear of the same commit first.
+            # The publishers are notified of the same commit first.
             await asyncio.sleep(0)
             return
         turn = loop.create_future()
@@ -292,7 +296,7 @@ class Turns:
         while self._left and self._waiting:
             turn = next(iter(self._waiting))
             del self._waiting[turn]
-            # A caller that leaves at this moment must not cost the next one its turn.
+            # A caller that is cancelled at this moment must not use up the next caller's turn.
             if not turn.done():
                 turn.set_result(None)
                 self._left -= 1
@@ -301,7 +305,7 @@ class Turns:
 
 
 class Followers:
-    """The data that followers of all topics of a sidecar share. `encode` makes the outgoing bytes of a page."""
+    """The data that followers of all topics of a sidecar share. `encode` creates the outgoing bytes of a page."""
 
     def __init__(self, encode: Callable[[Topic, Page], bytes]) -> None:
         self.turns = Turns()
@@ -310,28 +314,30 @@ class Followers:
         """The end index of the newest page, by topic."""
         self._count = itertools.count()
         self._numbers: WeakKeyDictionary[Topic, int] = WeakKeyDictionary()
-        """The number of each topic. A topic that was opened again has another number: its log may have been replaced
-        meanwhile."""
+        """The number of each topic. A topic that was opened again has a different number, because its log may have been
+        replaced meanwhile."""
         self._pages: OrderedDict[tuple[int, int, int], asyncio.Future[Page | None]] = OrderedDict()
 
     def end(self, topic: Topic, index: int) -> int:
-        """Return the index before which a follower that has all below `index` reads now, so that all end at the same
-        message."""
+        """Return the index up to which a follower that has all messages below `index` reads now. All followers get the
+        same index, so that their pages end with the same message."""
         end = self._ends.get(topic, 0)
         if end <= index:
             end = self._ends[topic] = topic.readable_index
         return end
 
     async def page(self, topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
-        """Return a page as `read_page`, made once for all who request the same; None if each must read it alone.
+        """Return a page like `read_page`. The page is read once for all callers with the same request. None: each
+        caller must read the page alone.
 
-        None: the page cannot be read (each caller then gets the error), the task that read it went away, or a record is
-        larger than a page. The page may be larger than `max_bytes` if another caller has more room.
+        None is returned if the page cannot be read (each caller then gets the error), if the task that read the page
+        was cancelled, or if a record is larger than a page. The page may be larger than `max_bytes` if another caller
+        has more room.
         """
         key = self._numbers.setdefault(topic, next(self._count)), from_index, stop_index
         if (made := self._pages.get(key)) is not None:
             self._pages.move_to_end(key)
-            # A caller that is cancelled here must not cancel it for the others.
+            # A caller that is cancelled here must not cancel the read for other callers.
             return made.result() if made.done() else await asyncio.shield(made)
         made = self._pages[key] = asyncio.get_running_loop().create_future()
         if len(self._pages) > MAX_PAGES:
@@ -349,7 +355,7 @@ class Followers:
     def encoded(self, topic: Topic, page: Page) -> Page:
         """Return a page in its outgoing form, without the bytes that were read."""
         data = self._encode(topic, page)
-        # The records are where its encoding begins: they are held once.
+        # The records are at the beginning of the encoded page, so they are kept only once.
         return Page(memoryview(data)[: len(page.records)], page.next_index, page.skipped, data)
 
 
@@ -366,12 +372,13 @@ async def read_on(
     skip_damaged: bool = False,
     followers: Followers | None = None,
 ) -> AsyncIterator[Page]:
-    """Yield pages from an index on: up to `stop_index`, waiting for messages to come; for ever if None.
+    """Yield pages from an index on, up to `stop_index`, and wait for messages that do not exist yet. None: without end.
 
-    `room` is called before each page and returns the number of bytes that it may have. For a larger record it is called
-    again, with the record's size as the minimum. With `followers` pages are encoded; a reader that has read everything
-    takes turns with the others, and gets the same pages. Ends early when the topic closes. Raises NOT_OWNER or
-    LOG_DAMAGED when no more messages will come from here, and LOG_DAMAGED for damaged messages unless `skip_damaged`.
+    `room` is called before each page and returns the maximum number of bytes for it. For a larger record `room` is
+    called again, with the record's size as the minimum. With `followers` pages are encoded; a reader that has read
+    everything takes turns with the others, and gets the same pages. Ends early when the topic closes. Raises NOT_OWNER
+    or LOG_DAMAGED when this sidecar can return no more messages, and LOG_DAMAGED for damaged messages unless
+    `skip_damaged`.
     """
     here = from_index
     had_all = here >= topic.readable_index
@@ -381,7 +388,7 @@ async def read_on(
         if sharing is not None:
             await sharing.turns.take()
             if topic.state is State.DRAINING:
-                # Its log may be gone by now.
+                # The topic's log may be deleted by now.
                 return
         end = topic.readable_index if sharing is None else sharing.end(topic, here)
         if stop_index is not None:
@@ -407,4 +414,4 @@ async def read_on(
         yield page
         here = page.next_index
         had_all = here >= end
-        del page  # so that it is free until there is another one
+        del page  # so that the memory is free until there is another page

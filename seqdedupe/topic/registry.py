@@ -1,6 +1,7 @@
-"""The names of topics, and the operation in progress on each. One entry per name decides whether another may begin.
+"""The names of topics, and the operation in progress on each name. One entry per name decides whether another operation
+may begin.
 
-Begin with `RegistryEntry`. `Registry` has all entries, and knows which topics are partitioned.
+Begin with `RegistryEntry`. `Registry` contains all entries, and knows which topics are partitioned.
 """
 
 import asyncio
@@ -15,21 +16,22 @@ from seqdedupe.names import partition_name, whole_of
 from seqdedupe.store.parts import TopicRecord
 from seqdedupe.tasks import retrieve
 from seqdedupe.topic.base import State, TopicBase, damaged_topic
+from seqdedupe.wording import counted
 
 # -- A topic that exists and cannot be opened.
 
 
 @dataclass(slots=True)
 class Closed:
-    """A topic whose log or snapshot could not be opened. It will be tried again, or it is DAMAGED."""
+    """A topic whose log or snapshot could not be opened. Either the topic is tried again, or it is DAMAGED."""
 
     record: TopicRecord
     why: SeqdedupeError
     state: State = State.RECOVERING
     owner_address: str = ""
-    """The address of the sidecar that owns and serves the topic, while this one has NO_STATE."""
+    """While this sidecar has NO_STATE for the topic: the address of the sidecar that owns and serves the topic."""
     note: str = ""
-    """The result of the last try to fetch its state."""
+    """The result of the last attempt to fetch the topic's state."""
 
     @property
     def told(self) -> SeqdedupeError:
@@ -53,7 +55,7 @@ class Closed:
 
 
 class Ownership:
-    """The ownership of a process that has all topics, or whose log says which ones it has."""
+    """The ownership rules of a process that owns all topics, or whose log decides which topics it owns."""
 
     def check(self, topic: str) -> None:
         """Raise NOT_OWNER if a topic of this full name belongs to another process."""
@@ -74,9 +76,9 @@ class Phase(Enum):
     """The operation in progress on a name. `RegistryEntry` draws their order."""
 
     SETTLED = 1
-    """None. There is a topic (served, or tried again), or there is none."""
+    """No operation is in progress. Either there is a topic (served, or tried again), or there is none."""
     CREATING = 2
-    """The topic is being made, or arrives from another sidecar."""
+    """The topic is being created, or arrives from another sidecar."""
     RENEWING = 3
     """The topic is being opened again, from an imported snapshot or from its log alone."""
     MOVING = 4
@@ -106,7 +108,7 @@ _REFUSED = {
     (Phase.MOVING, Phase.DELETING): _MOVED,
     (Phase.DELETING, Phase.DELETING): _NOT_THERE,
 }
-"""The error for beginning the second phase while the first is in progress. All other pairs are allowed."""
+"""The error if the second phase begins while the first phase is in progress. All other pairs are allowed."""
 
 
 class RegistryEntry(Generic[T]):
@@ -129,12 +131,12 @@ class RegistryEntry(Generic[T]):
         self.record: TopicRecord | None = None
         """The record of the topic; None if there is none, or not yet."""
         self.found: T | Closed | None = None
-        """The topic, or why it cannot be used now."""
+        """The topic, or the reason why the topic cannot be used now."""
         self.phase = Phase.SETTLED
         self.under_way: asyncio.Task[Any] | None = None
-        """The task of the phase, if callers may wait for it."""
+        """The task of the phase, if callers may wait for the task."""
         self.openers = 0
-        """The number of tasks that open the topic or wait for their turn: see `Registry.locked`."""
+        """The number of tasks that open the topic or wait for the lock: see `Registry.locked`."""
         self._lock: asyncio.Lock | None = None
 
     @property
@@ -155,18 +157,18 @@ class RegistryEntry(Generic[T]):
         return self.found if isinstance(self.found, Closed) else None
 
     def check_may(self, phase: Phase) -> None:
-        """Raise an error if the phase cannot begin now, because another one is in progress."""
+        """Raise an error if the phase cannot begin now, because another phase is in progress."""
         if refused := _REFUSED.get((self.phase, phase)):
             reason, why = refused
             raise error(reason, why.format(name=self.name), topic=self.name)
 
     def change_to(self, phase: Phase) -> None:
-        """Begin a phase. Raises the same as `check_may`."""
+        """Begin a phase. Raises the errors of `check_may`."""
         self.check_may(phase)
         self.phase = phase
 
     def ended(self, phase: Phase) -> None:
-        """End a phase, unless another one has begun since."""
+        """End a phase, unless another phase has begun since."""
         if self.phase is phase:
             self.phase, self.under_way = Phase.SETTLED, None
 
@@ -181,14 +183,16 @@ class Registry(Generic[T]):
         self.partitions = Partitions()
 
     def __len__(self) -> int:
-        """The number of topics that exist or are being made. Each partition counts; partitioned topics do not."""
+        """The number of topics that exist or are being created. Each partition is counted; partitioned topics are
+        not."""
         return len(self._entries)
 
     def __iter__(self) -> Iterator[RegistryEntry[T]]:
         return iter(list(self._entries.values()))
 
     def names(self) -> set[str]:
-        """Return the names of all topics that exist or are being made: partitions, not partitioned topics."""
+        """Return the names of all topics that exist or are being created: including partitions, without partitioned
+        topics."""
         return set(self._entries)
 
     def get(self, name: str) -> RegistryEntry[T] | None:
@@ -196,13 +200,13 @@ class Registry(Generic[T]):
         return self._entries.get(name)
 
     def entry(self, name: str) -> RegistryEntry[T]:
-        """Return the entry of a name, made if there is none."""
+        """Return the entry of a name. If there is none, create it."""
         if (entry := self._entries.get(name)) is None:
             entry = self._entries[name] = RegistryEntry(name)
         return entry
 
     def found(self, name: str) -> T | Closed | None:
-        """Return the topic of this name, or why it cannot be used now; None if there is none."""
+        """Return the topic of this name, or the reason why it cannot be used now; None if there is no topic."""
         entry = self._entries.get(name)
         return None if entry is None else entry.found
 
@@ -244,7 +248,7 @@ class Registry(Generic[T]):
 
     @asynccontextmanager
     async def locked(self, name: str) -> AsyncIterator[RegistryEntry[T]]:
-        """Keep other tasks from opening the topic of this name."""
+        """Prevent other tasks from opening the topic of this name."""
         entry = self.entry(name)
         entry.openers += 1
         try:
@@ -257,14 +261,15 @@ class Registry(Generic[T]):
     # -- operations in progress --------------------------------------------------------------------------------
 
     async def run(self, phase: Phase, name: str, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
-        """Run work on a name, in this phase and in a separate task. It goes on if the caller is cancelled.
+        """Run work on a name, in this phase and in a separate task. The task continues if the caller is cancelled.
 
-        Raises the same as `RegistryEntry.check_may` and as the work.
+        Raises the errors of `RegistryEntry.check_may` and of the work.
         """
         return await asyncio.shield(self._begin(phase, [name], work))
 
     async def change_whole(self, phase: Phase, whole: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do the same as `run` with all partitions of a partitioned topic. No other change of it may be in progress."""
+        """Do the same as `run` with all partitions of a partitioned topic. No other change of this topic may be in
+        progress."""
 
         async def run() -> None:
             try:
@@ -305,7 +310,8 @@ class Registry(Generic[T]):
         return task
 
     def is_being_made(self, whole: str) -> bool:
-        """Whether this is a partitioned topic that is being made. Callers do not see it before it is complete."""
+        """Return whether this is a partitioned topic that is being created. Callers do not see the topic before it is
+        complete."""
         return whole in self._changing and self.phase(partition_name(whole, 0)) is Phase.CREATING
 
     def changes(self, whole: str) -> asyncio.Task[Any] | None:
@@ -313,7 +319,8 @@ class Registry(Generic[T]):
         return self._changing.get(whole)
 
     def tasks(self, phase: Phase | None = None) -> list[asyncio.Task[Any]]:
-        """Return the tasks in progress, all or those of a phase. The process must not end before they do."""
+        """Return the tasks in progress: all tasks, or the tasks of a phase. The process must not end before these
+        tasks."""
         if phase is None:
             return list(self._tasks)
         return [entry.under_way for entry in self if entry.phase is phase and entry.under_way is not None]
@@ -325,7 +332,7 @@ class Partitions:
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
         self.unused: dict[str, int] = {}
-        """The number of partitions that a cluster has added later, which nobody uses."""
+        """The number of partitions that a cluster has added later, and that nobody uses."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._counts
@@ -362,11 +369,13 @@ class Partitions:
             raise error("TOPIC_IS_PARTITIONED", f"{message} in all", topic=name, partitions=count)
 
     def check_is_free(self, name: str) -> None:
-        """Raise TOPIC_EXISTS or INVALID_TOPIC_NAME if the name is that of a partitioned topic, or could be that of a
-        partition."""
+        """Raise TOPIC_EXISTS if the name belongs to a partitioned topic, or INVALID_TOPIC_NAME if it could be the name
+        of a partition."""
         if name in self._counts:
             count = self._counts[name]
-            raise error("TOPIC_EXISTS", f"the topic {name} is there already, with {count} partitions", topic=name)
+            raise error(
+                "TOPIC_EXISTS", f"the topic {name} is there already, with {counted(count, 'partition')}", topic=name
+            )
         whole = whole_of(name)
         if whole is not None and whole in self._counts:
             raise error(

@@ -1,6 +1,6 @@
 """Retention: the beginning of the log is dropped once a durable snapshot covers it.
 
-Statements that are in force and that only this part has are written again first.
+First, statements that are still in force and that only this part of the log contains are written again.
 """
 
 import asyncio
@@ -47,32 +47,33 @@ class Trimmed(Protocol):
 
 
 class Trimmer:
-    """The retention of a topic: it drops what the policy allows, one look at a time."""
+    """The retention of a topic: it drops what the policy allows, in one background task at a time."""
 
     def __init__(self, topic: Trimmed) -> None:
         self._topic = topic
         self._looking: asyncio.Task[None] | None = None
 
     def look(self) -> None:
-        """Drop in the background what may be dropped after a durable snapshot or a change of the policy."""
+        """In the background, drop what may be dropped after a durable snapshot or a change of the policy."""
         if self._topic.state is not State.DRAINING and (self._looking is None or self._looking.done()):
             self._looking = self._topic.spawn(trim(self._topic))
 
     def look_by_time(self) -> None:
-        """Drop messages that have become too old, even if no snapshot is taken. To be called again and again."""
+        """Drop messages that have become too old, even if no snapshot is taken. Call this at intervals."""
         if self._topic.knows_its_end and self._topic.applied.retention.age_ms is not None:
             self.look()
 
 
 async def trim(topic: Trimmed) -> None:
-    """Drop what the topic's policy allows to drop. Messages covered after this has begun wait for the next snapshot."""
+    """Drop what the topic's policy allows to drop. Messages that are covered only after the start of this call wait for
+    the next snapshot."""
     retention = None
     try:
         await topic.log.snapshot_is_durable(topic.keeper.snapshotter.opaque)
         while retention != (retention := topic.applied.retention):
             first = await _may_trim_to(topic, retention)
             if topic.state in (State.STANDBY, State.READ_ONLY):
-                # Nothing can be stated again. A full disk needs something to be dropped.
+                # Nothing can be written again on a full disk, so something must be dropped.
                 await topic.log.trim(await _stated_from(topic, first))
             elif first > topic.log.first_index:
                 await state_again(topic, first)
@@ -82,7 +83,7 @@ async def trim(topic: Trimmed) -> None:
 
 
 async def _may_trim_to(topic: Trimmed, retention: Retention) -> int:
-    """Return the same as `Log.may_trim_to`, but keep messages for cursors that hold retention back, up to the cursor's
+    """Return the same as `Log.may_trim_to`, but keep messages for cursors with a hold on retention, up to the cursor's
     limit."""
     covered = topic.keeper.snapshot_index
     first = await topic.log.may_trim_to(covered, retention)
@@ -96,8 +97,8 @@ async def _may_trim_to(topic: Trimmed, retention: Retention) -> int:
 
 
 async def _stated_from(topic: Trimmed, first_index: int) -> int:
-    """Return the highest index up to this one from which on the log states all that is in force, without a new
-    append."""
+    """Return the highest index, up to `first_index`, from which on the log states everything that is in force without a
+    new append."""
     producers = topic.producers
     stated = [first_index, topic.policy_stated]
     if producers.has_forgotten:
@@ -108,15 +109,17 @@ async def _stated_from(topic: Trimmed, first_index: int) -> int:
             stated.append(int(producers.numbers[below, STATED].min()))
         await asyncio.sleep(0)
     if generation != producers.generation:
-        # Some producers have new numbers, which were looked at before the renumbering.
+        # Some producers have new numbers, and were examined before the renumbering.
         return topic.log.first_index
     return max(min(stated), topic.log.first_index)
 
 
 async def state_again(topic: Trimmed, first_index: int) -> None:
-    """Write everything again that is in force and stated only below this index: the log alone must have all of it.
+    """Write again everything that is in force and stated only below this index: the log alone must be sufficient for
+    recovery.
 
-    The policy always is in force. The term is written with it: the markers are dropped too, and no term may come twice.
+    The policy is always in force. The term is written with it, because the markers are dropped too, and no term may
+    occur twice.
     """
     if topic.policy_stated < first_index:
         await topic.append_change(topic.newest_policy)
@@ -125,7 +128,7 @@ async def state_again(topic: Trimmed, first_index: int) -> None:
     parts = control.stated_again(topic.producers, first_index)
     while True:
         while topic.flight.has(Reset) or topic.flight.has(Purge):
-            # The present state would be written after the change in flight, and undo it.
+            # The current state would be written after the change in flight, and undo that change.
             await topic.flight.all_of_now()
         if (part := next(parts, None)) is None:
             return

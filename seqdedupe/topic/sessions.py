@@ -1,9 +1,9 @@
-"""Ownership of producer names: epochs, given by Open.
+"""Ownership of producer names by epochs, which Open assigns.
 
-An epoch is `term << 32 | n`. n counts the topic's opens in that term, from a random number on: if an older copy of a
-log was restored, its terms come again, and must not give the epochs of the lost history. The newest epoch owns the
-name. Safety does not depend on epochs (watermark and link give it). Epochs keep two processes with one name from
-fighting for ever.
+An epoch is `term << 32 | n`. n counts the topic's opens in that term, starting with a random number. If an older copy
+of a log was restored, terms occur again, and the random start prevents that the epochs of the lost history occur again.
+The newest epoch owns the name. Safety does not depend on epochs; watermark and link provide it. Epochs prevent two
+processes with the same name from replacing each other for ever.
 """
 
 from dataclasses import dataclass, field
@@ -18,39 +18,41 @@ from seqdedupe.limits import MAX_OPEN_NAMES, NO_EPOCH
 from seqdedupe.names import new_producer_name, producer_name
 
 NAMES_A_STEP = 1_000
-"""The number of names that the event loop handles in one step, a millisecond or two. Other work runs between steps."""
+"""The number of names that the event loop handles in one step, which takes a millisecond or two. Other work runs
+between steps."""
 
 _TERM_SHIFT = 32
 LAST_OPEN: int = 2**_TERM_SHIFT - 1
 RANDOM_BYTES = 4
-"""The random number can skip half of the opens of a term. The rest is the number of seconds in 68 years."""
+"""The size of the random number, which can skip half of the opens of a term. The remaining number of opens is as large
+as the number of seconds in 68 years."""
 
 
 def highest_term(epochs: Int64s) -> int:
-    """Return the highest term in which one of these was given; 0 if the list is empty."""
+    """Return the highest term in these epochs; 0 if the list is empty."""
     return int(epochs.max(initial=0)) >> _TERM_SHIFT
 
 
 def can_have_been_given(epoch: int) -> bool:
-    """Whether any topic can have given this epoch: terms and opens are counted from 1."""
+    """Return whether any topic can have assigned this epoch: terms and opens are counted from 1."""
     return epoch > 1 << _TERM_SHIFT
 
 
 def wrong_count() -> SeqdedupeError:
-    """Return the error for an Open of no name, of too many, or of one twice."""
+    """Return the error for an Open with no name, too many names, or the same name twice."""
     what = f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once"
     return error("INVALID_NAME", what, hint="Name each producer once, and open more of them in several calls.")
 
 
 def check_count(names: list[str]) -> None:
-    """Raise INVALID_NAME for an Open of no name, of too many names, or of one that comes twice."""
+    """Raise INVALID_NAME for an Open with no name, too many names, or the same name twice."""
     if not 1 <= len(names) <= MAX_OPEN_NAMES or len(set(names)) < len(names):
         raise wrong_count()
 
 
 def encoded_names(names: list[str], known: Producers | None = None) -> list[bytes]:
-    """Return names of an Open in UTF-8. Raises INVALID_NAME for an invalid name, and for an unknown one that is not
-    allowed as a new name."""
+    """Return the names of an Open in UTF-8. Raises INVALID_NAME for an invalid name, and for an unknown name that is
+    not allowed as a new name."""
     encoded = [producer_name(name) for name in names]
     are_new = [True] * len(names) if known is None else (known.find_all(encoded) < 0).tolist()
     for shown, is_new in zip(names, are_new, strict=True):
@@ -61,17 +63,18 @@ def encoded_names(names: list[str], known: Producers | None = None) -> list[byte
 
 @dataclass(frozen=True, slots=True)
 class SessionStarts:
-    """The sessions that an Open starts or resumes. All but `refusals` are columns of the names that are not refused."""
+    """The sessions that an Open starts or resumes. `refusals` is indexed by place; all other columns contain only the
+    names that are not refused."""
 
     places: Int64s
-    """The places of the names in the call."""
+    """The places of the names in the list of the call."""
 
     names: list[bytes]
     numbers: Int64s
-    """The producers' numbers at the start of the call."""
+    """The producers' numbers when the call started."""
     epochs: Int64s
     earlier_epochs: Int64s
-    """The epochs of the sessions before these; NO_EPOCH where there was none."""
+    """The epochs of the previous sessions; NO_EPOCH where there was none."""
     refusals: dict[int, SeqdedupeError]
     """By place in the call: FENCED, INVALID_EPOCH."""
     is_resume: bool
@@ -87,10 +90,10 @@ class OpenAnswer:
     refusals: dict[int, SeqdedupeError] = field(default_factory=dict)
     """By place: FENCED, INVALID_EPOCH."""
     forgotten: list[int] = field(default_factory=list)
-    """The places of resumed names that have no data, or had none at an earlier resume of their session, in a topic that
-    has ever forgotten names."""
+    """The places of resumed names that have no data, or had no data at an earlier resume of the same session, in a
+    topic that has ever forgotten names."""
     fenced_epochs: dict[int, int] = field(default_factory=dict)
-    """The epoch of the previous session, by place, for names that another session had."""
+    """By place, the epoch of the previous session, for names that had a different session before."""
 
     def extend(self, other: "OpenAnswer") -> None:
         """Add the answer for the names after these."""
@@ -103,8 +106,8 @@ class OpenAnswer:
         self.fenced_epochs.update((first + place, epoch) for place, epoch in other.fenced_epochs.items())
 
     def among(self, names: int, refusals: dict[int, SeqdedupeError]) -> "OpenAnswer":
-        """Return this answer as the answer to a call of `names` names. The names at the places in `refusals` were
-        refused before."""
+        """Return this answer as part of the answer to a call of `names` names. The names at the places in `refusals`
+        were refused earlier."""
         if not refusals:
             return self
         places = [place for place in range(names) if place not in refusals]
@@ -124,20 +127,19 @@ class Sessions:
         self._term = 0
         self._opens = 0
         self._begun_anew: dict[bytes, int] = {}
-        """By name, the epoch of a session that was resumed after the name was forgotten."""
+        """By name, the epoch of a session that was resumed after the topic had forgotten the name."""
 
     def begin_term(self, term: int, random: bytes) -> None:
-        """Begin the term of a new owner. `random`, of RANDOM_BYTES, gives the start of the count of opens."""
+        """Begin the term of a new owner. `random`, of RANDOM_BYTES, determines the start of the count of opens."""
         self._term, self._opens = term, int.from_bytes(random, "little") >> 1
 
     def open(self, names: list[str], epochs: list[int] | None) -> SessionStarts:
-        """Start new sessions (unless `term_is_used_up`), or resume those of the given epochs, each independently.
+        """Start new sessions (unless `term_is_used_up`), or resume the sessions of the given epochs, each
+        independently. The sessions are in force from now on.
 
-        They are in force from now on.
-
-        If names were forgotten, an earlier session may have resumed one before the newest session did. The newest one
-        is then fenced, or it would take the other session's messages for its own. Raises INVALID_NAME: then no session
-        is started.
+        If a name was forgotten, an earlier session may have resumed it before the newest session did. The newest
+        session is then fenced, because it would otherwise mistake the other session's messages for its own. Raises
+        INVALID_NAME: then no session is started.
         """
         encoded = encoded_names(names, self._producers)
         refusals: dict[int, SeqdedupeError] = {}
@@ -161,7 +163,7 @@ class Sessions:
         return SessionStarts(np.array(places, np.int64), accepted, numbers, given, earlier, refusals, is_resume)
 
     def opened(self, opening: SessionStarts, names: int) -> OpenAnswer:
-        """Return the answer to an Open of `names` names, once everything that it waits for has settled."""
+        """Return the answer to an Open of `names` names, after everything for which it waits has settled."""
         answer = OpenAnswer([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
         if not opening.is_resume:
             had = np.flatnonzero(opening.earlier_epochs != NO_EPOCH)
@@ -176,7 +178,7 @@ class Sessions:
         known = (numbers.tolist(), rows[:, DURABLE_EPOCH].tolist(), rows[:, PERSISTED].tolist())
         for name, place, epoch, number, current, last in zip(*given, *known, strict=True):
             if opening.is_resume and current > epoch:
-                # This happened while it waited. A reset may also have removed IDs for which the session has receipts.
+                # The reset happened while Open waited. It may also have removed IDs for which the session has receipts.
                 answer.refusals[place] = _fenced(name.decode(), epoch, current)
                 continue
             answer.epochs[place] = epoch
@@ -191,11 +193,11 @@ class Sessions:
         self._begun_anew.update(zip(names, epochs.tolist(), strict=True))
 
     def has_begun_anew(self, name: bytes, epoch: int) -> bool:
-        """Whether this session was resumed after its name had been forgotten."""
+        """Return whether this session was resumed after its name had been forgotten."""
         return self._begun_anew.get(name) == epoch
 
     def forget(self, names: list[bytes]) -> None:
-        """Forget the sessions of these names, which are over."""
+        """Forget the sessions of these names, which have ended."""
         if self._begun_anew:
             for name in names:
                 self._begun_anew.pop(name, None)
@@ -210,13 +212,13 @@ class Sessions:
         return self._term << _TERM_SHIFT | self._opens
 
     def are_in_flight(self, names: list[str]) -> bool:
-        """Whether any of the names has a session whose record is not durable yet, and may fail."""
+        """Return whether any of the names has a session whose record is not durable yet, and may fail."""
         rows = self._producers.numbers[self._known(names)]
         return bool((rows[:, EPOCH] > rows[:, DURABLE_EPOCH]).any())
 
     def need_a_record(self, names: list[str], epochs: list[int] | None) -> bool:
-        """Whether the log needs a record to open these, as `open`. Only sessions that the log has already are resumed
-        without one. Also true if all new ones will be refused."""
+        """Return whether the log needs a record for an `open` with these arguments. No record is needed only if all
+        sessions are resumed and in the log already. Also true if all new sessions will be refused."""
         if epochs is None:
             return True
         numbers = self._producers.find_all([name.encode(errors="replace") for name in names])
@@ -234,8 +236,8 @@ class Sessions:
 
     def _why_not_resumed(self, name: bytes, epoch: int, current: int) -> SeqdedupeError | None:
         shown = name.decode()
-        # Given epochs are known for good, unless the name was forgotten. A higher one comes from another history of
-        # this log, of which an older copy was restored.
+        # Assigned epochs are known permanently, unless the name was forgotten. A higher epoch comes from another
+        # history of this log, after an older copy of the log was restored.
         is_known = current > NO_EPOCH and not self._producers.has_forgotten
         newest = current if is_known else self._term << _TERM_SHIFT | self._opens
         if not can_have_been_given(epoch) or epoch > newest:

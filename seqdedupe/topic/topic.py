@@ -40,16 +40,17 @@ logger = logging.getLogger("seqdedupe.topic")
 
 
 class Topic(TopicBase):
-    """A topic of this process. It takes messages once `recover` has returned.
+    """A topic of this process. It accepts messages once `recover` has returned.
 
     Everything here runs on one event loop and decides in arrival order. So admission, append and confirmation have the
-    same order, and nothing needs a lock. The way of a frame:
+    same order, and no lock is needed. A frame passes these steps:
 
     1. *admit*: the judge decides about the whole frame. Its new messages are in flight from then on.
-    2. *append*: the new messages are handed to the log.
-    3. *settle*: the log reports the outcome of the oldest appends. Confirming makes messages persisted and readable in
-       one step, before their receipt is given and before any message is called Dup because of them.
-    4. *answer*: the sender gets the receipt, or the reason why there is none.
+    2. *append*: the topic passes the new messages to the log.
+    3. *settle*: the log reports the outcome of the oldest appends. Confirmation makes messages persisted and readable
+       in one step. This happens before their receipt is sent, and before any message is answered DUP because of them.
+
+    4. *answer*: the sender gets the receipt, or the reason why there is no receipt.
 
     `on_state` is called at each change of state, which has a one-line reason. Topics of deduplication IDs share
     `window_memory`; without it their windows stay in memory. `imported` is the window of an import in the store.
@@ -77,7 +78,7 @@ class Topic(TopicBase):
             log.incarnation,
             producers_of(loaded) if producers is None else producers,
             loaded,
-            # Without a snapshot, everything that is left in the log is read.
+            # Without a snapshot, everything that is still in the log is read.
             first_index=log.first_index,
             applied=applied,
             on_state=on_state,
@@ -87,11 +88,11 @@ class Topic(TopicBase):
         self.now_seconds: Callable[[], float] = asyncio.get_running_loop().time
         self.flight = Flight()
         self.next_index = self.confirmed_index
-        """The index of the next message that is handed to the log."""
+        """The index of the next message that is passed to the log."""
         self.opening = 0
         """The number of the log's current opening. Outcomes of earlier openings are ignored."""
         self.ownership = 0
-        """The ownership of the messages that are appended now."""
+        """The ownership of the messages that are currently appended."""
         self.known_term = 0
         """The highest term in a control record."""
         self.policy_stated = -1
@@ -139,12 +140,14 @@ class Topic(TopicBase):
         when_durable: Callable[[], None] | None = None,
         looked_up: LookedUp | None = None,
     ) -> None:
-        """Decide about a frame and hand its new messages to the log. Call `reply` once, now or when they settle.
+        """Decide about a frame and pass its new messages to the log. Call `reply` once: now, or when the messages
+        settle.
 
-        With `when_durable`, the receipt may come earlier, when the frame is written, if the policy allows it. The
-        receipt says so, and `when_durable` is called once the frame is durable. If the log loses the frame, the streams
-        are ended. `lone`: links may be omitted, as in a unary call. `looked_up` is the result that `ids.look_up` has
-        just returned; without it everybody may have to wait for a disk. Nothing is raised: an error is a `Refusal`.
+        With `when_durable`, the receipt may be sent when the frame is written but not durable, if the policy allows it.
+        The receipt states this, and `when_durable` is called once the frame is durable. If the log loses the frame, the
+        streams are ended. `lone`: links may be omitted, as in a unary call. `looked_up` is the result that
+        `ids.look_up` has just returned; without it all clients may have to wait for a disk read. Nothing is raised: an
+        error becomes a `Refusal`.
         """
         try:
             self.check_serving()
@@ -180,9 +183,8 @@ class Topic(TopicBase):
                 self.log.flush()
 
     def check_serving(self) -> None:
-        """Raise the reason why the topic takes no messages, if there is one: RECOVERING, LOG_REFUSED, NOT_OWNER,
-        DRAINING, TOPIC_NOT_FOUND, TOPIC_TERMINATED, LOG_DAMAGED.
-        """
+        """Raise the reason if the topic accepts no messages: RECOVERING, LOG_REFUSED, NOT_OWNER, DRAINING,
+        TOPIC_NOT_FOUND, TOPIC_TERMINATED, LOG_DAMAGED."""
         if self.held is not None and self.state is not State.DRAINING:
             raise self.held
         if self.state is State.SERVING:
@@ -198,9 +200,9 @@ class Topic(TopicBase):
     # -- 2. append ---------------------------------------------------------------------------------------------
 
     def _append(self, item: Admitted) -> None:
-        """Hand the new messages of a decided frame to the log."""
+        """Pass the new messages of a decided frame to the log."""
         try:
-            # First, or the log might have messages that this process does not know.
+            # Do this first; otherwise the log might have messages that this process does not know.
             self.flight.add(item)
         except MemoryError as e:
             item.reply(Refusal(item.receipt.frame, self.owner.out_of_step(e)))
@@ -213,10 +215,10 @@ class Topic(TopicBase):
         self.next_index += frame.rows
 
     def append_change(self, change: Change) -> "asyncio.Future[None]":
-        """Hand a control record to the log. The future is done when the record is durable and in force, or raises why
-        not.
+        """Pass a control record to the log. The future is done when the record is durable and in force. If the record
+        fails, the future raises the reason.
 
-        Raises at once, and does nothing, if the topic takes no messages; also MESSAGE_TOO_LARGE.
+        Raises at once, and does nothing, if the topic accepts no messages; also MESSAGE_TOO_LARGE.
         """
         self.check_serving()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -228,10 +230,10 @@ class Topic(TopicBase):
         try:
             self.log.append_control(body)
         except InvalidRequestError as e:
-            # The log has taken nothing, and would refuse every repetition.
+            # The log has accepted nothing, and would refuse every repetition.
             self.flight.take_back()
             if isinstance(change, ProducerSessions | Reset):
-                # These epochs are in force already, and must not be.
+                # These epochs are in force already, but must not be.
                 self.owner.out_of_step(e)
             raise
         except Exception as e:  # noqa: BLE001 (as for a frame)
@@ -284,7 +286,7 @@ class Topic(TopicBase):
 
     def merge(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None:
         """Put records that were found in the log in force. Confirm and answer those that are in flight."""
-        # This comes before anything counts: a merge that fails is repeated as a whole.
+        # Do this before anything is put in force: a merge that fails is repeated as a whole.
         found = self._found(chunk, table[:count], runs_of)
         self._learn(chunk, table, count, runs_of)
         for _ in found:
@@ -303,7 +305,7 @@ class Topic(TopicBase):
             if oldest is None or places[TERM] or oldest.body != body_of(chunk, places):
                 continue
             if isinstance(oldest, Admitted):
-                # The index where it stands, which may differ from the intended one.
+                # The index in the log, which may differ from the intended index.
                 oldest.receipt.stands_at(int(places[BASE_INDEX]))
                 oldest.receipt.runs = runs_of(k)
             found.append(oldest)
@@ -318,7 +320,7 @@ class Topic(TopicBase):
             for change, term, index in changes:
                 self.known_term = max(self.known_term, term)
                 self._apply(change, index)
-        # Records that are merged again may stand before the last known message.
+        # Records that are merged again may be before the last known message in the log.
         self.confirmed_index = max(self.confirmed_index, int(table[count - 1, BASE_INDEX] + table[count - 1, ROWS]))
         for last in np.flatnonzero(table[:count, ROWS] > 0)[-1:].tolist():
             self.last_ownership = ownership(table[last])
@@ -330,7 +332,7 @@ class Topic(TopicBase):
             if change.by_deduplication_id:
                 self.ids.begin(index)
             self.put_in_force(change)
-            # It may stand at the end of a segment that is dropped with the message before it.
+            # The record may be at the end of a segment that is dropped with the message before it.
             self.policy_stated = index - 1
         elif isinstance(change, CursorChange):
             # Nothing else of the policy changes.
@@ -339,7 +341,7 @@ class Topic(TopicBase):
             control.apply(change, self.import_parts, self.producers, index)
 
     def fail_in_flight(self, e: SeqdedupeError, *, of_changes: SeqdedupeError | None = None) -> None:
-        """Give up all appends in flight: none of their messages counts as pushed any more."""
+        """Fail all appends in flight: their messages do not count as pushed any more."""
         failed = [self.flight.take() for _ in range(len(self.flight))]
         self.by_sequence_id.fail()
         self.ids.fail()
@@ -352,7 +354,7 @@ class Topic(TopicBase):
             if not item.is_told:
                 self._reply(item, Refusal(item.receipt.frame, e))
         if any(isinstance(item, Admitted) and item.is_told for item in failed):
-            # A sender whose receipt was early learns by a resume that its frame is not written.
+            # A sender with an early receipt learns at its next resume that its frame is not written.
             self.end_streams(e)
         self.flight.tell()
 
@@ -394,9 +396,8 @@ class Topic(TopicBase):
             self.counters.count_verdicts(receipt.verdicts, new_rows)
 
     def _answer_early(self, written: Sequence[Runs]) -> None:
-        """Answer early for frames that a power cut may still remove from the log, but only to senders that asked for
-        it.
-        """
+        """Send early receipts for frames that a power cut may still remove from the log, but only to senders that asked
+        for early receipts."""
         for item, runs in zip(self.flight.written(len(written)), written, strict=True):
             if isinstance(item, Admitted) and item.when_durable is not None:
                 item.receipt.runs = runs
@@ -404,7 +405,7 @@ class Topic(TopicBase):
                 item.is_told = True
                 self._reply(item, item.receipt)
             else:
-                # Its sender accepts only a durable receipt. Nobody asked for the sync before the policy was in force.
+                # The sender accepts only a durable receipt. No sync was requested before the policy was in force.
                 self.log.flush()
 
     def _reply(self, item: Admitted, answer: FrameReceipt | Refusal) -> None:
@@ -415,9 +416,9 @@ class Topic(TopicBase):
             logger.exception("topic %s could not give an answer", self.name)
 
     def connect(self, end: Callable[[SeqdedupeError], None] = lambda e: None) -> NumbersCache:
-        """Begin a stream and return its cache. The producers that it uses are in use until `disconnect`.
+        """Begin a stream and return its cache. The producers that the stream uses count as in use until `disconnect`.
 
-        `end` is called if another sidecar has taken the topic. Everything in flight has been answered before that.
+        `end` is called if another sidecar has taken over the topic. Everything in flight has been answered before that.
         """
         cache = NumbersCache(stream=self.producers.activity.connect())
         self._streams[cache.stream] = end
@@ -429,7 +430,7 @@ class Topic(TopicBase):
         self._streams.pop(cache.stream, None)
 
     def end_streams(self, why: SeqdedupeError) -> None:
-        """End all streams. Their clients connect again, and learn the reason."""
+        """End all streams with this reason. Their clients connect again."""
         for end in list(self._streams.values()):
             end(why)
 
@@ -495,10 +496,11 @@ class Topic(TopicBase):
     # -- policy, retention and import --------------------------------------------------------------------------
 
     async def set_policy(self, policy: Policy) -> None:
-        """Set the whole policy. On return it is durable and in force, between two frames.
+        """Replace the whole policy. When this returns, the new policy is durable, and has come into force between two
+        frames.
 
-        Raises the reason why the topic takes nothing now, or LOG_REFUSED: then the policy is unchanged. A caller that
-        is cancelled here does not know the outcome.
+        Raises the reason why the topic accepts nothing now, or LOG_REFUSED: then the policy is unchanged. If the caller
+        is cancelled, the outcome is unknown.
         """
         await self.append_change(policy)
 
@@ -519,7 +521,7 @@ class Topic(TopicBase):
         self.trimmer.look()
 
     def begins_to_serve(self) -> None:
-        """Begin to take messages, after the log has been taken over."""
+        """Start to accept messages, after the log has been taken over."""
         # Loaded messages and replayed ones count even if no new ones come.
         self._window_may_have_grown()
         self.ids.imported.say_if_missing()
@@ -533,7 +535,7 @@ class Topic(TopicBase):
             self._forgetting_import = self.spawn(self._forget_import())
 
     async def _forget_import(self) -> None:
-        """Remove the import from the policy. If that fails now, the next frame starts another try."""
+        """Remove the import from the policy. If that fails now, the next frame starts another attempt."""
         with suppress(SeqdedupeError):
             async with self.ids.imported.changing:
                 await self.append_change(replace(self.newest_policy, imported=None))
@@ -563,7 +565,7 @@ class Topic(TopicBase):
         await self.owner.recover()
 
     async def drain(self) -> None:
-        """Stop taking messages, settle appends in flight, take a last snapshot, and close the log."""
+        """Accept no more messages, settle appends in flight, take a last snapshot, and close the log."""
         self.change_state(State.DRAINING, "the sidecar is shutting down")
         await self.all_settled()
         if self.knows_its_end:
@@ -571,14 +573,16 @@ class Topic(TopicBase):
         await self.close("the sidecar is shutting down")
 
     async def delete(self) -> None:
-        """Close the topic permanently. Callers that still use it get an error that it does not exist."""
+        """Close the topic permanently. Callers that still use this object get the error that the topic does not
+        exist."""
         self.closed_because = "TOPIC_NOT_FOUND"
         await self.close("it was deleted")
 
     async def close(self, why: str) -> None:
         """Close the log at once. Frames in flight are answered with OUTCOME_UNKNOWN."""
         self.change_state(State.DRAINING, why)
-        # First: a snapshot in progress, or an append that settles, would start another measurement of it.
+        # Do this first: a snapshot in progress, or an append that settles, would otherwise start another measurement of
+        # the memory.
         await self.ids.close()
         await self.end_tasks()
         self.owner.close()

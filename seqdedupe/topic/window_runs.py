@@ -1,9 +1,9 @@
-"""The older part of a topic's window of deduplication IDs: its runs in the store.
+"""The older part of a topic's window of deduplication IDs: runs in the store.
 
-Frames are looked up in the runs. Runs are made of IDs that leave memory, and merged; one may be imported. The memory
-limit for the windows of all topics decides when.
+IDs that leave memory are moved into runs, and runs are merged; one run may be imported. Frames are looked up in the
+runs. The memory limit for the windows of all topics determines when IDs leave memory.
 
-Runs are built in the background: in threads, by kernels that do not block other threads, and written bit by bit.
+Runs are built in the background and written in small parts, in threads, by kernels that do not block other threads.
 """
 
 import asyncio
@@ -33,20 +33,21 @@ from seqdedupe.store.windows import FIRST_RUN, RunWriter, read_pages
 from seqdedupe.tasks import Broadcast
 from seqdedupe.topic.frame import Frame, check_by_id
 from seqdedupe.topic.policy import Policy
+from seqdedupe.wording import counted
 
 MOVED_PART = 8
-"""A run is made of one in this number of the IDs in memory, or of one chunk."""
+"""One part in this number of the IDs in memory is moved to a run, or one chunk."""
 MAX_RUNS = 8
-"""The number of runs above which the smallest neighbours are merged: every new ID is looked for in the filters of
-all."""
+"""If there are more runs than this, the smallest neighbours are merged: every new ID is looked up in the filters of all
+runs."""
 PAGES_A_PART = 64
-"""The pages of a run that are merged at once."""
+"""The number of pages of a run that are merged in one step."""
 READ_AT_ONCE = 1024
-"""The pages that are read at once for a frame."""
+"""The number of pages that are read together for a frame."""
 TIDIED_AT_ONCE = 4096
-"""The IDs tidied in one step of the event loop."""
+"""The number of IDs tidied in one step of the event loop."""
 EXCESS = 4
-"""The share of the limit, one in this number, that may be used in addition before publishers wait."""
+"""One part in this number of the limit may be used in addition, before publishers wait."""
 
 logger = logging.getLogger("seqdedupe.exports")
 _topic_logger = logging.getLogger("seqdedupe.topic")
@@ -56,8 +57,8 @@ _topic_logger = logging.getLogger("seqdedupe.topic")
 
 
 class WindowImported:
-    """The import of a window. `policy` returns the policy in force. `on_expired` is called when none of the import
-    counts."""
+    """The import of a window. `policy` returns the policy in force. `on_expired` is called when all imported IDs have
+    expired."""
 
     def __init__(
         self,
@@ -67,25 +68,25 @@ class WindowImported:
         on_expired: Callable[[], None],
     ) -> None:
         self.there = there
-        """The import in the store. It counts only if the policy names it."""
+        """The import in the store. It is valid only if the policy names it."""
         self.is_under_way = False
-        """Whether the log may have a policy that names it, which is not in force yet."""
+        """Whether the log may contain a policy that names the import, but is not in force yet."""
         self.changing = asyncio.Lock()
-        """The lock for a change of the import in the store, and then of the policy."""
+        """The lock for a change of the import in the store together with the policy."""
         self._topic = topic
         self._policy = policy
         self._on_expired = on_expired
         self._next_number = FIRST_RUN if there is None else there.run.number + 1
 
     def take_number(self) -> int:
-        """Return the number of a run that is begun now. No number is used twice: a record that names the first run
-        would seem to name the second, whose IDs are hashed with another key."""
+        """Return the number of a new run. No number is used twice. Otherwise a record that names the first run would
+        seem to name the second run, whose IDs are hashed with a different key."""
         self._next_number += 1
         return self._next_number - 1
 
     @property
     def in_force(self) -> ImportedIds | None:
-        """The import that counts; None if there was no import, or it is missing."""
+        """The import in force; None if there was no import, or it is missing."""
         wanted = self._policy().imported
         if wanted is None or self.there is None or self.there.checksum != wanted.checksum:
             return None
@@ -93,7 +94,7 @@ class WindowImported:
 
     @property
     def is_missing(self) -> bool:
-        """Whether a window was imported and the store does not have it."""
+        """Whether a window was imported but is not in the store."""
         return self._policy().imported is not None and self.in_force is None
 
     @property
@@ -105,7 +106,7 @@ class WindowImported:
         self.is_under_way = False
 
     def say_if_missing(self) -> None:
-        """Log an error if the import is missing, since an operator must know."""
+        """If the import is missing, log an error, because an operator must be notified."""
         wanted = self._policy().imported
         if wanted is not None and self.is_missing:
             _topic_logger.error(
@@ -131,7 +132,7 @@ class WindowImported:
         if self.is_missing:
             raise error(
                 "WINDOW_MISSING",
-                f"topic {self._topic} has lost the {wanted.ids} deduplication IDs that were imported into it",
+                f"topic {self._topic} has lost what was imported into it: {counted(wanted.ids, 'deduplication ID')}",
                 ids=wanted.ids,
                 checksum=wanted.checksum.hex(),
             )
@@ -143,8 +144,8 @@ class WindowImported:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """The places of a frame's IDs in the runs of a generation: the index of each, or NOWHERE. For the import: the
-    second of each."""
+    """The result of looking up a frame's IDs in the runs of a generation: the index of each ID, or NOWHERE. For the
+    import: the publish second of each ID."""
 
     generation: int
     imported: ImportedIds | None
@@ -155,8 +156,8 @@ class LookedUp:
 class WindowRuns:
     """The runs of one window. `take_snapshot` returns when a snapshot that began after the call is durable, or raises.
 
-    After it is closed nothing is written or named any more, even for a run that is being built. The incarnation may
-    belong to another topic by then.
+    After the window is closed nothing is written or named any more, even for a run that is being built, because the
+    incarnation may belong to another topic object by then.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class WindowRuns:
         self._building = asyncio.Lock()
         self.is_closed = False
         self._damaged: list[tuple[IdRun, IdRun]] = []
-        """Pairs of neighbours of which one cannot be read: other pairs are merged instead."""
+        """Pairs of neighbours of which one run cannot be read: other pairs are merged instead."""
 
     def close(self) -> None:
         self.is_closed = True
@@ -188,9 +189,10 @@ class WindowRuns:
     # -- looking up ----------------------------------------------------------------------------------------------
 
     async def look_up(self, encoded: bytes) -> LookedUp | None:
-        """Read what the decision about a frame needs, without blocking others. Return None if nothing must be read.
+        """Read the data that the decision about a frame needs, without blocking other tasks. Return None if nothing
+        must be read.
 
-        The result is for the next step of the event loop: later the runs may have changed.
+        The result is valid only in the next step of the event loop: later the runs may have changed.
         """
         window = self._window()
         if window is None or not (window.older.runs or self.imported.in_force):
@@ -214,11 +216,11 @@ class WindowRuns:
             return None
 
     def older(self, frame: Frame, since_ms: int, looked_up: LookedUp | None) -> Int64s:
-        """Return the index of each ID of a frame in the current runs, or IMPORTED. Use `looked_up`, or read now if it
-        is old.
+        """Return the index of each ID of a frame in the current runs, or IMPORTED. Use `looked_up`; if it is outdated,
+        read now.
 
-        IDs of the import count if they were published after `since_ms`. Raises STORE_DAMAGED, STORE_UNAVAILABLE, and
-        errors of `WindowImported.to_look_into`.
+        IDs of the import count only if they were published after `since_ms`. Raises STORE_DAMAGED, STORE_UNAVAILABLE,
+        and the errors of `WindowImported.to_look_into`.
         """
         window, imported = self._window(), self.imported.to_look_into(since_ms)
         if window is None or not (window.older.runs or imported):
@@ -237,15 +239,15 @@ class WindowRuns:
         return np.where(counts & (looked_up.indexes < window.first_index), IMPORTED, looked_up.indexes)
 
     def _candidates(self, window: IdWindow, frame: Frame) -> list[tuple[IdRun, int, int]]:
-        """Return the rows that a filter lets through, each with its run and its page there."""
+        """Return the rows that the filter of a run does not exclude, each with the run and the page."""
         found = window.older.candidates(frame.view, frame.places, window.hash_key, window.first_index)
         if (imported := self.imported.in_force) is not None:
             found += [(imported.run, row, pages) for row, pages in imported.candidates(frame.view, frame.places)]
         return [(run, row, page) for run, row, pages in found for page in pages]
 
     def _found(self, frame: Frame, wanted: "list[tuple[IdRun, int, int]] | tuple[()]") -> tuple[Int64s, Int64s]:
-        """Return the highest index and the highest second of each row, for IDs that these pages hold with the same
-        bytes. This blocks, and any thread may call it."""
+        """Return the highest index and the highest publish second of each row, for IDs that are in these pages with the
+        same bytes. Blocks; any thread may call it."""
         indexes, seconds = np.full(frame.rows, NOWHERE, np.int64), np.full(frame.rows, NOWHERE, np.int64)
         for at in range(0, len(wanted), READ_AT_ONCE):
             some = wanted[at : at + READ_AT_ONCE]
@@ -262,8 +264,8 @@ class WindowRuns:
     async def move_out(self) -> bool:
         """Move the oldest IDs in memory to a run. Return whether there were any to move.
 
-        Raises STORE_UNAVAILABLE, DRAINING, and errors of `take_snapshot`: then they are still in memory, and nothing is
-        lost.
+        Raises STORE_UNAVAILABLE, DRAINING, and the errors of `take_snapshot`: then the IDs are still in memory, and no
+        data is lost.
         """
         window = self._window()
         if window is None:

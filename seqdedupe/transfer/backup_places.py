@@ -41,6 +41,7 @@ from seqdedupe.transfer.backup import (
     read_manifest,
     restore,
 )
+from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -143,7 +144,7 @@ class BackupPlace(ABC):
                 if reads_all and self._crc32c(name, path, file.size) != file.crc32c:
                     return f"{path} is not what was written: its checksum is wrong"
         if faults := sum(len(one.damaged) + len(one.left_out) for one in parts.values()):
-            return f"{faults} places or topics were damaged where it was taken"
+            return f"{counted(faults, 'place or topic was', 'places or topics were')} damaged where it was taken"
         return ""
 
     def check(self, name: str, *, reads_all: bool = True) -> None:

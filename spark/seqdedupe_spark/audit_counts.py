@@ -1,13 +1,14 @@
-"""The messages that a topic holds twice, out of order or not at all: the counting, without Spark. `audit_job` runs it
-on Spark.
+"""Counts the messages that a topic contains twice, out of order or not at all, without Spark. `audit_job` runs this
+code on Spark.
 
-Topics of sequence IDs are read in two passes. The first pass reads every message, range by range. `summarise` makes a
-few numbers per producer of a range, and keeps the links that may prove something. `TopicMerge` joins a topic's ranges
-in order. It finds missing messages, and the producers that have *late* messages (an ID not above all earlier ones of
-the producer), with the span of their IDs. The second pass, over these messages only, is `suspect_rows` and `judge`.
+Topics of sequence IDs are read in two passes. The first pass reads every message, range by range. `summarise` computes
+a few numbers for each producer of a range, and keeps the links that may prove something. `TopicMerge` combines a
+topic's ranges in order. It finds missing messages, and the producers that have *late* messages, with the span of their
+IDs. (A message is late if its ID is not above all earlier IDs of its producer.) The second pass, `suspect_rows` and
+`judge`, covers only these messages.
 
-For topics of deduplication IDs, `id_rows` returns a range's IDs. Sorted by topic, ID and index, `judge_ids` finds the
-further copies.
+For topics of deduplication IDs, `id_rows` returns the IDs of a range. When the IDs are sorted by topic, ID and index,
+`judge_ids` finds the additional copies.
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ from seqdedupe_spark.dedupe import NumberedProducers, grown
 from seqdedupe_spark.message_columns import SCHEMA, to_arrow
 
 EXAMPLES = 5
-"""The number of examples of each kind in the report of a topic: the first ones."""
+"""The number of examples of each kind in the report of a topic. The first examples are kept."""
 
 # Columns of a producer's numbers in a range.
 ROWS, LOW, HIGH, LATE_LOW, LATE_HIGH, UNLINKED = range(6)
@@ -37,15 +38,16 @@ SUMMARY = pa.schema(
     [("range", pa.int32()), ("producer", pa.binary())]
     + [(name, pa.int64()) for name in (*_LINK_COLUMNS, *_PRODUCER_COLUMNS)]
 )
-"""A row for each producer of a range, and one more for each link in it that names an ID above all before it.
+"""A row for each producer of a range, and another row for each link in the range that names an ID above all earlier IDs
+of its producer.
 
-`index` and `sequence_id` belong to the message with the `link`. `before` is the highest ID of its producer before it in
-the range (-1 in the producer's first row, which alone has the numbers from `rows` on).
+`index` and `sequence_id` belong to the message with the `link`. `before` is the producer's highest ID before this
+message in the range. It is -1 in the producer's first row, and only this row contains the numbers from `rows` on.
 """
 
 
 def summarise(number: int, stored: Iterable[StoredBatch]) -> pa.RecordBatch:
-    """Return the summary of a range, as `SUMMARY`; `number` is the range's."""
+    """Return the summary of a range, as `SUMMARY`. `number` is the number of the range."""
     producers = NumberedProducers()
     table: Int64s = np.empty((0, len(_NEW)), np.int64)
     told = [np.empty((0, 5), np.int64)]
@@ -71,8 +73,8 @@ def summarise(number: int, stored: Iterable[StoredBatch]) -> pa.RecordBatch:
 
 
 def _add(of_batch: Int64s, batch: Batch, before: Int64s) -> Int64s:
-    """Add a batch to its producers' numbers. Return each producer's first row. A producer's IDs rise within the
-    batch."""
+    """Add a batch to the numbers of its producers. Return each producer's first row. Within a batch the IDs of a
+    producer rise."""
     ids, indexes, count = batch.sequence_ids, indexes_of(batch), len(of_batch)
     first_rows = np.empty(count, np.int64)
     first_rows[indexes[::-1]] = np.arange(len(ids))[::-1]
@@ -98,19 +100,20 @@ def indexes_of(batch: Batch) -> Int32s:
 
 @dataclass(frozen=True)
 class Hole:
-    """A message whose link proves that another one before it is missing."""
+    """A message whose link proves that an earlier message is missing."""
 
     index: int
     producer: bytes
     sequence_id: int
     link: int
     before: int
-    """The highest ID of the producer before it; -1: none."""
+    """The highest ID of the producer before this message; -1: none."""
 
 
 @dataclass
 class Suspects:
-    """The producers of a range whose late messages must be judged, with their numbers and spans of IDs in columns."""
+    """The producers of a range whose late messages must be judged, with the producers' numbers and the spans of IDs, in
+    columns."""
 
     names: list[bytes]
     numbers: Int64s
@@ -121,11 +124,12 @@ class Suspects:
 
 
 class TopicMerge:
-    """Joins the results of `summarise` for the ranges of a topic. They are added in order, without a gap.
+    """Combines the results of `summarise` for the ranges of a topic. The ranges are added in order, without a gap.
 
-    A hole is a link above every earlier ID of its producer. With `first_links_prove`, also a link of a producer without
-    earlier messages is one. With `links_prove` false no link proves anything. Holds about 250 bytes a producer, 16 for
-    each range that it is in, and 300 a hole among the examples.
+    A hole is a link to an ID above every earlier ID of its producer. With `first_links_prove`, the link of a producer
+    without earlier messages also counts as a hole. If `links_prove` is false, no link proves anything. Memory: about
+    250 bytes for each producer, 16 bytes for each range with messages of the producer, and 300 bytes for each hole
+    among the examples.
     """
 
     def __init__(self, *, links_prove: bool = True, first_links_prove: bool = True) -> None:
@@ -152,7 +156,7 @@ class TopicMerge:
         self._add_producers(numbers[is_first], {name: columns[name][is_first] for name in _PRODUCER_COLUMNS})
 
     def suspects(self) -> Iterator[Suspects | None]:
-        """Yield, for each range, what to look for in the second pass; None: nothing."""
+        """Yield, for each range, what the second pass must look for; None: nothing."""
         is_suspect = self._table[:, LATE_HIGH] >= 0
         names = self.producers.names() if is_suspect.any() else []
         for numbers, before in self._before:
@@ -212,14 +216,14 @@ ROWS_SCHEMA = pa.schema(
     [("topic", pa.int32()), ("producer", pa.int32())]
     + [(name, pa.int64()) for name in ("sequence_id", "index", "before")]
 )
-"""Messages that may be doubled or out of order, by the number of their topic and producer. `before` is the highest ID
-of the producer in the batches before: the message is late if its own ID is not above."""
+"""Messages that may be doubled or out of order, with the numbers of their topic and producer. `before` is the
+producer's highest ID in the earlier batches: the message is late if its own ID is not higher."""
 
 
 def suspect_rows(topic: int, stored: Iterable[StoredBatch], suspects: Suspects) -> Iterator[pa.RecordBatch]:
     """Yield the messages of a range that may be doubled or out of order, as `ROWS_SCHEMA`."""
     place_of = {name: place for place, name in enumerate(suspects.names)}
-    # One place more, for producers that are none of them: no ID is in its span.
+    # Use one place more, for the producers that are not suspects: no ID is in that place's span.
     none = len(place_of)
     low, high = np.append(suspects.low, MAX_SEQUENCE_ID), np.append(suspects.high, NO_SEQUENCE_ID)
     highest, numbers = np.append(suspects.before, MAX_SEQUENCE_ID), np.append(suspects.numbers, -1)
@@ -246,7 +250,8 @@ def suspect_rows(topic: int, stored: Iterable[StoredBatch], suspects: Suspects) 
 
 @dataclass(frozen=True, order=True)
 class LateMessage:
-    """A late message. If it is doubled, `other` is the index of the first copy, else the ID after which it comes."""
+    """A late message. If it is doubled, `other` is the index of the first copy. Otherwise `other` is the higher ID
+    before it."""
 
     index: int
     producer: int
@@ -256,7 +261,8 @@ class LateMessage:
 
 @dataclass
 class Judgement:
-    """The result for late messages: the number of each kind, by topic and producer, and the first ones by topic."""
+    """The result for late messages: the number of each kind, by topic and producer, and the first messages of each
+    kind, by topic."""
 
     counts: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     examples: dict[tuple[str, int], list[LateMessage]] = field(default_factory=dict)
@@ -281,7 +287,8 @@ class Judgement:
 
 
 def judge(batches: Iterable[pa.RecordBatch]) -> Judgement:
-    """Judge the rows of `suspect_rows`, sorted by topic, producer, ID and index, with all copies of a message."""
+    """Judge the rows of `suspect_rows`. They are sorted by topic, producer, ID and index, and contain all copies of a
+    message."""
     judgement = Judgement()
     key_before: Int64s = np.full(3, -1, np.int64)
     first_index = -1
@@ -306,7 +313,7 @@ def judge(batches: Iterable[pa.RecordBatch]) -> Judgement:
 # -- Topics of deduplication IDs: which IDs do they hold more than once?
 
 ID_ROWS_SCHEMA = pa.schema([("topic", pa.int32()), ("id", pa.binary()), ("index", pa.int64())])
-"""Messages, by the number of their topic."""
+"""Messages, each with the number of its topic."""
 
 _ID_COLUMNS = pa.schema([SCHEMA.field("__deduplicationId"), SCHEMA.field("__index")])
 
@@ -320,7 +327,7 @@ def id_rows(topic: int, stored: Iterable[StoredBatch]) -> Iterator[pa.RecordBatc
 
 @dataclass(frozen=True, order=True)
 class IdCopy:
-    """A further copy of a message."""
+    """An additional copy of a message."""
 
     index: int
     first_index: int
@@ -329,7 +336,8 @@ class IdCopy:
 
 @dataclass
 class IdJudgement:
-    """The doubled IDs, by the topic's number: the number of further copies, and of IDs, and the first ones."""
+    """The doubled IDs, by the topic's number: the number of additional copies, the number of IDs, and the first
+    copies."""
 
     messages: Counter[int] = field(default_factory=Counter)
     ids: Counter[int] = field(default_factory=Counter)
@@ -347,7 +355,7 @@ class IdJudgement:
 
 
 def judge_ids(batches: Iterable[pa.RecordBatch]) -> IdJudgement:
-    """Judge the rows of `id_rows`, sorted by topic, ID and index, with all copies of a message."""
+    """Judge the rows of `id_rows`. They are sorted by topic, ID and index, and contain all copies of a message."""
     judgement = IdJudgement()
     before: tuple[int, bytes] | None = None
     first_index, was_copy = -1, False

@@ -1,23 +1,25 @@
-"""Does a topic hold each message once? `python -m seqdedupe_spark.audit_job TOPIC …`
+"""Checks whether a topic contains each message once: `python -m seqdedupe_spark.audit_job TOPIC …`
 
-The audit reads each topic from its first message left to its end when the audit starts. It reports exactly:
+The audit reads each topic from its first stored message to the end that it has when the audit starts. It reports
+exactly:
 
-- **doubled**: second copies of a (producer, sequence ID);
-- **out of order**: messages that come for the first time, but after a higher ID of their producer;
-- **missing**: links that prove that a message is not there. Gaps in the IDs are legal and prove nothing. But each
-  stored batch has, per producer, a link: the highest ID below its first one that the producer had sent before. The
-  sidecar stores the batch only after that message or a later one. If the log has no ID as high before it, a message is
-  missing: the linked one, or a higher one that had moved the watermark over it. Such links are counted; for each of
-  them at least one message is missing.
+- **doubled**: second copies of a (producer, sequence ID).
+- **out of order**: messages without an earlier copy, but after a higher ID of their producer.
+- **missing**: links that prove that a message is missing. Gaps in the IDs are legal and prove nothing. But each stored
+  batch contains, for each producer, a link: the highest ID below the batch's first ID that the producer had sent
+  before. The sidecar stores the batch only after the linked message or a later message. If the log contains no ID at or
+  above the linked ID before the batch, a message is missing: the linked message, or a higher message that had moved the
+  watermark past it. The report counts such links; for each of them at least one message is missing.
 
-Not proved: that a message which was never sent should have been; that the last message of a producer is there (no link
-names it yet); anything where a link was omitted. If retention has trimmed the topic's start, links prove nothing about
-the time before a producer's first message left. Then a second copy counts only if the first one is still there, too. In
-a trimmed topic with deduplication off, links prove nothing: a message that came late may hide a higher one that was
-trimmed. If watermarks were imported into a topic, its first links name messages that it never held; those are reported.
+The audit does not prove that a message was sent at all. It does not prove that the last message of a producer is
+stored, because no link names that message yet. It proves nothing where a link was omitted. If retention has trimmed the
+start of a topic, links prove nothing about the time before a producer's first stored message. Then a second copy is
+found only if the first copy is still stored, too. In a trimmed topic without deduplication, links prove nothing: a late
+message may hide a higher message that was trimmed. If watermarks were imported into a topic, its first links name
+messages that the topic never contained; the audit reports these.
 
-A topic of deduplication IDs has neither producers nor links. For it the audit reports doubled messages: further copies
-of an ID. A copy that came after the topic's window had forgotten its original counts, too.
+A topic of deduplication IDs has neither producers nor links. For such a topic the audit reports doubled messages:
+additional copies of an ID. This includes copies that were stored after the topic's window had forgotten the original.
 """
 
 import base64
@@ -43,6 +45,7 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import sidecar_options, told_files
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 from seqdedupe_spark import planning
 from seqdedupe_spark.audit_counts import (
     DOUBLED,
@@ -73,19 +76,20 @@ KINDS = ("doubled", "out_of_order", "missing")
 
 @dataclass(frozen=True)
 class Example:
-    """A message that is doubled, is out of order, or proves by its link that another one is missing."""
+    """A message that is doubled, is out of order, or proves by its link that an earlier message is missing."""
 
     producer: str
     sequence_id: int
     message_id: str
     first_message_id: str | None = None
-    """doubled: the place of the first copy."""
+    """doubled: the message ID of the first copy."""
     higher_before: int | None = None
-    """out of order: the higher sequence ID before it."""
+    """out of order: the higher sequence ID before this message."""
     link: int | None = None
-    """missing: the message with this sequence ID, or one between it and `highest_before`, is missing."""
+    """missing: the linked sequence ID. The message with this ID is missing, or a message between it and
+    `highest_before`."""
     highest_before: int | None = None
-    """missing: the highest sequence ID of the producer before it; none: there is none before it."""
+    """missing: the producer's highest sequence ID before this message; None if there is none."""
 
     def __str__(self) -> str:
         if self.first_message_id is not None:
@@ -109,11 +113,11 @@ class Finding:
 
 @dataclass
 class TopicReport:
-    """A topic of sequence IDs from its first message left, at `first_index`, to before `end_index`.
+    """A topic of sequence IDs, from its first stored message at `first_index` to before `end_index`.
 
-    `links`: the links that can prove that something is missing: "all", those "after_first" message left of a producer,
-    or "none". `unlinked` counts batches of a producer whose link was omitted, so that they prove nothing about messages
-    before.
+    `links` states which links can prove that a message is missing: "all", those "after_first" stored message of a
+    producer, or "none". `unlinked` counts the batches of a producer whose link was omitted: they prove nothing about
+    earlier messages.
     """
 
     topic: str
@@ -136,7 +140,7 @@ class TopicReport:
         """Yield the report for a person."""
         count = self.end_index - self.first_index
         held = f", indexes {self.first_index:,} to {self.end_index - 1:,}" if count else ""
-        yield f"{self.topic}: {count:,} messages of {self.producers:,} producers{held}"
+        yield f"{self.topic}: {counted(count, 'message')} of {counted(self.producers, 'producer')}{held}"
         yield f"  {'':<14}{'MESSAGES':>12}{'PRODUCERS':>12}"
         for kind in KINDS:
             finding: Finding = getattr(self, kind)
@@ -148,12 +152,13 @@ class TopicReport:
         elif self.links == "after_first":
             yield "  The start is trimmed: what is missing before a producer's first stored message cannot be found."
         if self.unlinked:
-            yield f"  {self.unlinked:,} batches have no link: what is missing before them cannot be found."
+            unlinked = counted(self.unlinked, "batch has", "batches have")
+            yield f"  {unlinked} no link: what is missing before cannot be found."
 
 
 @dataclass(frozen=True)
 class IdExample:
-    """A further copy of a message of a topic of deduplication IDs. The ID is text if it is UTF-8."""
+    """An additional copy of a message in a topic of deduplication IDs. The ID is text if it is UTF-8."""
 
     message_id: str
     first_message_id: str
@@ -169,7 +174,7 @@ class IdExample:
 
 @dataclass
 class IdFinding:
-    """The number of further copies, and of their IDs."""
+    """The number of additional copies, and of their IDs."""
 
     messages: int = 0
     ids: int = 0
@@ -178,7 +183,7 @@ class IdFinding:
 
 @dataclass
 class IdTopicReport:
-    """A topic of deduplication IDs from its first message left, at `first_index`, to before `end_index`."""
+    """A topic of deduplication IDs, from its first stored message at `first_index` to before `end_index`."""
 
     topic: str
     incarnation: int
@@ -195,7 +200,7 @@ class IdTopicReport:
         """Yield the report for a person."""
         count = self.end_index - self.first_index
         held = f", indexes {self.first_index:,} to {self.end_index - 1:,}" if count else ""
-        yield f"{self.topic}: {count:,} messages with deduplication IDs{held}"
+        yield f"{self.topic}: {counted(count, 'message')} with deduplication IDs{held}"
         yield f"  {'':<14}{'MESSAGES':>12}{'IDS':>12}"
         yield f"  {'doubled':<14}{self.doubled.messages:>12,}{self.doubled.ids:>12,}"
         for example in self.doubled.examples:
@@ -222,11 +227,11 @@ class AuditReport:
         for topic in self.topics:
             yield from topic.lines()
         wrong = sum(not topic.is_clean for topic in self.topics)
-        yield f"not clean: {wrong} of {_topics(len(self.topics))}" if wrong else f"clean: {_topics(len(self.topics))}"
-
-
-def _topics(count: int) -> str:
-    return "1 topic" if count == 1 else f"{count} topics"
+        yield (
+            f"not clean: {wrong} of {counted(len(self.topics), 'topic')}"
+            if wrong
+            else f"clean: {counted(len(self.topics), 'topic')}"
+        )
 
 
 def _without_none(value: Any) -> Any:
@@ -236,10 +241,11 @@ def _without_none(value: Any) -> Any:
 
 
 MIN_RANGE_MESSAGES = 50_000
-"""The approximate least number of messages in a range of a task."""
+"""The approximate minimum number of messages in the range of a task."""
 
 RANGES_PER_CORE = 2
-"""The largest number of ranges for each of Spark's simultaneous tasks. There is one more per topic."""
+"""The maximum number of ranges for each of the tasks that Spark runs at the same time, plus one range for each
+topic."""
 
 CLEAN = 0
 FOUND_SOMETHING = 1
@@ -258,11 +264,11 @@ class Target:
     ends: Ends
     deduplication_enabled: bool
     is_by_id: bool = False
-    """Whether it is a topic of deduplication IDs."""
+    """Whether the topic is a topic of deduplication IDs."""
 
     @property
     def links(self) -> str:
-        """The proof that its links give, see `TopicReport`."""
+        """What the links of the topic can prove, see `TopicReport`."""
         if self.ends.first_index == 0:
             return "all"
         return "after_first" if self.deduplication_enabled else "none"
@@ -272,21 +278,21 @@ class Target:
 
 
 def audit(spark: SparkSession, selection: Selection, service: str | SidecarService) -> AuditReport:
-    """Audit the existing topics, up to their present ends; exact.
+    """Audit the existing topics, exactly and up to their current ends.
 
-    Every message is read once, and the ranges with late messages a second time. Spark sorts the IDs of a topic of
-    deduplication IDs, and the doubled and late messages, on disk if it must. The driver holds about 400 bytes a
-    producer. It holds 100 bytes for each range that a producer is in while they come in (`spark.driver.maxResultSize`
-    limits that), and for each link that proves a missing message.
+    Every message is read once, and the ranges with late messages are read a second time. Spark sorts the IDs of a topic
+    of deduplication IDs, and the doubled and late messages, on disk if necessary. The driver needs about 400 bytes of
+    memory for each producer. While the results arrive, it also needs 100 bytes for each range with messages of a
+    producer (`spark.driver.maxResultSize` limits this), and 100 bytes for each link that proves a missing message.
 
-    Raises NotFoundError, UnavailableError, PositionError if a topic is trimmed during the audit, or deleted and created
-    again.
+    Raises NotFoundError, UnavailableError, and PositionError if a topic is trimmed, or deleted and recreated, during
+    the audit.
     """
     return audit_targets(spark, find_targets(selection, service), partial(read_stored, service))
 
 
 def find_targets(selection: Selection, service: str | SidecarService) -> list[Target]:
-    """Return the existing topics, with their present ends. Raises NotFoundError, UnavailableError."""
+    """Return the existing topics, with their current ends. Raises NotFoundError, UnavailableError."""
     with sidecar_at(service).connect() as client:
         listing = planning.TopicListing(client)
         return [_target(client, listing, topic) for topic in listing.select(selection)]
@@ -296,14 +302,14 @@ def _target(client: Client, listing: planning.TopicListing, topic: str) -> Targe
     ends = listing.ends(topic) or planning.patiently(lambda: client.ends(topic))
     is_by_id = listing.is_by_id(topic)
     if is_by_id is None:
-        # It was recovering when it was listed.
+        # The topic was recovering when it was listed.
         mode = client.admin.topic(topic).deduplication_mode
         is_by_id = mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
     return Target(topic, ends, listing.deduplication_enabled(topic), is_by_id)
 
 
 def audit_targets(spark: SparkSession, targets: Sequence[Target], read: Read) -> AuditReport:
-    """Audit as `audit`, with the batches that `read` returns for a range. Spark pickles `read`."""
+    """Do the same as `audit`, with the batches that `read` returns for a range. Spark pickles `read`."""
     by_id = [target for target in targets if target.is_by_id]
     reports: list[TopicReport | IdTopicReport] = [*_by_sequence(spark, targets, read), *_by_id(spark, by_id, read)]
     found = {one.topic: one for one in reports}
@@ -385,8 +391,8 @@ def _judge(
 
 
 def _judged(rows: DataFrame, key: tuple[str, ...], judge: Callable[[Iterator[pa.RecordBatch]], J]) -> Iterator[J]:
-    """Yield the results of `judge` for the rows of each of Spark's partitions: rows of a key together, in the topic's
-    order."""
+    """Yield the results of `judge` for the rows of each of Spark's partitions. Rows with the same key are together, in
+    the topic's order."""
 
     def decide(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.record_batch({"judgement": [pickle.dumps(judge(batches))]})
@@ -403,7 +409,8 @@ def _on_workers(
     do: Callable[..., Iterator[pa.RecordBatch]],
     schema: pa.Schema,
 ) -> DataFrame:
-    """Return the rows that `do` yields for each of the works, in their order. A task gets only its own works."""
+    """Return the rows that `do` yields for each of the works, in the order of the works. Each task receives only its
+    own works."""
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
@@ -470,7 +477,8 @@ def _id_report(number: int, target: Target, judgement: IdJudgement, read: Read) 
 
 
 def _message_id(target: Target, read: Read, index: int) -> str:
-    """Return the message's ID. This takes a read of the message: in some logs the index does not show it."""
+    """Return the message ID of a message. The message must be read, because in some logs its ID does not follow from
+    the index."""
     before, after = (Position.before(target.ends.last.incarnation, one) for one in (index, index + 1))
     [stored] = read(TopicRange(target.topic, before, after))
     return str(stored.message_id(0))

@@ -1,12 +1,14 @@
-"""What was there before? `python -m seqdedupe_spark.bootstrap_job OUTPUT --topic TOPIC`, or `--parquet PATH …`
+"""Writes the state of a previous topic to a file: `python -m seqdedupe_spark.bootstrap_job OUTPUT --topic TOPIC`, or
+`--parquet PATH …`
 
-Writes the highest sequence ID of each producer to a file of watermarks (`docs/internals/formats-watermarks.md`), from
-an old topic, or a topic that is kept in Parquet files. For a topic of deduplication IDs it writes these IDs, as a
-window (`docs/internals/formats-window.md`). `seqdedupe import` takes either file into a new topic.
+The job writes the highest sequence ID of each producer to a file of watermarks
+(`docs/internals/formats-watermarks.md`). The source is a topic, or the messages of a topic in Parquet files. For a
+topic of deduplication IDs the job writes the IDs, as a window (`docs/internals/formats-window.md`). `seqdedupe import`
+imports either file into a new topic.
 
-A topic's watermarks come from the sidecar, which also knows the IDs of messages that retention has trimmed. A read of
-the log would miss those. Parquet files may be of any size. Spark groups and sorts, and the driver writes the producers
-as they come, one Spark partition at a time.
+A topic's watermarks come from the sidecar, which also knows the IDs of messages that retention has trimmed; they are no
+longer in the log. Parquet files may have any size. Spark groups and sorts, and the driver writes the producers as they
+arrive, one Spark partition at a time.
 """
 
 import json
@@ -36,6 +38,7 @@ from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_NAME_BYTES, MAX_SEQ
 from seqdedupe.names import partition_name
 from seqdedupe.sidecar_options import sidecar_options, told_credentials
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 from seqdedupe_spark import planning
 from seqdedupe_spark.options import file_options
 from seqdedupe_spark.session import run_command, start_session
@@ -43,11 +46,11 @@ from seqdedupe_spark.session import run_command, start_session
 # -- A history in Parquet files: its columns, and the errors for an invalid one.
 
 TOPIC_COLUMN = "__topic"
-"""The column of the topic. If the files have it, it must be the same in all rows."""
+"""The column with the topic. If the files have this column, its value must be the same in all rows."""
 
 
 def read_parquet(spark: SparkSession, paths: Sequence[str]) -> DataFrame:
-    """Read files, folders or globs. Raises INVALID_SOURCE if they are not there, or not Parquet."""
+    """Read files, folders or globs. Raises INVALID_SOURCE if they do not exist, or are not Parquet."""
     try:
         return spark.read.parquet(*paths)
     except AnalysisException as e:
@@ -60,8 +63,8 @@ def names(column: str) -> tuple[str, str]:
 
 
 def column_of(schema: StructType, option: str, given: str | None, usual: str, what: str, *types: type[DataType]) -> str:
-    """Return the given column, or the one with its usual name. Raises INVALID_SOURCE if it is not there, or has another
-    type than these; `what` describes them."""
+    """Return the given column, or the column with its usual name. Raises INVALID_SOURCE if the column does not exist,
+    or its type is not one of `types`; `what` describes these types."""
     wanted = (given,) if given is not None else names(usual)
     there_are = [name for name in wanted if name in schema.names]
     if len(there_are) > 1:
@@ -79,7 +82,7 @@ def column_of(schema: StructType, option: str, given: str | None, usual: str, wh
 
 
 def topic_column_of(schema: StructType) -> str | None:
-    """Return the column of the topics, if it is there."""
+    """Return the column of the topics, if it exists."""
     return next((name for name in names(TOPIC_COLUMN) if name in schema.names), None)
 
 
@@ -95,7 +98,7 @@ def quoted(name: str) -> str:
 
 # -- Deduplication IDs of years: a window of all of them, for a new topic: docs/internals/formats-window.md.
 #
-# Spark groups and sorts, and the driver writes the IDs as they come, one Spark partition of them at a time.
+# Spark groups and sorts, and the driver writes the IDs as they arrive, one Spark partition at a time.
 
 ID_COLUMN = "__deduplicationId"
 TIME_COLUMN = "__publishTime"
@@ -109,12 +112,12 @@ _PARTITION = "-partition-[0-9]+$"
 def bootstrap_window_from_topic(
     spark: SparkSession, client: Client, topic: str, output: Path, options: Mapping[str, str]
 ) -> int:
-    """Write the deduplication IDs of all messages in a topic's log, or in the logs of its partitions. Return their
-    number.
+    """Write the deduplication IDs of all messages in the log of a topic, or in the logs of its partitions. Return the
+    number of IDs.
 
     `options` are the data source's options for the sidecar. Raises LOG_INCOMPLETE, and writes nothing, if the topic
-    knows more IDs than its log has; POSITION_TRIMMED if that happens meanwhile; INVALID_SOURCE, OSError, and the errors
-    of the data source.
+    knows more IDs than its log contains. Raises POSITION_TRIMMED if messages are trimmed meanwhile; INVALID_SOURCE,
+    OSError, and the errors of the data source.
     """
     found = client.admin.topic(topic)
     partitions = [client.admin.topic(partition_name(found.name, k)) for k in range(found.partitions)]
@@ -128,7 +131,7 @@ def bootstrap_window_from_topic(
 def _check_log_tells_all(topic: admin_pb2.Topic) -> None:
     what = ""
     if topic.window_imported:
-        what = f"{topic.window_imported} imported IDs"
+        what = counted(topic.window_imported, "imported ID")
     elif topic.window_first_index < topic.first_index:
         what = f"those of messages {topic.window_first_index} to {topic.first_index - 1}, which retention has dropped"
     if what:
@@ -146,14 +149,14 @@ def bootstrap_window_from_parquet(
     id_column: str | None = None,
     time_column: str | None = None,
 ) -> int:
-    """Write the deduplication IDs in Parquet files, each with its latest publish time. Return their number.
+    """Write the deduplication IDs in Parquet files, each with its latest publish time. Return the number of IDs.
 
-    `paths` are files, folders or globs. Columns without a given name are those of the data source, with or without the
-    leading `__`. IDs are bytes or text, times are timestamps or whole milliseconds since 1970. The files must belong to
-    one topic, in any of its partitions; a file with another topic is an error.
+    `paths` are files, folders or globs. If a column name is not given, the data source's name is used, with or without
+    the leading `__`. IDs are bytes or text; times are timestamps or integer milliseconds since 1970. The files must
+    belong to one topic, in any of its partitions; a file with another topic is an error.
 
-    Raises INVALID_SOURCE, and writes nothing, if the files or columns are not there, or hold an ID that does not have 1
-    to 255 bytes, or an impossible time; OSError.
+    Raises INVALID_SOURCE, and writes nothing, if files or columns do not exist, if an ID does not have 1 to 255 bytes,
+    or if a time is invalid; OSError.
     """
     frame = read_parquet(spark, paths)
     one = column_of(frame.schema, "--deduplication-id-column", id_column, ID_COLUMN, "text", StringType, BinaryType)
@@ -172,13 +175,13 @@ def bootstrap_window_from_parquet(
 
 
 def has_window(frame: DataFrame) -> bool:
-    """Whether rows have deduplication IDs, under the data source's names."""
+    """Return whether rows have deduplication IDs, under the names of the data source's columns."""
     there = [name for name in (ID_COLUMN, ID_COLUMN.removeprefix("__")) if name in frame.columns]
     return bool(there) and bool(frame.where(f.col(quoted(there[0])).isNotNull()).head(1))
 
 
 def _known(frame: DataFrame, id_column: str, time_column: str, topic_column: str | None) -> Iterator[KnownId]:
-    """Yield one entry per ID, in the order of their bytes. Raises INVALID_SOURCE at the first invalid one."""
+    """Yield one entry for each ID, sorted by the bytes of the ID. Raises INVALID_SOURCE at the first invalid ID."""
 
     def shown(one: bytes) -> str:
         if not 1 <= len(one) <= MAX_DEDUPLICATION_ID_BYTES:
@@ -212,12 +215,13 @@ SEQUENCE_ID_COLUMN = "__sequenceId"
 
 
 def bootstrap_from_topic(client: Client, topic: str, output: Path) -> int:
-    """Write the present watermarks of a topic. Return the number of producers.
+    """Write the current watermarks of a topic. Return the number of producers.
 
-    Holds about 300 bytes a producer. Raises NotFoundError, UnavailableError, OSError; then nothing is written.
+    Needs about 300 bytes of memory for each producer. Raises NotFoundError, UnavailableError, OSError; then no file is
+    written.
     """
     producers = planning.patiently(lambda: client.admin.producers(topic))
-    # A name that was opened and has sent nothing has none.
+    # A name that was opened, but has sent nothing, has no watermark.
     marks = [Watermark(one.name.encode(), one.persisted) for one in producers if one.persisted >= 0]
     return write_watermarks(output, sorted(marks))
 
@@ -231,11 +235,11 @@ def bootstrap_from_parquet(
 ) -> int:
     """Write the highest sequence ID of each producer in Parquet files. Return the number of producers.
 
-    `paths` are files, folders or globs. Columns without a given name are those of the data source, with or without the
-    leading `__`. The files must belong to one topic (partition); a file with another topic is an error.
+    `paths` are files, folders or globs. If a column name is not given, the data source's name is used, with or without
+    the leading `__`. The files must belong to one topic (or partition); a file with another topic is an error.
 
-    Raises INVALID_SOURCE, and writes nothing, if the files or columns are not there, or hold an invalid producer name
-    (it has 1 to 255 bytes of UTF-8) or an invalid sequence ID (it is 0 to 2^63 - 1); OSError.
+    Raises INVALID_SOURCE, and writes nothing, if files or columns do not exist, or if a producer name (1 to 255 bytes
+    of UTF-8) or a sequence ID (0 to 2^63 - 1) is invalid; OSError.
     """
     frame = read_parquet(spark, paths)
     schema = frame.schema
@@ -253,7 +257,8 @@ def bootstrap_from_parquet(
 
 
 def _watermarks(frame: DataFrame, producers: str, numbers: str, topic_column: str | None) -> Iterator[Watermark]:
-    """Yield one watermark per producer, by name in bytes. Raises INVALID_SOURCE at the first invalid one."""
+    """Yield one watermark for each producer, sorted by the bytes of the name. Raises INVALID_SOURCE at the first
+    invalid row."""
 
     def shown(name: bytes) -> str:
         return f"producer {_checked_name(producers, name)[:40]!r}"
@@ -290,11 +295,11 @@ def _grouped(
     they_are: str,
     shown: Callable[[bytes], str],
 ) -> Iterator[tuple[bytes, tuple[int, int], str]]:
-    """Yield each key in the order of their bytes, with the lowest and the highest of its numbers, and its text by
-    `shown`.
+    """Yield each key, sorted by its bytes, with the lowest and the highest of its numbers, and with its text as
+    returned by `shown`.
 
     `columns` are the names of the columns: keys, numbers, and topics if there are any. Raises INVALID_SOURCE for nulls,
-    and for rows of several topics; and the errors of `shown`, for an invalid key.
+    and for rows of several topics. Raises the errors of `shown` for an invalid key.
     """
     of_keys, of_numbers, of_topics = columns
     found = (
@@ -374,11 +379,11 @@ def _from_topic(topic: str, output: Path, address: str) -> str:
 
 
 def _of_marks(count: int) -> str:
-    return f"watermarks of {count:,} producers"
+    return f"watermarks of {counted(count, 'producer')}"
 
 
 def _of_window(count: int) -> str:
-    return f"a window of {count:,} deduplication IDs"
+    return f"a window of {counted(count, 'deduplication ID')}"
 
 
 def run_main(arguments: Sequence[str] | None = None, name: str = "seqdedupe_spark.bootstrap_job") -> int:

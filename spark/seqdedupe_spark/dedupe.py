@@ -1,7 +1,7 @@
-"""The watermark rule in a worker: each message once, of a topic that was written with duplicates.
+"""The watermark rule in a worker: it returns each message once, from a topic that contains duplicates.
 
-It needs no shuffle and no state in Spark: a producer's messages for a topic partition are in that partition, and it
-remembers only one number per producer.
+The rule needs no shuffle and no state in Spark. All messages of a producer in a topic partition are read in order, and
+the rule remembers only one number for each producer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,12 +18,13 @@ _FIRST_CAPACITY = 64
 
 
 class Deduplicator:
-    """Finds the messages of one topic partition that count: their sequence ID is above all earlier ones of their
-    producer.
+    """Finds the valid messages of one topic partition. A message is valid if its sequence ID is above all earlier IDs
+    of its producer.
 
-    That is the sidecar's own rule. So the first copy of (producer, sequence ID) counts. A message that comes late,
-    after a higher ID of its producer, does not. `watermarks` are the highest IDs before the first batch. Batches come
-    in the log's order, none twice. Exact; holds about 150 bytes a producer.
+    This is the same rule as in the sidecar. So the first copy of (producer, sequence ID) is valid. A late message,
+    after a higher ID of its producer, is not valid. `watermarks` are the highest IDs before the first batch. Batches
+    must be passed in the log's order, each once. The result is exact. Needs about 150 bytes of memory for each
+    producer.
     """
 
     def __init__(self, watermarks: Mapping[str, int]) -> None:
@@ -32,9 +33,9 @@ class Deduplicator:
         self._before = self._highest.copy()
 
     def keep(self, stored: StoredBatch) -> Int64s | None:
-        """Return the rows that count, in ascending order, possibly none; None if all count.
+        """Return the valid rows in ascending order, possibly none; None if all rows are valid.
 
-        Raises INVALID_OPTION if they have deduplication IDs instead of producers.
+        Raises INVALID_OPTION if the messages have deduplication IDs instead of producers.
         """
         batch = stored.batch
         if batch.deduplication_ids:
@@ -71,7 +72,7 @@ class Deduplicator:
 
 
 def has_no_producers(topic: str) -> SeqdedupeError:
-    """Return why --deduplicate is refused for a topic of deduplication IDs."""
+    """Return the reason why --deduplicate is refused for a topic of deduplication IDs."""
     return error(
         "INVALID_OPTION",
         f"deduplicate: {topic} has deduplication IDs, but --deduplicate compares producers' sequence IDs",
@@ -81,7 +82,7 @@ def has_no_producers(topic: str) -> SeqdedupeError:
 
 
 class NumberedProducers:
-    """Numbers producers from 0, in the order in which their names first come."""
+    """Assigns numbers to producers from 0, in the order in which their names first occur."""
 
     def __init__(self, names: Iterable[bytes] = ()) -> None:
         self._number_of = {name: number for number, name in enumerate(names)}

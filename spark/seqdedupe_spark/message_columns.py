@@ -64,15 +64,15 @@ SCHEMA = pa.schema(
         "__deduplicationId": pa.binary(),
     }
 )
-"""The columns, with the names of the Pulsar connector where it has them."""
+"""The columns. Where the Pulsar connector has the same column, the name is the same."""
 
 OF_PULSAR = pa.schema({"__keyBytes": pa.binary(), "__orderingKey": pa.binary(), "__schemaVersion": pa.int64()})
-"""More columns, on request. Tables that were made without them still take the rows."""
+"""Additional columns, on request. Tables that were created without these columns still accept the rows."""
 
 _PROPERTIES = SCHEMA.field("__messageProperties").type
 
 _MAX_TIME_MS = (2**63 - 1) // 1000
-"""The last millisecond that microseconds in 64 bits hold; its negative is the first."""
+"""The last millisecond that can be expressed as microseconds in 64 bits; its negative is the first."""
 
 _ID = np.dtype([("tag1", "u1"), ("ledger", "<i8"), ("tag2", "u1"), ("entry", "<i8"), ("tail", "u1", 2)])
 """The encoding of a message ID that follows from the index: ledger, entry (omitted if it is 0), batch index -1."""
@@ -86,7 +86,7 @@ def plain(schema: pa.Schema) -> pa.Schema:
 
 
 def columns_of(with_pulsars: bool, with_plain_names: bool) -> pa.Schema:
-    """Return the columns that a user asks for."""
+    """Return the columns for these two options of the user."""
     schema = pa.schema([*SCHEMA, *OF_PULSAR]) if with_pulsars else SCHEMA
     return plain(schema) if with_plain_names else schema
 
@@ -101,10 +101,12 @@ def column_of(batch: pa.RecordBatch | pa.Table, name: str) -> Any:
 
 
 def to_arrow(stored: Sequence[StoredBatch], topic: str, schema: pa.Schema = SCHEMA) -> pa.RecordBatch:
-    """Return the rows of at least one stored batch of a topic (full name), all in one, with the columns of `schema`.
+    """Return the rows of at least one stored batch of a topic (full name), in one RecordBatch, with the columns of
+    `schema`.
 
-    `schema` has columns of SCHEMA and OF_PULSAR, or of `plain` of them, in any order. Nulls are: no payload or key, no
-    event time (0), and a time that microseconds in 64 bits do not hold. Values of a single batch are not copied.
+    `schema` contains columns of SCHEMA and OF_PULSAR, or of `plain` of them, in any order. A value is null if there is
+    no payload, key or event time (0), or if a time cannot be expressed as microseconds in 64 bits. Values of a single
+    batch are not copied.
     """
     rows = _Rows(stored, topic, np.array([len(one) for one in stored]))
     columns = [_MAKERS[_plain_name(field)](rows) for field in schema]
@@ -124,7 +126,7 @@ class _Rows:
 
     @property
     def have_indexes(self) -> bool:
-        """Whether a sidecar writes the topic."""
+        """Whether a sidecar writes the topic, so that its messages have indexes."""
         return self.stored[0].incarnation != STOCK
 
     @property

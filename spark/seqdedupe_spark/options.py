@@ -1,7 +1,8 @@
-"""The options of the data source and the sink: text from a user, checked, as one value that can be pickled.
+"""The options of the data source and of the sink: text from a user is checked and converted to one object, which can be
+pickled.
 
-Begin with `parse`, or with `parse_sink`. Places in topics, where to start or stop (`Place`), come before them, and
-`advice`, the error text for an unknown option.
+Begin with `parse`, or with `parse_sink`. Before them come the places in topics at which reading starts or stops
+(`Place`), and `advice`, the error text for an unknown option.
 """
 
 import difflib
@@ -35,34 +36,36 @@ _PARTITION = re.compile(r"\d{1,9}", re.ASCII)
 
 @dataclass(frozen=True)
 class Time:
-    """The place of a publish time in a topic: before the first message published then or later, or at the end of the
-    topic at the time of the question."""
+    """The place of a publish time in a topic: before the first message published at or after this time. If there is no
+    such message, the place is the end of the topic when the place is resolved."""
 
     milliseconds: int
 
 
 End = Literal["earliest", "latest"]
 PlaceInTopic = Position | int | End | Time
-"""A number is the index of the first message to read, or of the first one not to read."""
+"""A place in a topic. A number is an index: of the first message to read, or for an end, of the first message not to
+read."""
 Place = End | Time | Mapping[str, PlaceInTopic]
 """Where to start or stop in each topic. Topics in the mapping have full names."""
 
 
 def offsets(text: str, words: tuple[End, ...]) -> Place:
-    """Return one of the words, or the places from JSON, for every topic. Raises ValueError, INVALID_POSITION."""
+    """Return one of the words, or a place for every topic from JSON. Raises ValueError, INVALID_POSITION."""
     forms = f'{" or ".join(words)}, or JSON, as {{"topic": "message ID"}} or {{"topic": index}}'
     return _word(text, words) or _by_topic(text, forms, lambda name, value: _offset(name, value, words))
 
 
 def times(text: str) -> Place:
-    """Return milliseconds since 1970, or such a number for every topic, from JSON. Raises ValueError."""
+    """Return a time in milliseconds since 1970, or a time for every topic from JSON. Raises ValueError."""
     if re.fullmatch(r"[-+\w.]+", text):
         return Time(number(text, 0))
     return _by_topic(text, 'milliseconds since 1970, or JSON, as {"topic": milliseconds}', _time)
 
 
 def check_order(starting: Place | None, ending: Place | None) -> None:
-    """Raise INVALID_OPTION if a time is after the time of the end. Other places are checked with the topics."""
+    """Raise INVALID_OPTION if the starting time is after the ending time. Other places are checked together with the
+    topics."""
     for name in {*_names(starting), *_names(ending)} or {""}:
         first, last = _in_topic(starting, name), _in_topic(ending, name)
         if isinstance(first, Time) and isinstance(last, Time) and first.milliseconds > last.milliseconds:
@@ -90,8 +93,8 @@ def _word(text: str, words: tuple[End, ...]) -> End | None:
 
 
 def _by_topic(text: str, forms: str, place: Callable[[str, object], T]) -> dict[str, T]:
-    """Return a place for every topic, from JSON. As in Kafka's connector, a topic may have a mapping from the numbers
-    of its partitions to places. Topics in the result have their full names."""
+    """Return a place for every topic, from JSON. As in Kafka's connector, the value of a topic may be a mapping from
+    partition numbers to places. The result contains full topic names."""
     try:
         given = json.loads(text, object_pairs_hook=tuple)
     except (ValueError, RecursionError) as e:
@@ -121,7 +124,7 @@ def _offset(name: str, value: object, words: tuple[End, ...]) -> PlaceInTopic:
         return _word(value, words) or stock.parse(value)
     if _is_number(value):
         return value
-    # An index that was counted wrongly must not become Kafka's -1, the end: the missing messages would go unnoticed.
+    # A miscalculated negative index must not be read as Kafka's -1, the end: nobody would notice the missing messages.
     hint = '; Kafka\'s -1 is "latest" here, its -2 "earliest"' if value in (-1, -2) else ""
     raise ValueError(f"the value for {name} is neither an index from 0 up nor a text{hint}")
 
@@ -152,7 +155,7 @@ _ELSEWHERE = {
     "subscribe": "topics",
     "subscribepattern": "topicsPattern",
 }
-"""The options of other connectors, with the option here that has the same meaning."""
+"""The options of other connectors, each with the option of this data source that has the same meaning."""
 
 _NOBODY = "positions are in the query's checkpoint, not in a consumer group or subscription: omit it"
 _WAITS = "a reader waits and resumes automatically: omit it"
@@ -170,7 +173,7 @@ _MEANINGLESS = {
     "subscriptiontype": _NOBODY,
     "waitingfornonexistedtopic": "topics must exist, but those of a topicsPattern may come later: omit it",
 }
-"""The options that have no meaning here, and the reason."""
+"""The options that have no meaning here, each with the reason."""
 
 _FOREIGN = {
     "kafka.": "it is an option of Kafka's clients: set service.url, authParams and the tls… files instead",
@@ -178,7 +181,7 @@ _FOREIGN = {
     "pulsar.producer.": "it is an option of Pulsar's connector: the client decides about batches and their times",
     "pulsar.reader.": "it is an option of Pulsar's connector: omit it",
 }
-"""The same for all options with this prefix."""
+"""Prefixes of options that have no meaning here, each with the reason."""
 
 
 def advice(name: str, names: Sequence[str]) -> str:
@@ -227,7 +230,7 @@ NAMES = (
     "pulsar.client.tlsAllowInsecureConnection",
     "pulsar.client.tlsHostnameVerificationEnable",
 )
-"""All options. Spark does not keep the case of their names."""
+"""All options. Spark does not preserve upper and lower case in their names."""
 
 _OF_TABLE = "option."
 """The prefix that Spark puts before the options of CREATE TABLE, which it passes together with its own properties."""
@@ -256,8 +259,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Least:
-    """The least that is worth a trigger: this number of messages, or any messages after this delay since the last
-    trigger."""
+    """The minimum for a trigger: this number of messages, or any messages after this delay since the last trigger."""
 
     messages: int
     delay_seconds: float
@@ -265,7 +267,7 @@ class Least:
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """The most that is taken at once, of all topics together. None: no limit."""
+    """The maximum that is read at once, for all topics together. None: no limit."""
 
     messages: int | None = None
     size_bytes: int | None = None
@@ -276,7 +278,7 @@ NO_LIMITS = ReadLimits()
 
 @dataclass(frozen=True)
 class Options:
-    """The user's options, or the defaults. `starting` and `ending` are None if they were not given."""
+    """The user's options, or their defaults. `starting` and `ending` are None if they were not given."""
 
     selection: Selection
     service: Service = DEFAULT_ADDRESS
@@ -293,8 +295,8 @@ class Options:
 
 
 def parse(options: Mapping[str, str]) -> Options:
-    """Return the options, with names in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong
-    one."""
+    """Return the options. Upper and lower case of their names are ignored. Raises ConfigurationError (INVALID_OPTION)
+    that names the invalid option."""
     given = Given(options)
     limits = ReadLimits(
         given.take("maxOffsetsPerTrigger", _count, None), given.take("maxBytesPerTrigger", _count, None)
@@ -368,11 +370,12 @@ FILE_OPTIONS = {
     "tls_certificate_file": "tlsCertificateFilePath",
     "tls_key_file": "tlsKeyFilePath",
 }
-"""The data source's options for the credential files of a sidecar, by the names of a command's options."""
+"""The data source's options for a sidecar's credential files. The keys are the names of the same options in a
+command."""
 
 
 def file_options() -> dict[str, str]:
-    """Return the options for the files that were given to the running command."""
+    """Return the options for the credential files that were given to the running command."""
     # Only commands need click, and tasks read options too.
     from seqdedupe.sidecar_options import told_files
 
@@ -383,12 +386,12 @@ def file_options() -> dict[str, str]:
 
 
 def url_of(path: str | os.PathLike[str]) -> str:
-    """Return the URL of a file. A relative path begins at this process's working directory."""
+    """Return the URL of a file. A relative path is relative to the working directory of this process."""
     return Path(path).absolute().as_uri()
 
 
 def of_table(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the options of `CREATE TABLE … USING seqdedupe OPTIONS (…)`, if these are the options of a table."""
+    """Return the options of `CREATE TABLE … USING seqdedupe OPTIONS (…)`, if `given` are the options of a table."""
     return {name.removeprefix(_OF_TABLE): value for name, value in given.items() if name.startswith(_OF_TABLE)}
 
 
@@ -429,7 +432,7 @@ def address(text: str) -> str:
 
 
 class Given:
-    """The user's options by name. It raises INVALID_OPTION for other names than `names`."""
+    """The user's options by name. Raises INVALID_OPTION for a name that is not in `names`."""
 
     def __init__(self, options: Mapping[str, str], names: Sequence[str] = NAMES) -> None:
         said = {name.lower(): str(value) for name, value in options.items()}
@@ -446,11 +449,11 @@ class Given:
         return said[0] if said else None
 
     def first_of(self, *beginnings: str) -> str | None:
-        """Return an option that was given and whose name begins with one of these; None if there is none."""
+        """Return an option that was given and whose name begins with one of these prefixes; None if there is none."""
         return next((name for name in NAMES if name.lower() in self._values and name.startswith(beginnings)), None)
 
     def take(self, name: str, convert: Callable[[str], T], default: T) -> T:
-        """Return the value. `convert` raises ValueError with the problem."""
+        """Return the value of an option. `convert` raises ValueError, whose text describes the problem."""
         text = self._values.get(name.lower())
         if text is None:
             return default
@@ -537,11 +540,11 @@ SINK_NAMES = (
     "tlsCertificateFilePath",
     "tlsKeyFilePath",
 )
-"""All options. The checkpoint's option is Spark's own: Spark shows it to sinks if a query has it. For a write in
-`foreachBatch` the user passes it."""
+"""All options of the sink. The checkpoint's option belongs to Spark: Spark passes it to the sink if a query has a
+checkpoint. For a write in `foreachBatch` the user passes it."""
 
 _SPARK = ("queryName", "asyncProgressTrackingEnabled", "asyncProgressTrackingCheckpointIntervalMs")
-"""The options of a query for Spark, which Spark passes on to the sink."""
+"""The query options that are for Spark itself, and that Spark also passes to the sink."""
 
 
 @dataclass(frozen=True)
@@ -550,14 +553,14 @@ class SinkOptions:
 
     service: str | SidecarService
     topic: str | None = None
-    """The full name of the topic. None: the column `__topic` has it for each row."""
+    """The full name of the topic. None: the column `__topic` contains the topic of each row."""
     fail_on_forgotten_ids: bool = True
     checkpoint: str | None = None
 
 
 def parse_sink(options: Mapping[str, str]) -> SinkOptions:
-    """Return the options, with names in any case. Raises ConfigurationError (INVALID_OPTION) that names the wrong
-    one."""
+    """Return the options. Upper and lower case of their names are ignored. Raises ConfigurationError (INVALID_OPTION)
+    that names the invalid option."""
     of_spark = {name.lower() for name in _SPARK}
     given = Given({name: value for name, value in options.items() if name.lower() not in of_spark}, SINK_NAMES)
     return SinkOptions(

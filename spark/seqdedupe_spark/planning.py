@@ -1,4 +1,4 @@
-"""The topics to read: where they start and end, what was lost, and the ranges of a batch with its limits."""
+"""Plans what to read: the topics, their starts and ends, lost data, and the ranges of a batch within its limits."""
 
 import logging
 import math
@@ -23,6 +23,7 @@ from seqdedupe.errors import (
 from seqdedupe.message_id import Position
 from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 from seqdedupe_spark import cluster, stock
 from seqdedupe_spark.options import NO_LIMITS, Place, PlaceInTopic, ReadLimits, Selection, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, TopicRange, cut, partition_of, shares
@@ -32,18 +33,18 @@ from seqdedupe_spark.stock import StockEnds
 # -- The reasons why a topic cannot be read on after a position.
 
 Ends = TopicEnds | StockEnds
-"""The ends of a topic: one with indexes, or one that no sidecar writes."""
+"""The ends of a topic: of a topic with indexes, or of a topic that no sidecar writes."""
 
 _GO_ON = "To continue with what is left, set failOnDataLoss to false (a reader job: --no-fail-on-data-loss)."
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The reason why a topic cannot be read on after a position.
+    """The reason why reading a topic cannot continue after a position.
 
-    `next` is the position after which to continue with the messages left. It is None if the topic is gone, or if
-    reading would go back: a topic that ends before the position counts up to it again, with other messages at the same
-    indexes.
+    `next` is the position after which reading can continue with the messages that are still stored. It is None if the
+    topic does not exist, or if reading would go back: a topic that ends before the position will reach the position
+    again, with other messages at the same indexes.
     """
 
     topic: str
@@ -53,21 +54,21 @@ class Loss:
 
     @property
     def may_be_accepted(self) -> bool:
-        """Whether `failOnDataLoss=false` allows to go on. It does not allow to go back."""
+        """Whether `failOnDataLoss=false` allows reading to continue. It never allows reading to go back."""
         return self.next is not None or self.reason == "TOPIC_NOT_FOUND"
 
     def error(self) -> SeqdedupeError:
-        """Return the error to raise if nothing may be lost."""
+        """Return the error to raise if data loss is not accepted."""
         return error(self.reason, self.message, hint=_GO_ON if self.may_be_accepted else None, topic=self.topic)
 
 
 def earliest(topic_ends: Ends) -> Position:
-    """Return the position before the first message that is left."""
+    """Return the position before the first message that is still stored."""
     return Position.before(topic_ends.last.incarnation, topic_ends.first_index)
 
 
 def find_loss(topic: str, position: Position, found: Ends | None) -> Loss | None:
-    """Return why a topic with these ends cannot be read on after a position; None if it can."""
+    """Return the reason why reading a topic with these ends cannot continue after a position; None if it can."""
     if found is None:
         message = f"{topic} was deleted: its messages after index {position.index} are gone"
         return Loss(topic, None, "TOPIC_NOT_FOUND", message)
@@ -89,7 +90,9 @@ def find_loss(topic: str, position: Position, found: Ends | None) -> Loss | None
         return Loss(topic, None, "POSITION_DIVERGED", message)
     if position.index + 1 < first:
         gone = first - position.index - 1
-        message = f"{topic} has lost {gone} messages to retention: indexes {position.index + 1} to {first - 1}"
+        message = (
+            f"{topic} has lost {counted(gone, 'message')} to retention: indexes {position.index + 1} to {first - 1}"
+        )
         return Loss(topic, earliest(found), "POSITION_TRIMMED", message)
     return None
 
@@ -117,16 +120,18 @@ def _find_loss_of_entries(topic: str, position: Position, found: StockEnds) -> L
 # -- Waiting for a sidecar that is away, and the clients for planning.
 
 PATIENCE_SECONDS = 30.0
-"""The time for which a sidecar that cannot be reached is asked again. There is no limit for one that recovers."""
+"""If a sidecar cannot be reached, it is asked again for this time. For a sidecar that is recovering there is no
+limit."""
 
 SUBSCRIPTION_PREFIX = "seqdedupe-job-"
 """The prefix of a job's name in the name of its durable subscription."""
 
 SAY_SECONDS = 60.0
-"""The time between two log lines about a wait. The first one comes after a twelfth of it."""
+"""The time between two log lines about a wait. The first line is logged after a twelfth of this time."""
 
 _said: dict[str, float] = {}
-"""The time of the last such line in this process, by reason: waits follow each other while a sidecar is away."""
+"""By reason: the time of the last such log line in this process. While a sidecar is unavailable, many waits follow each
+other."""
 
 _NAMESPACE = re.compile(r"persistent://([\w.=\-]+/[\w.=\-]+)/")
 """The beginning of a pattern for full names."""
@@ -159,14 +164,14 @@ class PlanningClient(Protocol):
 
 @runtime_checkable
 class Holder(Protocol):
-    """A client of a cluster, with the subscription of a job."""
+    """A client of a cluster that uses the subscription of a job."""
 
     def subscribe(self, topic: str) -> None: ...
     def keep_from(self, topic: str, position: Position) -> None: ...
 
 
 class WaitingLine:
-    """Logs, from time to time, the reason of a wait."""
+    """Logs the reason of a wait, at intervals."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -184,8 +189,8 @@ class WaitingLine:
 def patiently(
     call: Callable[[], T], seconds: float = PATIENCE_SECONDS, should_stop: Callable[[], bool] = lambda: False
 ) -> T:
-    """Call until there is an answer. Raises UnavailableError if there is none for this time. The time does not count
-    while a topic recovers. If `should_stop` returns true, this raises the last error."""
+    """Repeat the call until it returns. Raises UnavailableError if it does not succeed within this time. While a topic
+    recovers, the time does not count. If `should_stop` returns true, raise the last error."""
     backoff, waiting = Backoff(0.02, 1.0), WaitingLine()
     until = time.monotonic() + seconds
     while True:
@@ -202,12 +207,12 @@ def patiently(
 
 
 def of_job(service: Service, job: str) -> Service:
-    """Return the service for a job, which has a separate subscription in a cluster."""
+    """Return the service for a job. In a cluster the job has a separate subscription."""
     return replace(service, subscription=SUBSCRIPTION_PREFIX + job) if isinstance(service, PulsarCluster) else service
 
 
 def open_client(service: Service, selection: Selection, *, may_lose: bool = False) -> PlanningClient:
-    """Return a client for planning the selection. `may_lose` allows topics that no sidecar writes without a
+    """Return a client for planning the selection. With `may_lose`, topics that no sidecar writes may be read without a
     subscription.
 
     Raises INVALID_CONFIGURATION if packages for reading from brokers are missing.
@@ -239,10 +244,10 @@ def open_client(service: Service, selection: Selection, *, may_lose: bool = Fals
 
 
 class TopicListing:
-    """The topics of a sidecar and their ends at one moment, by one call per 1,000 topics.
+    """The topics of a sidecar and their ends at one moment, read with one call for every 1,000 topics.
 
-    Only the owner of a topic knows its end, once it has recovered. For topics that are not served here yet, and
-    topics that a position does not fit, this asks separately, and waits.
+    Only the owner of a topic knows the topic's end, and only after recovery. For topics that the sidecar does not serve
+    yet, and for topics that do not fit a position, the listing makes separate calls, and waits.
     """
 
     def __init__(self, client: PlanningClient, should_stop: Callable[[], bool] = lambda: False) -> None:
@@ -253,17 +258,18 @@ class TopicListing:
         self._topics = {topic.name: topic for topic in listed if not topic.partitions}
         self._counts = {topic.name: topic.partitions for topic in listed if topic.partitions}
         self._stock: dict[str, StockEnds] = {}
-        """The stored entries of topics that no sidecar writes, as of the last question."""
+        """The stored entries of topics that no sidecar writes, as of the last request."""
 
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, should_stop=self._should_stop)
 
     def select(self, selection: Selection, known: Iterable[str] = ()) -> list[str]:
-        """Return the full names of the selected topics. A name without its own topic stands for its partitions.
+        """Return the full names of the selected topics. If there is no topic of a selected name, the name stands for
+        the partitions of a partitioned topic.
 
         A pattern matches whole names, full or short, with or without `-partition-3`; it may match none. Topics that are
-        `known` are being read already, and count as there. If a name stood for such partitions, it still does after a
-        topic of that name appears. Raises NotFoundError if a named topic, or a partition of one, is missing.
+        `known` are already being read, and count as existing. If a name stood for such partitions, it still does after
+        a topic with that name is created. Raises NotFoundError if a named topic, or a partition of it, is missing.
         """
         known = set(known)
         there = self._topics.keys() | known
@@ -288,11 +294,11 @@ class TopicListing:
             if name in selection.names or (selection.pattern is not None and _matches(selection.pattern, name)):
                 parts = {partition_name(name, k) for k in range(count)}
                 if missing := parts.difference(there):
-                    why = f"the topic {name} has {count} partitions, but {min(missing)} does not exist"
+                    why = f"the topic {name} has {counted(count, 'partition')}, but {min(missing)} does not exist"
                     raise error("TOPIC_NOT_FOUND", why, topic=name)
 
     def ends(self, topic: str) -> Ends | None:
-        """Return the ends of the topic; None if it is not there. Raises UnavailableError."""
+        """Return the ends of the topic; None if the topic does not exist. Raises UnavailableError."""
         if topic in self._stock:
             return self._stock[topic]
         found = self._topics.get(topic)
@@ -305,14 +311,14 @@ class TopicListing:
         return self._topics[topic].policy.deduplication_enabled
 
     def is_by_id(self, topic: str) -> bool | None:
-        """Whether it is a topic of deduplication IDs; None if that is not known (yet)."""
+        """Return whether the topic is a topic of deduplication IDs; None if that is not known yet."""
         found = self._topics.get(topic)
         if found is None or found.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED:
             return None
         return found.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
 
     def ends_now(self, topic: str) -> Ends | None:
-        """Return the same, asked for at this moment."""
+        """Return the current ends of the topic, with a new request."""
         self._stock.pop(topic, None)
         try:
             found = self._patiently(lambda: self._client.ends(topic))
@@ -323,8 +329,9 @@ class TopicListing:
         return found
 
     def hold(self, topic: str, position: Position | None = None) -> bool:
-        """Make the job's subscription keep a topic that no sidecar writes: all of it, or the entry of a position and
-        all after it. Return whether there was no subscription: then messages may be gone since this was listed."""
+        """Make the job's subscription keep the messages of a topic that no sidecar writes: all messages, or the entry
+        of a position and all later entries. Return whether the subscription was missing: then messages may have been
+        lost since the topic was listed."""
         client = self._client
         if not isinstance(client, Holder) or not isinstance(found := self.ends(topic), StockEnds):
             return False
@@ -337,8 +344,8 @@ class TopicListing:
         return is_new
 
     def find_loss(self, topic: str, position: Position) -> Loss | None:
-        """Return why the topic cannot be read on after this position; None if it can."""
-        # The process that moved the position may have seen a later end than the listing.
+        """Return the reason why reading the topic cannot continue after this position; None if it can."""
+        # The process that moved the position may have seen a later end than this listing.
         if find_loss(topic, position, self.ends(topic)) is None:
             return None
         found = self.ends_now(topic)
@@ -348,16 +355,16 @@ class TopicListing:
         return find_loss(topic, position, found)
 
     def look(self, topic: str, position: Position) -> Position | Loss:
-        """Return the topic's last position; or why it cannot be read on after this one."""
+        """Return the topic's last position, or the reason why reading cannot continue after this position."""
         loss = self.find_loss(topic, position)
         return loss or self.ends(topic).last  # type: ignore[union-attr]  # deleted is a loss
 
     def resolve(self, names: Iterable[str], place: Place, option: str) -> dict[str, Position]:
-        """Return the positions of a place in these topics.
+        """Convert a place to a position in each of these topics.
 
-        In a mapping, the name of a partitioned topic stands for the partitions that are not in the mapping themselves.
-        Raises ConfigurationError (INVALID_OPTION) unless the mapping has exactly these topics, NotFoundError for a
-        topic that is not there, PositionError for an index after a topic's end.
+        In a mapping, the name of a partitioned topic stands for those of its partitions that are not in the mapping.
+        Raises ConfigurationError (INVALID_OPTION) unless the mapping contains exactly these topics, NotFoundError for a
+        topic that does not exist, PositionError for an index after a topic's end.
         """
         names = list(names)
         if isinstance(place, Mapping):
@@ -403,7 +410,7 @@ class TopicListing:
     def plan(self, starts: Mapping[str, Position], limits: ReadLimits = NO_LIMITS) -> list[TopicRange]:
         """Return the ranges to read after each start, within the limits. A topic without new messages has no range.
 
-        Raises PositionError or NotFoundError where `look` finds a loss, UnavailableError after PATIENCE_SECONDS.
+        Raises PositionError or NotFoundError if `look` finds a loss, and UnavailableError after PATIENCE_SECONDS.
         """
         ranges = []
         for topic, start in starts.items():
@@ -414,15 +421,15 @@ class TopicListing:
         return self.within(ranges, limits)
 
     def range(self, topic: str, start: Position, end: Position) -> TopicRange:
-        """Return the range between positions that were looked at."""
+        """Return the range between two positions that were checked before."""
         found = self._stock.get(topic)
         return TopicRange(topic, start, end, None if found is None else found.count(start, end))
 
     def within(self, ranges: Iterable[TopicRange], limits: ReadLimits) -> list[TopicRange]:
-        """Return the beginnings of the ranges that are not empty, within the limits.
+        """Return the first parts of the ranges that are not empty, within the limits.
 
-        A limit is shared in proportion to the number of messages. Each range keeps at least one message, even if that
-        is more than the limit. The limit in bytes is approximate.
+        A limit is divided in proportion to the number of messages. Each range keeps at least one message, even if the
+        total then exceeds the limit. The limit in bytes is approximate.
         """
         ranges = [one for one in ranges if len(one)]
         there = counts = [len(one) for one in ranges]
@@ -444,17 +451,17 @@ class TopicListing:
         return TopicRange(one.topic, one.start, found.advanced(one.start, count), count)
 
     def _with_known_end(self, one: TopicRange) -> TopicRange:
-        """Return a cut range with a complete end position. Every history of the topic has a message at that index. A
-        position with only the index would be valid in any history."""
+        """Return a cut range with a complete end position. A position with only an index would be valid in any history
+        of the topic."""
         try:
             end = self._patiently(lambda: self._client.position_at(one.topic, one.end.index))
         except (DamagedError, NotFoundError, PositionError):
-            # The reader of the range gets the error, and the other topics' ranges are read.
+            # The reader of the range gets the error, and the ranges of other topics are read.
             return one
         return TopicRange(one.topic, one.start, end) if end.incarnation == one.incarnation else one
 
     def _log_bytes(self, ranges: Iterable[TopicRange]) -> float:
-        """Return the bytes of the topics on disk together. A topic that is not listed may have any amount."""
+        """Return the total size of the topics on disk. A topic that is not listed may have any size."""
         return sum(self._topics[one.topic].log_bytes if one.topic in self._topics else math.inf for one in ranges)
 
     def _messages_in(self, one: TopicRange, size_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Publishing of rows that have producer names and sequence IDs, each producer's in order: `publish`."""
+"""Publishes rows that have producer names and sequence IDs, in the order of each producer's IDs: `publish`."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from seqdedupe.client.pending import Verdict
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 from seqdedupe_spark.options import parse_sink
 from seqdedupe_spark.planning import patiently
 from seqdedupe_spark.service import SidecarService, sidecar_at
@@ -51,21 +52,25 @@ class Published:
 
     rows: int
     copies: int
-    """The number of rows at or below the highest sequence ID that the topic had of their producer: they are not
+    """The number of rows at or below the highest sequence ID that the topic had for their producer. These rows are not
     stored."""
 
 
 def publish(frame: DataFrame, topic: str | None = None, **options: str) -> Published:
-    """Publish rows to topics of sequence IDs, each producer's in the order of its IDs, in one session per name.
+    """Publish rows to topics of sequence IDs. The rows of each producer are published in the order of their IDs, in one
+    session for each name.
 
-    `frame` has `value`, `__producerName`, `__sequenceId`, and `__topic` unless `topic` is given for all rows. `__key`,
-    `__eventTime` and `__messageProperties` may be omitted; other columns are ignored. `options` are the options of the
-    sink, as `{"service.url": …}`. A task that is tried again sends its rows again: those are copies. Rows below the
-    highest ID of a producer are copies, too. So publish all rows of a name in one call, or in calls one after the other
-    with ascending IDs. Two calls with the same name at a time fence each other, and so do speculative tasks.
+    `frame` has the columns `value`, `__producerName`, `__sequenceId`, and `__topic` unless `topic` is given for all
+    rows. `__key`, `__eventTime` and `__messageProperties` may be omitted; other columns are ignored. `options` are the
+    options of the sink, as `{"service.url": …}`.
 
-    Raises ConfigurationError (INVALID_OPTION) for wrong columns or options, InvalidRequestError for rows that cannot be
-    sent (NOT_ASCENDING: an ID comes twice), FencedError, UnavailableError. A part of the rows may be published then.
+    A task that is repeated sends its rows again; these rows are copies. Rows below the highest ID of their producer are
+    copies, too. So publish all rows of a producer name in one call, or in consecutive calls with ascending IDs. Two
+    simultaneous calls with the same name fence each other, and so do speculative tasks.
+
+    Raises ConfigurationError (INVALID_OPTION) for invalid columns or options, InvalidRequestError for rows that cannot
+    be sent (NOT_ASCENDING: an ID occurs twice), FencedError, UnavailableError. After an error, some of the rows may be
+    published.
     """
     given = parse_sink(options if topic is None else {**options, "topic": topic})
     columns = _columns(frame, given.topic)
@@ -86,7 +91,7 @@ def publish(frame: DataFrame, topic: str | None = None, **options: str) -> Publi
 
 
 def _check_mode(client: blocking.Client, topic: str) -> None:
-    """Raise INVALID_OPTION for a topic of deduplication IDs. If the topic cannot be looked at now, the tasks
+    """Raise INVALID_OPTION for a topic of deduplication IDs. If the topic's mode cannot be determined now, the tasks
     check it."""
     try:
         mode = client.admin.topic(topic).deduplication_mode
@@ -150,16 +155,16 @@ def publish_sorted(service: str | SidecarService, batches: Iterable[pa.RecordBat
 
 
 def _by_producer(batch: pa.RecordBatch) -> Iterator[tuple[str, str, pa.RecordBatch]]:
-    """Yield neighbouring rows of one producer. Raises INVALID_REQUEST, INVALID_TOPIC_NAME, INVALID_NAME."""
+    """Yield adjacent rows of the same producer. Raises INVALID_REQUEST, INVALID_TOPIC_NAME, INVALID_NAME."""
     if not len(batch):
         return
     for name in _ORDER:
         if batch.column(name).null_count:
-            raise error("INVALID_REQUEST", f"{name} is null in {batch.column(name).null_count:,} rows")
+            raise error("INVALID_REQUEST", f"{name} is null in {counted(batch.column(name).null_count, 'row')}")
     if _ID in batch.schema.names and (given := len(batch) - batch.column(_ID).null_count):
         raise error(
             "INVALID_REQUEST",
-            f"{_ID} is set in {given:,} of {len(batch):,} rows, but publish identifies rows by sequence ID",
+            f"{_ID} is set in {given:,} of {counted(len(batch), 'row')}, but publish identifies rows by sequence ID",
             hint="Drop that column, or write the rows with format('seqdedupe') into a topic of deduplication IDs.",
         )
     topics, names = (batch.column(name).dictionary_encode() for name in _ORDER[:2])
@@ -213,7 +218,7 @@ class _Session:
         return producer
 
     def end(self) -> None:
-        """End the session when all is durable."""
+        """End the session when all of its rows are durable."""
         if self._producer is None:
             return
         self._producer.close()

@@ -1,4 +1,4 @@
-"""Reading of a topic's range, in the process that needs its messages."""
+"""Reads a topic's range, in the process that needs the messages."""
 
 import threading
 import time
@@ -23,16 +23,17 @@ MAX_BYTES = 4 * 1024 * 1024
 """Or until their payloads, keys and properties have this number of bytes."""
 
 PATIENCE_SECONDS = 30.0
-"""The time for which a new reader asks again while something else than a sidecar answers."""
+"""If a server that is not a sidecar answers, a new reader tries again for this time."""
 
 
 def read_stored(service: Service, range: TopicRange, timeout_seconds: float | None = None) -> Iterator[StoredBatch]:
-    """Yield all messages of a range in order, as the log stores them. The first and last batch are cut to the range.
+    """Yield all messages of a range in order, as the log stores them. The first and the last batch are cut to the
+    range.
 
-    After a lost connection it reads on automatically, without a time limit. With `timeout_seconds` it raises
-    UnavailableError when no message has come for that time. Raises NOT_A_SIDECAR if something else has answered from
-    the beginning, for PATIENCE_SECONDS; PositionError if messages of the range are trimmed or the topic was deleted and
-    created again; NotFoundError if it was deleted; DamagedError for damaged messages.
+    After a lost connection the reader continues automatically, without a time limit. With `timeout_seconds` it raises
+    UnavailableError if no message has arrived for that time. Raises NOT_A_SIDECAR if from the beginning another server
+    has answered for PATIENCE_SECONDS; PositionError if messages of the range are trimmed or the topic was recreated;
+    NotFoundError if the topic was deleted; DamagedError for damaged messages.
     """
     if not len(range):
         return
@@ -56,16 +57,16 @@ def read_stored(service: Service, range: TopicRange, timeout_seconds: float | No
 def message_id_at(
     service: Service, topic: str, incarnation: int, index: int, timeout_seconds: float | None = None
 ) -> MessageId:
-    """Return the ID of one message. This takes a read: in some logs the index does not show it. Raises as
-    `read_stored`."""
+    """Return the message ID of one message. The message must be read, because in some logs its ID does not follow from
+    the index. Raises the errors of `read_stored`."""
     one = TopicRange(topic, Position.before(incarnation, index), Position.before(incarnation, index + 1))
     [stored] = read_stored(service, one, timeout_seconds)
     return stored.message_id(0)
 
 
 def _next_batch(reader: blocking.Reader) -> StoredBatch | None:
-    """Return the next batch of a reader that may have to begin. The planner of the range has reached the sidecar. So an
-    answer of something else does not mean a wrong address, and is waited out."""
+    """Return the next batch of a reader that may not have begun yet. The planner of the range has reached the sidecar.
+    So if another server answers, the address is not wrong, and the reader waits."""
     backoff = Backoff(0.02, 1.0)
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -78,8 +79,7 @@ def _next_batch(reader: blocking.Reader) -> StoredBatch | None:
 
 
 def _until_silent(reader: blocking.Reader, range: TopicRange, timeout_seconds: float) -> Iterator[StoredBatch]:
-    """Yield the batches. If none has come for this time, a watcher closes the reader, which ends a call that waits in
-    it."""
+    """Yield the batches. If no batch arrives for this time, a watcher closes the reader, which ends a waiting call."""
     is_over = threading.Event()
     asked: float | None = None  # the time since which a batch is waited for
 
@@ -109,13 +109,13 @@ def _until_silent(reader: blocking.Reader, range: TopicRange, timeout_seconds: f
 def read_range(
     service: Service, range: TopicRange, schema: pa.Schema = SCHEMA, timeout_seconds: float | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the same as Arrow batches of about MAX_ROWS rows or MAX_BYTES, with the columns of `schema`."""
+    """Yield the same messages as Arrow batches of about MAX_ROWS rows or MAX_BYTES, with the columns of `schema`."""
     for stored in joined(read_stored(service, range, timeout_seconds)):
         yield to_arrow(stored, range.topic, schema)
 
 
 def joined(batches: Iterable[StoredBatch]) -> Iterator[list[StoredBatch]]:
-    """Yield batches in groups of about MAX_ROWS rows or MAX_BYTES, when the first limit is reached."""
+    """Yield the batches in groups of about MAX_ROWS rows or MAX_BYTES, as soon as one of these limits is reached."""
     group: list[StoredBatch] = []
     rows = size = 0
     for stored in batches:

@@ -23,7 +23,8 @@ def partition_of(topic: str) -> int:
 
 @dataclass(frozen=True)
 class TopicRange:
-    """The messages of one topic partition after `start`, up to and including `end`. Both have one incarnation.
+    """The messages of one topic (or partition) after `start`, up to and including `end`. Both positions have the same
+    incarnation.
 
     `topic` is the full name of the topic. Each partition of a partitioned topic is a separate topic.
     """
@@ -32,8 +33,8 @@ class TopicRange:
     start: Position
     end: Position
     entries: int | None = None
-    """The number of entries in a topic that no sidecar writes, as Pulsar stores them. They are counted instead of
-    messages. None if indexes give the number of messages."""
+    """The number of entries in a topic that no sidecar writes, as Pulsar stores them. In such a topic entries are
+    counted instead of messages. None if indexes determine the number of messages."""
 
     @property
     def partition(self) -> int:
@@ -49,7 +50,7 @@ class TopicRange:
 
     @property
     def stop_index(self) -> int:
-        """The index before which it ends."""
+        """The index before which the range ends."""
         return self.end.index + 1
 
     def __len__(self) -> int:
@@ -65,21 +66,21 @@ class TopicRange:
 # -- Sharing out ranges: a limit over topics, a topic over tasks, and many small ranges over few tasks.
 
 PACKED_MESSAGES = 10_000
-"""A task gets several ranges if they have no more messages together."""
+"""Several ranges share a task if they have at most this number of messages together."""
 
 PACKED_RANGES = 32
-"""The largest number of ranges for a task: messages may be large."""
+"""The maximum number of ranges for a task, because messages may be large."""
 
 
 def shares(there: list[int], limit: int) -> list[int]:
-    """Return the limit shared out in proportion to `there`, at least one each."""
+    """Return the shares of the limit, in proportion to `there`, at least 1 each."""
     rest, more = max(limit - len(there), 0), max(sum(there) - len(there), 1)
     return [1 + rest * (one - 1) // more for one in there]
 
 
 def split(ranges: list[TopicRange], parts: int, most: int | None = None) -> list[TopicRange]:
-    """Return the same messages in at least `parts` ranges, if there are enough messages, with at most `most` in each.
-    Each range is cut evenly. A range whose entries are counted stays whole."""
+    """Divide the ranges into at least `parts` ranges with the same messages, if there are enough messages, and with at
+    most `most` messages each. Each range is divided evenly. A range whose entries are counted is not divided."""
     messages = sum(len(one) for one in ranges)
 
     def pieces(one: TopicRange) -> int:
@@ -98,16 +99,19 @@ def split(ranges: list[TopicRange], parts: int, most: int | None = None) -> list
 
 
 def cut(whole: TopicRange, first: int, stop: int) -> TopicRange:
-    """Return the messages from the `first`-th to before the `stop`-th. Where it cuts, positions have only an index."""
+    """Return the messages from number `first` to before number `stop` of a range. Where the range is cut, positions
+    contain only an index."""
     start = Position.before(whole.incarnation, whole.first_index + first) if first else whole.start
     end = Position.before(whole.incarnation, whole.first_index + stop) if stop < len(whole) else whole.end
     return TopicRange(whole.topic, start, end)
 
 
 def packed(messages: list[int], least_parts: int = 1, most: int | None = None) -> list[range]:
-    """Return neighbouring ranges that one task takes. `messages` has the number of messages of each range.
+    """Return groups of adjacent ranges, one group for each task. `messages` contains the number of messages of each
+    range.
 
-    There are at least `least_parts` parts, if there are enough ranges and messages. A part has at most `most` messages.
+    There are at least `least_parts` groups, if there are enough ranges and messages. A group has at most `most`
+    messages.
     """
     most = max(min(PACKED_MESSAGES, sum(messages) // max(least_parts, 1), most or PACKED_MESSAGES), 1)
     parts: list[range] = []

@@ -23,6 +23,7 @@ from seqdedupe.errors import PositionError, UnavailableError, error
 from seqdedupe.names import topic_name
 from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
 from seqdedupe.sidecar_options import sidecar_options, told_credentials
+from seqdedupe.wording import counted
 from seqdedupe_spark import options
 from seqdedupe_spark.job.dead_letter_rows import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.positions import positions_of, reset_position
@@ -57,7 +58,7 @@ class Progress:
         """Show the progress. Call it after every round."""
         self._rows += done.written
         now = time.monotonic()
-        line = f"{self._rows:,} rows, {self._rate(now):,.0f} rows/s, lag {done.lag:,}"
+        line = f"{counted(self._rows, 'row')}, {self._rate(now):,.0f} rows/s, lag {done.lag:,}"
         if self._is_terminal:
             self._stream.write("\r" + line.ljust(self._width))
             self._width = len(line)
@@ -99,12 +100,12 @@ def text(total: Round, seconds: float) -> str:
     """Return the same for a person."""
     if not total.has_looked:
         return f"nothing was read in {seconds:.1f} s: the ends of the topics could not be determined"
-    dropped = f", {total.duplicates:,} duplicates dropped" if total.duplicates else ""
+    dropped = f", {counted(total.duplicates, 'duplicate')} dropped" if total.duplicates else ""
     if total.dead_letters:
-        dropped += f", {total.dead_letters:,} dead letters"
+        dropped += f", {counted(total.dead_letters, 'dead letter')}"
     return (
-        f"{total.read:,} messages read{dropped}, {total.written:,} rows written in {seconds:.1f} s; "
-        f"{total.lag:,} left to read in {len(total.standings)} topics"
+        f"{counted(total.read, 'message')} read{dropped}, {counted(total.written, 'row')} written in {seconds:.1f} s; "
+        f"{total.lag:,} left to read in {counted(len(total.standings), 'topic')}"
     )
 
 

@@ -1,6 +1,6 @@
-"""The server from which messages are read, with the credentials for it: a sidecar, or a cluster's brokers.
+"""The server from which messages are read, with its credentials: a sidecar, or a cluster's brokers.
 
-A `Service` travels to every task.
+Every task receives a `Service`.
 """
 
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from seqdedupe.client.credentials import Credentials
 
 @dataclass(frozen=True)
 class SidecarService:
-    """A sidecar, with files by their names in `Credentials`. The driver and each executor read their own files. If a
-    name is empty, the environment of each decides."""
+    """A sidecar, with credential files as in `Credentials`. The driver and each executor read the files on their own
+    machine. If a name is empty, the environment of each process determines the file."""
 
     address: str
     """One address, or several with commas between."""
@@ -34,7 +34,7 @@ class SidecarService:
 
 
 def sidecar_at(service: str | SidecarService) -> SidecarService:
-    """Return the sidecar. If only its address is given, the environment has the rest."""
+    """Return the sidecar. If only an address is given, the credentials come from the environment."""
     return SidecarService(service) if isinstance(service, str) else service
 
 
@@ -57,15 +57,16 @@ class PulsarCluster:
     authentication: str = ""
     """One of AUTHENTICATIONS; empty for none."""
     credentials: str = field(default="", repr=False)
-    """The credentials for that class: `token:…` or `file:///…`; JSON with `issuerUrl`, `privateKey` and `audience`."""
+    """The credentials for this class: `token:…` or `file:///…`; or JSON with `issuerUrl`, `privateKey` and
+    `audience`."""
     trust_certs_path: str = ""
     allows_insecure: bool = False
     verifies_hostname: bool = True
     subscription: str = ""
-    """The durable subscription of the job that reads. For it, Pulsar keeps the messages in topics that no sidecar
-    writes."""
+    """The durable subscription of the job. In topics that no sidecar writes, Pulsar keeps the messages for this
+    subscription."""
     tells_keys: bool = False
-    """Whether keys of topics that no sidecar writes are read exactly, which can take an admin call for each entry."""
+    """Whether keys of topics that no sidecar writes are read exactly, which may need an admin call for each entry."""
 
 
 Service = str | SidecarService | PulsarCluster

@@ -1,4 +1,4 @@
-"""The Spark session of a command: its start, and its errors in one line, also a worker's."""
+"""The Spark session of a command: its start, and errors as one line, including errors of workers."""
 
 import os
 import re
@@ -28,7 +28,8 @@ _TYPED_ERROR = re.compile(r"seqdedupe\.errors\.\w+: (.*) \[([A-Z_]+)\]")
 
 @contextmanager
 def typed_failures() -> Iterator[None]:
-    """Raise the `SeqdedupeError` that failed a task. Spark returns it only as the text of a traceback."""
+    """Raise the `SeqdedupeError` that caused a task to fail. Spark returns this error only as the text of a
+    traceback."""
     try:
         yield
     except PySparkException as e:
@@ -65,7 +66,8 @@ _JAVA_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
 
 
 def start_session(name: str, master: str | None = None) -> SparkSession:
-    """Return the session of spark-submit or of Spark Connect if there is one, else a new one on `master`.
+    """Return the session of spark-submit or of Spark Connect if there is one. Otherwise start a new session on
+    `master`.
 
     Raises INVALID_CONFIGURATION, before anything is started, if there is no Java. Workers on this machine can import
     modules of the current directory, and find the data source.

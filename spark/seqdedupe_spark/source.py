@@ -1,7 +1,8 @@
-"""The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream; and the sink.
+"""The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream. It also contains
+the sink.
 
-Begin with `SeqdedupeDataSource`, which Spark makes. Before it come the offsets that a streaming query keeps in its
-checkpoint. After it come its readers, and the delay of triggers.
+Begin with `SeqdedupeDataSource`, which Spark creates. Before it come the offsets that a streaming query stores in its
+checkpoint. After it come the readers, and the delay of triggers.
 """
 
 import logging
@@ -55,10 +56,10 @@ from seqdedupe_spark.sink.task import BatchWriter, Began, SinkTask, StreamWriter
 Offsets = dict[str, Any]
 
 _STARTS = "starts"
-"""The key for the starts. No topic has this name, because topics have full names."""
+"""The key for the starts. No topic has this name, because topics have full names here."""
 
 NOTHING_YET: Offsets = {_STARTS: None}
-"""The offset before the first batch. The start of that batch is in the batch's own offset."""
+"""The offset before the first batch. The start of the first batch is in the batch's own offset."""
 
 
 def as_texts(positions: Mapping[str, Position]) -> dict[str, str]:
@@ -66,21 +67,21 @@ def as_texts(positions: Mapping[str, Position]) -> dict[str, str]:
 
 
 def offset_after(before: Offsets, ends: Mapping[str, Position], starts: Mapping[str, Position]) -> Offsets:
-    """Return the offset of a batch after `before`. The batch reads up to these ends, and some topics for the first
-    time, from these starts. If nothing is new, return `before`: Spark then runs no batch."""
+    """Return the offset of a batch after `before`. The batch reads up to `ends`. It reads the topics in `starts` for
+    the first time, from these positions. If there is nothing new, return `before`: Spark then runs no batch."""
     if before != NOTHING_YET and not starts and ends == positions_in(before):
         return before
     return as_texts(ends) | ({_STARTS: as_texts(starts)} if starts else {})
 
 
 def positions_in(offset: Offsets) -> dict[str, Position]:
-    """Return the positions of a query in the topics that it has read. Raises INVALID_POSITION."""
+    """Return the query's positions in the topics that it has read. Raises INVALID_POSITION."""
     return _parsed({topic: text for topic, text in offset.items() if topic != _STARTS})
 
 
 def starts_in(before: Offsets, offset: Offsets) -> dict[str, Position]:
-    """Return where the batch between two offsets starts in its topics, as far as they have it. Raises
-    INVALID_POSITION."""
+    """Return the positions at which the batch between two offsets starts, for each topic for which the offsets contain
+    a start. Raises INVALID_POSITION."""
     return _parsed(offset.get(_STARTS) or {}) | positions_in(before)
 
 
@@ -95,7 +96,7 @@ def _parsed(texts: Mapping[str, str]) -> dict[str, Position]:
 NAME = "seqdedupe"
 
 _OPTIONS = "seqdedupe.options"
-"""A key in the metadata of a table's first column. Spark keeps no other part of CREATE TABLE for the reader."""
+"""A key in the metadata of a table's first column. Spark passes no other part of CREATE TABLE to the reader."""
 
 _log = logging.getLogger(__name__)
 
@@ -168,9 +169,10 @@ def _all_columns(options: Options) -> pa.Schema:
 
 
 def wanted_columns(schema: StructType, options: Options) -> pa.Schema:
-    """Return the columns that Spark expects for a schema: some of the columns, by name, with their own types.
+    """Return the columns that Spark expects for a schema: a selection of columns by name, with the types of this data
+    source.
 
-    Raises ConfigurationError (INVALID_OPTION) that names a column that is unknown or has another type.
+    Raises ConfigurationError (INVALID_OPTION) that names a column that is unknown or has a different type.
     """
     known = from_arrow_schema(_all_columns(options))
     if not schema.fields:
@@ -188,7 +190,7 @@ def wanted_columns(schema: StructType, options: Options) -> pa.Schema:
 
 
 class _Reading:
-    """The common part of both readers. It is pickled for every task, so it holds no connection."""
+    """The common part of both readers. It is pickled for every task, so it contains no connection."""
 
     def __init__(self, options: Options, schema: pa.Schema) -> None:
         self.options = options
@@ -202,7 +204,7 @@ class _Reading:
     def ranges(
         self, listing: TopicListing, starts: Mapping[str, Position], ends: Mapping[str, Position]
     ) -> list[TopicRange]:
-        """Return the ranges between positions, as far as the messages are there."""
+        """Return the ranges between the positions, as far as the messages are still stored."""
         ranges = []
         for topic, end in ends.items():
             start = starts[topic]
@@ -221,8 +223,8 @@ class _Reading:
         return split(ranges, self.options.min_partitions, self.options.max_records_per_partition)
 
     def _left(self, listing: TopicListing, topic: str, position: Position) -> Position | None:
-        """Return the position; after a loss that may be accepted, the position from which messages are left. None if
-        none are."""
+        """Return the position. After an accepted data loss, return the position from which messages are still stored;
+        None if there are none."""
         loss = listing.find_loss(topic, position)
         if loss is None:
             return position
@@ -236,7 +238,7 @@ class _Reading:
         return [InputPartition([ranges[number] for number in part]) for part in parts]
 
     def accept(self, loss: Loss) -> None:
-        """Report once what is skipped, if that is allowed; raise the loss otherwise."""
+        """If data loss is accepted, report once what is skipped. Otherwise raise the loss."""
         if self.options.fail_on_data_loss or not loss.may_be_accepted:
             raise loss.error()
         if loss.message not in self._told:
@@ -244,7 +246,7 @@ class _Reading:
             _log.warning("failOnDataLoss is false, so reading continues: %s", loss.message)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield the messages of a task's ranges. Spark gives None if there is no task."""
+        """Yield the messages of a task's ranges. If there is no task, Spark passes None."""
         ranges: list[TopicRange] = partition.value or []
         for one in ranges:
             if self.options.fail_on_data_loss:
@@ -253,7 +255,7 @@ class _Reading:
                 yield from self._read_what_is_left(one)
 
     def _read_what_is_left(self, range: TopicRange) -> Iterator[pa.RecordBatch]:
-        """Do the same, and skip messages that are lost during the read."""
+        """Yield the messages of a range, and skip messages that are lost during the read."""
         start: Position | None = range.start
         options = self.options
         while start is not None and start.incarnation == range.incarnation and start.index < range.end.index:
@@ -272,7 +274,7 @@ class _Reading:
 
 
 class BatchReader(_Reading, DataSourceReader):
-    """Reads all messages between two places, planned once."""
+    """Reads all messages between two places, which are resolved once."""
 
     def partitions(self) -> list[InputPartition]:
         options = self.options
@@ -288,15 +290,15 @@ class BatchReader(_Reading, DataSourceReader):
 
 @dataclass
 class Delaying:
-    """The delay of triggers. It is not in the checkpoint: after a restart, the first trigger of a query takes all that
-    is there."""
+    """The delay of triggers. The delay is not stored in the checkpoint: after a restart, the first trigger of a query
+    reads all existing messages."""
 
     least: Least
     taken_at_seconds: float = -math.inf
-    """The time when a trigger took messages last."""
+    """The time when a trigger last read messages."""
 
     def waits(self, messages: int, now_seconds: float) -> bool:
-        """Return whether a trigger leaves this number of messages for later. Otherwise note that it takes them."""
+        """Return whether a trigger postpones this number of messages. Otherwise note that the trigger reads them."""
         if messages < self.least.messages and now_seconds - self.taken_at_seconds < self.least.delay_seconds:
             return True
         if messages:
@@ -305,7 +307,7 @@ class Delaying:
 
 
 class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads from its position to the end, again and again. Its offsets are described above."""
+    """Reads from its position to the end, repeatedly. Its offsets are described above."""
 
     def __init__(self, options: Options, schema: pa.Schema) -> None:
         super().__init__(options, schema)
@@ -352,21 +354,21 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         return offset_after(start, ends | {range.topic: range.end for range in ranges}, new)
 
     def _starts_of_new(self, listing: TopicListing, names: list[str], start: Offsets) -> dict[str, Position]:
-        """Return where to start in topics that the query has not read yet. A topic found later begins at its earliest
-        message."""
+        """Return the starts in topics that the query has not read yet. A topic that is found later begins at its
+        earliest message."""
         place = (self.options.starting or "latest") if start == NOTHING_YET else "earliest"
         return listing.resolve(names, place, "startingOffsets")
 
     def _waits(self, messages: int) -> bool:
-        """Whether to leave this number for a later trigger. Not with `availableNow`: there may be no trigger with
-        more."""
+        """Return whether to postpone this number of messages to a later trigger. With `availableNow` this is never so,
+        because there may be no later trigger with more messages."""
         if self._delaying is None or self._stops is not None:
             return False
         return self._delaying.waits(messages, time.monotonic())
 
     def _stop(self, topic: str, end: Position) -> Position:
-        """Return the end at which to stop: with the trigger `availableNow`, the end of the topic when it was first
-        seen."""
+        """Return the end at which to stop. With the trigger `availableNow` this is the end that the topic had when it
+        was first seen."""
         if self._stops is None:
             return end
         stop = self._stops.get(topic)
@@ -385,8 +387,8 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
             return self.tasks(self.ranges(TopicListing(client), starts, ends))
 
     def _unsaid_start(self, topic: str, incarnation: int, start: Offsets) -> Position:
-        """Return the start of a topic in a batch that an older version planned without recording the start. It was the
-        earliest message, or what the options meant at that moment."""
+        """Return the start of a topic in a batch that an older version planned without recording the start. The start
+        was the earliest message, or the place that the options meant at that moment."""
         if start == NOTHING_YET and self.options.starting != "earliest":
             raise error(
                 "INVALID_POSITION",

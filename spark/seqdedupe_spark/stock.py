@@ -1,8 +1,9 @@
-"""Positions in topics that no sidecar writes: without indexes, a position is a place in Pulsar's log.
+"""Positions in topics that no sidecar writes. Messages there have no indexes, so a position is a place in Pulsar's log.
 
-Its incarnation is STOCK. Its index does not count messages, it orders places. `ledger << 31 | entry` is the place after
-all of an entry. An entry may hold several messages. If some of them are still to be read, the index is the index of the
-entry before, and the message ID is the last message read. `docs/guides/spark-pulsar.md` describes it.
+The incarnation of such a position is STOCK. Its index does not count messages, but orders places. `ledger << 31 |
+entry` is the place after the last message of an entry. An entry may contain several messages. If some of them are still
+to be read, the index is the index of the previous entry, and the message ID is the last message read.
+`docs/guides/spark-pulsar.md` describes these positions.
 """
 
 from dataclasses import dataclass, field
@@ -31,13 +32,14 @@ def index_of(entry: MessageId) -> int:
 
 
 def after(message_id: MessageId) -> Position:
-    """Return the position after this message; after all messages of its entry if it names none of them."""
+    """Return the position after this message. If the message ID does not select a message of its entry, return the
+    position after all messages of the entry."""
     is_whole = message_id.batch_index < 0
     return Position(STOCK, message_id, index_of(message_id) if is_whole else index_of(message_id) - 1)
 
 
 def before(entry: MessageId) -> Position:
-    """Return the position before this entry, which need not be there."""
+    """Return the position before this entry, which need not exist."""
     return Position(STOCK, None, index_of(entry) - 1)
 
 
@@ -50,7 +52,7 @@ def parse(text: str) -> Position:
 
 
 def given(position: Position) -> Position:
-    """Return the position in such a topic that a user means. The user may have given a message ID. Raises
+    """Return the position in such a topic that a user means by `position`. The user may have given a message ID. Raises
     INVALID_POSITION."""
     message_id = position.message_id
     if message_id is None:
@@ -65,13 +67,13 @@ def given(position: Position) -> Position:
 
 
 def entry_before(position: Position) -> MessageId:
-    """Return the last entry that was read to its end; entry -1 before the first entry of a ledger."""
+    """Return the last entry that was read completely; entry -1 before the first entry of a ledger."""
     ledger_id, entry_id = position.index >> _ENTRY_BITS, position.index & _NO_ENTRY
     return MessageId(ledger_id + 1, -1) if entry_id == _NO_ENTRY else MessageId(ledger_id, entry_id)
 
 
 def rows_read(position: Position) -> int:
-    """Return the number of messages read of the entry after that one."""
+    """Return the number of messages that were read of the entry after `entry_before`."""
     message_id = position.message_id
     return 0 if message_id is None else message_id.batch_index + 1
 
@@ -83,7 +85,7 @@ class StockBatch(StoredBatch):
     end: Position = field(default_factory=lambda: Position.start(STOCK))
     """The position after the last message."""
     key_bytes: Binary = field(default_factory=Binary)
-    """The keys as they were set. In `batch`, keys of bytes are in base64, and empty keys are none."""
+    """The keys as the producers set them. In `batch`, keys of bytes are in base64, and empty keys are omitted."""
     ordering_keys: Binary = field(default_factory=Binary)
     schema_versions: Int64s = field(default_factory=lambda: NO_INT64S)
     """-1 if there is none."""
@@ -98,12 +100,12 @@ class StockEnds:
 
     ledgers: Ledgers
     first_ledger: int
-    """The oldest ledger that is left; it may have no entry."""
+    """The oldest ledger that still exists; it may have no entry."""
     let_go: MessageId | None
-    """The last entry that the job's subscription does not need, -1 before a ledger's first entry. None: there is no
-    subscription."""
+    """The last entry that the job's subscription no longer needs; entry -1 before a ledger's first entry. None: there
+    is no subscription."""
     readable: int
-    """The number of entries for readers. Entries after them belong to a transaction that is not over."""
+    """The number of entries that readers receive. Entries after them belong to a transaction that has not ended."""
 
     @property
     def first_index(self) -> int:
@@ -112,16 +114,16 @@ class StockEnds:
 
     @property
     def last(self) -> Position:
-        """The position after the last entry that a reader gets."""
+        """The position after the last entry that a reader receives."""
         if not self.readable:
             return before(MessageId(self.first_ledger, 0))
         return after(self.ledgers.message_id(self.readable - 1))
 
     def entries_up_to(self, position: Position) -> int | None:
-        """Return the number of entries left before a position; None if some entries after it may be gone.
+        """Return the number of stored entries before a position; None if some entries after the position may be lost.
 
-        Pulsar removes only the oldest ledgers. So if the entry before the position is left, all entries after it are
-        left.
+        Pulsar removes only the oldest ledgers. So if the entry before the position still exists, all later entries
+        exist.
         """
         entry = entry_before(position)
         ordinal = self.ledgers.ordinal(entry)
@@ -132,8 +134,8 @@ class StockEnds:
         return None
 
     def _kept_from(self, ledger_id: int) -> bool:
-        """Return whether everything is left from the beginning of this ledger on. The ledger has no entry or is
-        gone."""
+        """Return whether everything from the beginning of this ledger on still exists. The ledger has no entry or was
+        removed."""
         if ledger_id >= self.first_ledger:
             return True
         # A ledger without entries goes when its topic is loaded again. A subscription that has released nothing shows
@@ -146,15 +148,16 @@ class StockEnds:
         return max((self.entries_up_to(end) or 0) - (self.entries_up_to(start) or 0), 0)
 
     def advanced(self, start: Position, entries: int) -> Position:
-        """Return the position this number of entries after another one. The entries are there."""
+        """Return the position that is this number of entries after `start`. The caller ensures that these entries
+        exist."""
         return after(self.ledgers.message_id((self.entries_up_to(start) or 0) + entries - 1))
 
     def entries_in(self, start: Position, size_bytes: int) -> int:
-        """Return the number of entries after a position that have about this number of bytes; at least one."""
+        """Return the number of entries after a position that have about this size; at least one."""
         first = self.entries_up_to(start) or 0
         return max(self.ledgers.after(first, size_bytes) - first, 1)
 
 
 def trimmed(topic: str, first_missing: str) -> SeqdedupeError:
-    """Return the error for messages after a position that are gone, or may be."""
+    """Return the error for messages after a position that are lost, or may be lost."""
     return error("POSITION_TRIMMED", f"{topic} has lost its messages {first_missing}")

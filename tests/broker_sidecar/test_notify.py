@@ -38,7 +38,7 @@ def test_it_is_told_that_it_serves_that_it_runs_and_that_it_stops(tmp_path: Path
         client = Client(one.address)
         client.epochs("t", "p")
         client.close()
-        told.until(lambda line: line == "STATUS=Serving: 1 of 1 topics ready")
+        told.until(lambda line: line == "STATUS=Serving: 1 of 1 topic ready")
         assert one.stop() == 0
         told.until(lambda line: line == "STOPPING=1")
         assert told.lines.count("READY=1") == 1
@@ -56,7 +56,7 @@ def test_while_it_recovers_it_is_not_ready_and_says_how_far_it_is(tmp_path: Path
         gate.close()
         started = threading.Thread(target=gate.start, args=(sidecar,))
         started.start()
-        told.until(lambda line: line == "STATUS=Recovering: 0 of 1 topics ready")
+        told.until(lambda line: line == "STATUS=Recovering: 0 of 1 topic ready")
         assert "READY=1" not in told.lines
         gate.open()
         told.until(is_ready)

@@ -64,7 +64,7 @@ async def test_it_is_logged_counted_and_shown_and_all_go_on(start_sidecar: Start
         assert (len(seen), reader.skipped) == (MESSAGES + 4, [range(HIT, HIT + 1)])
     shown = json.loads(show(sidecar, "--json"))
     assert (shown["state"], shown["damaged_places"], shown["damaged_messages"]) == ("SERVING", 1, 1)
-    assert "1 places of the log, 1 messages" in show(sidecar)
+    assert "1 place of the log, 1 message" in show(sidecar)
     sidecar.stop()
     [line] = errors(sidecar)
     assert f"indexes {HIT} to {HIT} cannot be read" in line

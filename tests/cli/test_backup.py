@@ -56,7 +56,7 @@ def run(sidecar: Sidecar, *arguments: object, status: int = 0) -> str:
 
 def test_made_checked_and_restored(sidecar: Sidecar, tmp_path: Path) -> None:
     backups = tmp_path / "backups"
-    assert run(sidecar, "backup", "one").startswith(f"{backups / 'one'}: 1 topics, ")
+    assert run(sidecar, "backup", "one").startswith(f"{backups / 'one'}: 1 topic, ")
     [part] = json.loads(run(sidecar, "backup", "two", "--json"))["parts"]
     assert part["directory"] == str(backups / "two")
     assert part["linked_bytes"] > 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from seqdedupe.cli import commands
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS
 from tests.cli.test_start import SHOW, SLOW
 
@@ -44,6 +45,24 @@ def test_names_of_commands_and_options_are_offered() -> None:
     assert offered("seqdedupe no-such-command x") == []
 
 
+def test_names_of_jobs_and_their_options_are_offered() -> None:
+    assert offered("seqdedupe job ") == ["audit", "bootstrap", "lag", "positions", "reset", "run"]
+    assert offered("seqdedupe job r") == ["reset", "run"]
+    assert "--table" in offered("seqdedupe job run --")
+    assert "--topics-pattern" in offered("seqdedupe job audit orders --")
+    assert offered("seqdedupe job run --tab") == ["--table"]
+    assert offered("seqdedupe job no-such-job x") == []
+    assert offered("seqdedupe job run --job ") == []
+
+
+def test_jobs_are_those_that_there_are() -> None:
+    reader_job = pytest.importorskip("seqdedupe_spark.reader_job")
+    for name, line in commands._JOBS.items():
+        if name not in commands._MODULES:
+            assert reader_job.cli.commands[name].short_help == line
+    assert set(commands._JOBS) == {*reader_job.cli.commands, *commands._MODULES}
+
+
 def test_names_of_profiles_are_offered(tmp_path: Path) -> None:
     (tmp_path / "seqdedupe").mkdir()
     (tmp_path / "seqdedupe" / "profiles.toml").write_text("[production]\n[staging]\n")
@@ -53,7 +72,8 @@ def test_names_of_profiles_are_offered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "is_slow"), [("seqdedupe re", False), ("seqdedupe ", False), ("seqdedupe read -", True)]
+    ("line", "is_slow"),
+    [("seqdedupe re", False), ("seqdedupe ", False), ("seqdedupe job ", False), ("seqdedupe read -", True)],
 )
 def test_names_of_commands_are_offered_without_what_commands_need(line: str, is_slow: bool) -> None:
     """The control: options are the command's, which is imported for them."""

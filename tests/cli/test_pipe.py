@@ -49,7 +49,7 @@ def test_a_function_of_the_current_folder(shared_sidecar: Sidecar, topic: str, t
     done = run(shared_sidecar, tmp_path, *pipe, "shouting:shout", "--json")
     assert json.loads(done.stdout) == {"inputs": 1, "outputs": 1, "outputs_again": 1}
     done = run(shared_sidecar, tmp_path, *pipe, "shouting:shout")
-    assert done.stdout == "1 messages read, 1 outputs sent, 1 of them held already\n"
+    assert done.stdout == "1 message read, 1 output sent, 1 of them held already\n"
     assert run(shared_sidecar, tmp_path, "read", f"{topic}-out").stdout == "ONE\nTWO\n"
     asyncio.run(publish(shared_sidecar, topic, [b"three", b"bad"]))
     failed = run(shared_sidecar, tmp_path, *pipe, "shouting:shout")
@@ -106,3 +106,33 @@ def test_cursors_are_listed_held_and_removed(shared_sidecar: Sidecar, topic: str
     assert found == {"name": "mailer", "position": position} | rest
     assert run(shared_sidecar, tmp_path, "cursors", topic, "--remove", "mailer", "--json").stdout == "[]\n"
     assert "[CURSOR_NOT_FOUND]" in run(shared_sidecar, tmp_path, "cursors", topic, "--remove", "mailer").stderr
+
+
+def test_the_lag_of_a_pipe_whose_messages_have_no_outputs_becomes_zero_with_a_cursor(
+    shared_sidecar: Sidecar, topic: str, tmp_path: Path
+) -> None:
+    (tmp_path / "shouting.py").write_text(
+        "def some(message):\n    return message if message.payload == b'yes' else None\n"
+    )
+    asyncio.run(publish(shared_sidecar, topic, [b"no", b"no"]))
+    pipe = ("pipe", topic, f"{topic}-out", "--name", "loud", "--cursor", "loud")
+
+    def lag() -> int:
+        done = run(shared_sidecar, tmp_path, *pipe, "--lag", "--json")
+        assert done.returncode == 0, done.stderr
+        return int(json.loads(done.stdout)["messages"])
+
+    def copy() -> str:
+        done = run(shared_sidecar, tmp_path, *pipe, "--function", "shouting:some")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert copy() == "2 messages read, 0 outputs sent\n"
+    assert lag() == 0
+    asyncio.run(publish(shared_sidecar, topic, [b"yes", b"no", b"no"]))
+    assert lag() == 3
+    assert copy() == "3 messages read, 1 output sent\n"
+    assert lag() == 0
+    # Without its cursor, only the outputs are known.
+    done = run(shared_sidecar, tmp_path, *pipe[:5], "--lag", "--json")
+    assert json.loads(done.stdout)["messages"] == 2

@@ -480,7 +480,7 @@ async def test_a_publishers_batch_that_breaks_each_connection_is_named(front: Fr
         await client.admin.create_topic(topic, deduplication_mode="deduplication-id")
         async with client.publisher(topic, delivery_timeout_seconds=None) as publisher:
             good = [asyncio.create_task(publisher.send(b"")) for _ in range(10)]
-            with pytest.raises(OutcomeUnknownError, match="a batch of 1 messages, of") as caught:
+            with pytest.raises(OutcomeUnknownError, match="a batch of 1 message, of") as caught:
                 await publisher.send(POISON)
             assert f"was alone on {MAX_BREAKS} connections in a row" in str(caught.value)
             assert "proxy" in caught.value.hint

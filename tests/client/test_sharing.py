@@ -441,7 +441,7 @@ async def test_a_limit_is_an_error_of_open(one_stream: Sidecar, monkeypatch: pyt
         producers = await opened(client, "t", 3)  # which are one stream
         monkeypatch.setattr("seqdedupe.client.producer_session.OPEN_TIMEOUT_SECONDS", 0.5)
         for one_too_many in (elsewhere.producer("t", "q"), client.producer("u", "q")):
-            with pytest.raises(UnavailableError, match="1 streams are open") as caught:
+            with pytest.raises(UnavailableError, match="1 stream is open") as caught:
                 await one_too_many.open()
             assert caught.value.reason == "TOO_MANY_STREAMS"
         assert await send_together(producers) == [0] * 3

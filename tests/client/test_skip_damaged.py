@@ -151,7 +151,7 @@ async def test_the_command_says_on_stderr_what_is_missing(shared_sidecar: Sideca
     assert status == 0
     assert out.splitlines() == [str(i) + "." * PADDING for i in OTHERS]
     full = f"persistent://public/default/{damaged}"
-    assert errors == f"seqdedupe: 10 messages of {full} are damaged and were skipped, indexes 30 to 39\n"
+    assert errors == f"seqdedupe: skipped 10 damaged messages of {full}, indexes 30 to 39\n"
     status, out, errors = await asyncio.to_thread(run, "--skip-damaged", "--json", "--from", "35")
     assert status == 0
     assert [json.loads(line)["index"] for line in out.splitlines()] == list(range(40, COUNT))

@@ -18,6 +18,7 @@ from seqdedupe.databases.failures import (
     ended,
     fault_of,
     lost_connection,
+    refuses_entry,
     told,
 )
 from seqdedupe.errors import SeqdedupeError
@@ -69,6 +70,31 @@ def test_whose_fault_it_is(fault: Fault, failure: Any) -> None:
     assert fault_of(failure) is fault
     if not isinstance(failure, ValueError | ConnectionError | PoolTimeoutError):
         assert fault_of(OperationalError("UPDATE", {}, failure)) is fault
+
+
+REFUSALS = [
+    ("FATAL:  Passwort-Authentifizierung für Benutzer »shop« fehlgeschlagen", True, "does not let this user in"),
+    ("FATAL:  Datenbank »orders« existiert nicht", True, "does not let this user in"),
+    ("FATAL:  le rôle « shop » n'existe pas", True, "does not let this user in"),
+    ('ВАЖНО:  база данных "orders" не существует', True, "does not let this user in"),
+    ('FATAL:  database "orders" does not exist', True, "has no such database"),
+    ("FATAL:  das Datenbanksystem startet", False, "answers, and takes no connection now"),
+    ("FATAL:  tut mir leid, schon zu viele Verbindungen", False, "answers, and takes no connection now"),
+    ("FATAL:  sorry, too many clients already", False, "takes no more connections"),
+    ("Connection refused\n\tIs the server running on that host?", False, "cannot be reached"),
+    ("server closed the connection unexpectedly", False, "cannot be reached"),
+]
+
+
+@pytest.mark.parametrize(("answer", "is_refused", "cause"), REFUSALS)
+def test_a_server_without_english_refuses_a_connection(answer: str, is_refused: bool, cause: str) -> None:
+    """libpq gives no SQLSTATE then."""
+    tried = psycopg.errors.FinishedPGconn(user=b"shop", db=b"orders")
+    said = f'connection failed: connection to server at "127.0.0.1", port 5432 failed: {answer}\n'
+    failure = OperationalError("SELECT 1", {}, psycopg.OperationalError(said, pgconn=tried))
+    assert refuses_entry(failure) is is_refused
+    assert fault_of(failure) is Fault.DATABASE
+    assert cause in told(failure)
 
 
 def test_the_fault_of_the_database_counts_first() -> None:

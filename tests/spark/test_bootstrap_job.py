@@ -142,7 +142,7 @@ def test_the_command(
         producer.send(b"", 5)
     for arguments, status, said in (
         (["--parquet", folder], 0, f"{output}: watermarks of 2 producers\n"),
-        (["--topic", topic, "--address", client.address], 0, f"{output}: watermarks of 1 producers\n"),
+        (["--topic", topic, "--address", client.address], 0, f"{output}: watermarks of 1 producer\n"),
         (["--topic", "nowhere", "--address", client.address], 1, "TOPIC_NOT_FOUND"),
         (["--parquet", folder, "--sequence-id-column", "x"], 1, "INVALID_SOURCE"),
         ([], 2, "Give either --topic or --parquet."),

@@ -491,7 +491,7 @@ def test_a_topic_without_ids_is_known_by_its_messages(client: blocking.Client, t
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        (of_source([b"a", None]), r"deduplicationId is null in 1 rows of .*/source, and not in others"),
+        (of_source([b"a", None]), r"deduplicationId is null in 1 row of .*/source, and not in others"),
         (of_source([b"a", b"b"], __ordinal=[0, 1]), "rows have both __deduplicationId and __ordinal"),
         (of_source([b"a", b"b"], plain=True, ordinal=[0, 1]), "rows have both deduplicationId and ordinal"),
         (of_source([b"a", b"b"], deduplicationId=["a", "c"]), "have different IDs in 1 of 2 rows"),

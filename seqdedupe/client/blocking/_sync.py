@@ -43,17 +43,17 @@ class Cursor:
         self.on_loop = on_loop
 
     def read(self) -> Kept | None:
-        """Return the stored value; None if nothing was ever stored. If it cannot be read, raise the cause; never return
-        an older value."""
+        """Return the stored value; None if nothing was ever stored. If the value cannot be read, raise the cause; never
+        return an older value."""
         return run(self.on_loop.read)
 
     def compare_and_set(self, expected: Kept | None, new: Kept) -> None:
-        """Store `new` if the stored value equals `expected` (None: nothing is stored), in one step. It is durable on
-        return.
+        """Store `new` in one step if the stored value equals `expected` (None: nothing is stored). When the call
+        returns, the new value is durable.
 
-        Raises CURSOR_MOVED if another value is stored; INVALID_POSITION for a value that cannot be stored. If it raises
-        OUTCOME_UNKNOWN or an error that is no SeqdedupeError, or is interrupted, either the old or the new value is
-        stored, whole. All other errors mean that nothing has changed.
+        Raises CURSOR_MOVED if another value is stored, and INVALID_POSITION for a value that cannot be stored. After
+        OUTCOME_UNKNOWN, an error that is not a SeqdedupeError, or a cancellation, either the old or the new value is
+        stored completely. After any other error nothing has changed.
         """
         run(lambda: self.on_loop.compare_and_set(expected, new))
 
@@ -106,8 +106,8 @@ class Publisher:
         run(lambda: self.on_loop.__aexit__(kind, failure, trace))
 
     def close(self) -> None:
-        """End the publisher. Calls in progress raise OUTCOME_UNKNOWN: wait for them first, if their messages matter.
-        Later calls raise INVALID_REQUEST."""
+        """End the publisher. Calls in progress raise OUTCOME_UNKNOWN. To know the outcome of these calls, wait for them
+        before closing. Later calls raise INVALID_REQUEST."""
         run(self.on_loop.close)
 
     def send(
@@ -119,13 +119,13 @@ class Publisher:
         event_time: datetime | int | None = None,
         properties: Properties | None = None,
     ) -> Published:
-        """Send a message, and return when it is in the log.
+        """Send a message, and return when the message is in the log.
 
-        The ID has 1 to 255 bytes; text is encoded as UTF-8. Without an ID the message gets a new one, and keeps it each
-        time it is resent. Another call is then another message.
+        The ID has 1 to 255 bytes; text is encoded as UTF-8. Without an ID the message gets a new ID, and keeps that ID
+        when it is resent. A second call without an ID sends a different message.
 
-        Raises InvalidRequestError; OutcomeUnknownError if no receipt comes within `delivery_timeout_seconds`. These
-        errors end the publisher: AccessDeniedError, NotFoundError, DamagedError, and DataLossError when the topic
+        Raises InvalidRequestError. Raises OutcomeUnknownError if no receipt arrives within `delivery_timeout_seconds`.
+        These errors end the publisher: AccessDeniedError, NotFoundError, DamagedError, and DataLossError if the topic
         contradicts earlier receipts.
         """
         return run(
@@ -143,11 +143,11 @@ class Publisher:
         event_times_ms: Numbers | None = None,
         properties: PropertyRows | None = None,
     ) -> BatchResult:
-        """Send messages in columns, at most 65,536 with 8 MiB together, and return when all are in the log. Otherwise
-        the same as `send`.
+        """Send messages in columns, at most 65,536 messages with 8 MiB together, and return when all messages are in
+        the log. Otherwise the same as `send`.
 
-        The result has arrays for `verdicts`, `indexes` and `message_ids`; its `sequence_ids` are -1. The second message
-        with an ID in one batch is DUP of the first. Raises BATCH_TOO_LARGE.
+        The result has arrays for `verdicts`, `indexes` and `message_ids`; its `sequence_ids` are -1. If an ID occurs
+        twice in one batch, the second message is answered DUP of the first. Raises BATCH_TOO_LARGE.
         """
         return run(
             lambda: self.on_loop.send_batch(
@@ -174,15 +174,15 @@ class Reader(Messages):
         return self.on_loop.skipped
 
     def save_position(self) -> None:
-        """Move the cursor to `position`; the move is durable on return. Without a position, or at the same one, nothing
-        changes. Raises CURSOR_MOVED if another owner has moved the cursor since it was read; INVALID_REQUEST without a
-        cursor. Raises OUTCOME_UNKNOWN if the answer got lost; the next call settles that.
-        """
+        """Move the cursor to `position`. When the call returns, the new position is durable. If there is no position
+        yet, or the cursor already has this position, nothing changes. Raises CURSOR_MOVED if another owner has moved
+        the cursor since this reader read it; INVALID_REQUEST if the reader has no cursor. Raises OUTCOME_UNKNOWN if the
+        answer was lost; then call `save_position` again."""
         run(self.on_loop.save_position)
 
     @property
     def position(self) -> Position | None:
-        """The position after the last message handed out. Before the first message: the start position, if known."""
+        """The position of the last message returned. Before the first message: the start position, if it is known."""
         return self.on_loop.position
 
 
@@ -197,13 +197,13 @@ class PartitionedReader(Messages):
 
     @property
     def position(self) -> PartitionedPosition | None:
-        """The positions after the last message handed out of each partition. Before the first read: the start position,
-        or None if none was given."""
+        """The positions after the last message returned of each partition. Before the first read: the start position,
+        or None if there is none."""
         return self.on_loop.position
 
     @property
     def skipped(self) -> dict[int, list[range]]:
-        """With `skip_damaged`, the indexes of the messages skipped, in order, by partition."""
+        """With `skip_damaged`: the indexes of the messages skipped, in order, for each partition."""
         return self.on_loop.skipped
 
 
@@ -230,14 +230,15 @@ class Admin:
     ) -> admin_pb2.Topic:
         """Create a topic. Raises InvalidRequestError (TOPIC_EXISTS).
 
-        - `partitions`: the number of partitions; 0 means not partitioned. It cannot be changed.
-        - `entry_format`: `plain` or `packed`, if the log is a Pulsar cluster's; empty: the sidecar's default.
-        - `schema`: for `plain` entries in such a log, the JSON text that `pulsar-admin schemas upload` takes.
-        - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. It cannot be changed.
-        - `deduplication_route`: with deduplication IDs, what selects a message's partition: `id` (the default) or
-          `key`.
-        - `deduplication_enabled`: None means inherited.
-        - `policy`: the policy of the topic, or of each partition; unset values are inherited.
+        - `partitions`: the number of partitions; 0 creates a topic without partitions. The number cannot be changed
+          later.
+        - `entry_format`: for a log in a Pulsar cluster, `plain` or `packed`. Empty selects the sidecar's default.
+        - `schema`: for `plain` entries in a Pulsar cluster, the JSON text that `pulsar-admin schemas upload` accepts.
+        - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. The mode cannot be changed later.
+        - `deduplication_route`: in a topic of deduplication IDs, the value that selects a message's partition: `id`
+          (the default) or `key`.
+        - `deduplication_enabled`: None inherits the setting.
+        - `policy`: the policy of the topic, or of each partition. Unset values are inherited.
         """
         return run(
             lambda: self.on_loop.create_topic(
@@ -261,7 +262,8 @@ class Admin:
         return run(lambda: self.on_loop.topic(topic))
 
     def topics(self) -> list[admin_pb2.Topic]:
-        """Return all topics, by name, as one sidecar lists them. The list is complete, or an error is raised."""
+        """Return all topics, sorted by name, as one sidecar lists them. Raises an error if that sidecar cannot list all
+        topics."""
         return run(self.on_loop.topics)
 
     def policy(self, name: str) -> PolicyState:
@@ -269,15 +271,16 @@ class Admin:
         return run(lambda: self.on_loop.policy(name))
 
     def set_policy(self, name: str, policy: admin_pb2.TopicPolicy) -> PolicyState:
-        """Set these values for a topic or a namespace; other values stay. They are in force and durable on return.
+        """Set these values for a topic or a namespace. Values that are unset in `policy` do not change. When the call
+        returns, the new values are in force and durable.
 
         Raises InvalidRequestError, NotFoundError.
         """
         return run(lambda: self.on_loop.set_policy(name, policy))
 
     def remove_policy(self, name: str, *values: str) -> PolicyState:
-        """Remove these values (none given: all), so that they are inherited again. Otherwise the same as
-        `set_policy`."""
+        """Remove these values, or without `values` all values, from a topic's or namespace's policy. The topic or
+        namespace then inherits them. Durability and errors are the same as for `set_policy`."""
         return run(lambda: self.on_loop.remove_policy(name, *values))
 
     def producers(self, topic: str) -> list[admin_pb2.Producer]:
@@ -298,16 +301,17 @@ class Admin:
         )
 
     def in_flight(self, topic: str, *, longer_than_ms: int = 0) -> admin_pb2.ListInFlightResponse:
-        """Return the producers with messages in flight for at least `longer_than_ms`, the longest first. Raises
-        NotFoundError."""
+        """Return the producers that have had messages in flight for at least `longer_than_ms`. The producer with the
+        longest time comes first. Raises NotFoundError."""
         return run(lambda: self.on_loop.in_flight(topic, longer_than_ms=longer_than_ms))
 
     def reset_producer(self, topic: str, name: str, persisted: int) -> admin_pb2.ResetProducerResponse:
-        """Set a producer's highest persisted sequence ID to a lower one (-1: none). It is durable on return.
+        """Set a producer's highest persisted sequence ID to a lower ID (-1: none). When the call returns, the change is
+        durable.
 
-        The producer's sessions are fenced, and messages above that ID are new again. Raises NotFoundError,
-        InvalidRequestError. After OutcomeUnknownError, look at the producer before you repeat the call: a client that
-        has opened the name since would be reset too.
+        The producer's sessions are fenced, and the topic accepts messages above that ID as new. Raises NotFoundError,
+        InvalidRequestError. After OutcomeUnknownError, read the producer's state before you repeat the call. If a
+        client has opened the producer name since the first call, the second call would also reset that client.
         """
         return run(lambda: self.on_loop.reset_producer(topic, name, persisted))
 
@@ -316,13 +320,14 @@ class Admin:
         return run(lambda: self.on_loop.cursors(topic))
 
     def hold_cursor(self, topic: str, name: str, retention_in_mb: int) -> None:
-        """Make retention keep messages that the cursor has not passed, while the log is not larger than
-        `retention_in_mb`; 0 ends this. Raises NotFoundError, InvalidRequestError; UnavailableError: then the change may
-        be in force or not."""
+        """Make retention keep all messages after the cursor, while the log is at most `retention_in_mb` large. 0
+        removes this hold. Raises NotFoundError, InvalidRequestError. After UnavailableError the change may be in force
+        or not."""
         run(lambda: self.on_loop.hold_cursor(topic, name, retention_in_mb))
 
     def delete_cursor(self, topic: str, name: str) -> None:
-        """Delete a cursor and its position. Raises NotFoundError; UnavailableError: then it may be deleted."""
+        """Delete a cursor and its position. Raises NotFoundError. After UnavailableError the cursor may or may not be
+        deleted."""
         run(lambda: self.on_loop.delete_cursor(topic, name))
 
     def snapshot(self, topic: str) -> Position:
@@ -330,46 +335,50 @@ class Admin:
         return run(lambda: self.on_loop.snapshot(topic))
 
     def export_watermarks(self, topic: str, path: Path) -> int:
-        """Write the highest persisted ID of every producer that has one, as of one moment, to a file of watermarks.
+        """Write the highest persisted ID of every producer that has one to a file of watermarks. All IDs are read at
+        the same moment; messages published after that moment are not included.
 
-        Return the number of watermarks. They are all held in memory meanwhile. Later messages are not included. Raises
-        NotFoundError, UnavailableError, OSError: then an existing file is unchanged.
+        Return the number of watermarks. The call holds all watermarks in memory. Raises NotFoundError,
+        UnavailableError, OSError: after any of these errors an existing file is unchanged.
         """
         return run(lambda: self.on_loop.export_watermarks(topic, path))
 
     def import_watermarks(self, topic: str, path: Path) -> int:
-        """Import a file of watermarks into an unused topic, and return their number. They are in force and durable on
-        return.
+        """Import a file of watermarks into an unused topic, and return the number of watermarks. When the call returns,
+        all of them are in force and durable.
 
-        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
-        UnavailableError: then nothing is in force. After OutcomeUnknownError all may be in force. The call may be
-        repeated.
+        After INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError or
+        UnavailableError, no watermark is in force. After OutcomeUnknownError, all may be in force. The call may be
+        repeated after any error.
         """
         return run(lambda: self.on_loop.import_watermarks(topic, path))
 
     def import_window(self, topic: str, path: Path) -> int:
         """Import a file of deduplication IDs into a topic of deduplication IDs that has no messages. Return the number
-        of IDs. They are in force and durable on return. Each partition of a partitioned topic gets the IDs that belong
-        there, one partition after the other. The folder for temporary files needs room for another copy.
+        of IDs. When the call returns, all IDs are in force and durable. In a partitioned topic, the call imports into
+        one partition after the other, and each partition receives the IDs that belong to it. The folder for temporary
+        files needs room for a second copy of the file.
 
-        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError,
-        UnavailableError: then nothing is in force. After OutcomeUnknownError all may be in force. For a partitioned
-        topic the error says how many partitions have their part. The call may be repeated.
+        After INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError or
+        UnavailableError, no ID is in force. After OutcomeUnknownError, all may be in force. For a partitioned topic,
+        the error states how many partitions have their IDs. The call may be repeated after any error.
         """
         return run(lambda: self.on_loop.import_window(topic, path))
 
     def export_snapshot(self, topic: str, path: Path) -> admin_pb2.SnapshotHead:
-        """Write the topic's snapshot, as of one moment, to a file. Return its head, which has the position.
+        """Write a snapshot of the topic, taken at one moment, to a file. Return the head of the snapshot, which
+        contains the snapshot's position.
 
-        Raises NotFoundError, UnavailableError, OSError: then an existing file is unchanged.
+        Raises NotFoundError, UnavailableError, OSError: after any of these errors an existing file is unchanged.
         """
         return run(lambda: self.on_loop.export_snapshot(topic, path))
 
     def import_snapshot(self, topic: str, path: Path) -> admin_pb2.Topic:
-        """Replace the topic's snapshot durably by a file of `export_snapshot`, and open the topic from it.
+        """Replace the topic's snapshot durably by a file that `export_snapshot` has written, and open the topic from
+        this snapshot.
 
-        Raises INVALID_SOURCE, NEWER_FORMAT, OSError, NotFoundError, or PositionError if the file does not fit the
-        topic's current log: then nothing has changed. After UnavailableError repeat the call.
+        After INVALID_SOURCE, NEWER_FORMAT, OSError, NotFoundError, or PositionError (the file does not fit the topic's
+        current log), nothing has changed. After UnavailableError repeat the call.
         """
         return run(lambda: self.on_loop.import_snapshot(topic, path))
 
@@ -379,24 +388,26 @@ class Admin:
         return run(lambda: self.on_loop.rebuild_topic(topic))
 
     def sidecars(self) -> list[admin_pb2.ClusterSidecar]:
-        """Return the sidecars of a cluster, by name, as its topics show them. The list is complete, or an error is
-        raised."""
+        """Return the sidecars of a cluster, sorted by name, as found in the topics of the cluster. Raises an error if
+        the list would be incomplete."""
         return run(self.on_loop.sidecars)
 
     def forget_sidecar(self, name: str) -> list[str]:
-        """Remove the subscriptions of a sidecar that is permanently gone. Return the topics on which it had one.
+        """Remove the subscriptions of a sidecar that is permanently gone. Return the topics on which the sidecar had a
+        subscription.
 
-        Raises NotFoundError if it has none, InvalidRequestError (SIDECAR_ALIVE), UnavailableError: then some may be
-        removed, and repeating the call removes the rest.
+        Raises NotFoundError if the sidecar has no subscriptions, and InvalidRequestError (SIDECAR_ALIVE). After
+        UnavailableError some subscriptions may be removed; repeating the call removes the rest.
         """
         return run(lambda: self.on_loop.forget_sidecar(name))
 
     def move_topic(self, topic: str, to: str = "") -> str:
-        """Move a topic to the sidecar at this address, or without an address to the first sidecar that takes it. Return
-        the address of the sidecar that serves it now. If the whole log must be copied, the call lasts as long as that.
+        """Move a topic to the sidecar at this address, or without an address to the first sidecar that accepts the
+        topic. Return the address of the sidecar that serves the topic now. If the whole log must be copied, the call
+        returns only after the copy.
 
-        Raises NotFoundError, InvalidRequestError; UnavailableError (MOVE_FAILED): then the topic stays with its former
-        owner, or that owner takes it again.
+        Raises NotFoundError, InvalidRequestError. After UnavailableError (MOVE_FAILED) the former owner still owns the
+        topic, or takes it over again.
         """
         return run(lambda: self.on_loop.move_topic(topic, to))
 
@@ -408,26 +419,26 @@ class Admin:
         offset: int = 0,
         limit: int = 0,
     ) -> admin_pb2.GetStatisticsResponse:
-        """Return the statistics of one sidecar, and the requested page of its topics in this order: see
-        `GetStatisticsRequest`. Raises InvalidRequestError."""
+        """Return the statistics of one sidecar, and the requested page of the sidecar's topics in the requested order:
+        see `GetStatisticsRequest`. Raises InvalidRequestError."""
         return run(lambda: self.on_loop.statistics(search=search, order=order, offset=offset, limit=limit))
 
     def backup(
         self, name: str, told: Callable[[list[admin_pb2.BackupResponse]], None] = lambda so_far: None
     ) -> list[admin_pb2.BackupResponse]:
-        """Make a backup with this name below the sidecar's `backup_directory`. When all is durable, return the last
-        response of each process. If topics are spread over processes, each makes its own part, and the client's
-        addresses must include all of them.
+        """Make a backup with this name below the sidecar's `backup_directory`. If topics are spread over several
+        processes, each process writes a part of the backup, and the client's addresses must include all processes. When
+        all parts are durable, return the last response of each process.
 
         `told` is called with the latest response of each process. Raises InvalidRequestError (no `backup_directory`),
-        ConfigurationError (DIRECTORY_NOT_EMPTY), NOT_OWNER for a process that the client may not connect to;
+        ConfigurationError (DIRECTORY_NOT_EMPTY), NOT_OWNER for a process that the client may not connect to,
         UnavailableError (BACKUP_FAILED), DataLossError.
         """
         return run(lambda: self.on_loop.backup(name, told))
 
     def confirm_backup(self, made: list[admin_pb2.BackupResponse]) -> None:
-        """Report to the processes that their parts of a backup, as `backup` returned them, were verified. The report is
-        durable on return.
+        """Report to the processes that the parts of a backup that they have made are verified. `made` is the return
+        value of `backup`. When the call returns, the report is durable.
 
         The metric `seqdedupe_backup_timestamp_seconds` is the time of the earliest part. Raises InvalidRequestError,
         UnavailableError.
@@ -470,7 +481,7 @@ class Client:
     def producer(
         self, topic: str, name: str, config: ProducerConfig = ProducerConfig(), *, on_waiting: OnWaiting | None = None
     ) -> Producer:
-        """Return a producer, to be entered: see `Producer`."""
+        """Return a producer. Start it with `async with`: see `Producer`."""
         return Producer(self.on_loop._connections, topic, name, config, on_waiting)
 
     def publisher(
@@ -480,7 +491,7 @@ class Client:
         on_waiting: OnWaiting | None = None,
         delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
     ) -> Publisher:
-        """Return a publisher to a topic of deduplication IDs, to be entered: see `Publisher`."""
+        """Return a publisher to a topic of deduplication IDs. Start it with `async with`: see `Publisher`."""
         return Publisher(
             self.on_loop.publisher(topic, on_waiting=on_waiting, delivery_timeout_seconds=delivery_timeout_seconds)
         )
@@ -519,8 +530,8 @@ class Client:
         skip_damaged: bool = False,
         on_waiting: OnWaiting | None = None,
     ) -> PartitionedReader:
-        """Return a reader of all partitions of a topic, see `PartitionedReader`. `stop_indexes` has the `stop_index` of
-        each partition's `Reader`."""
+        """Return a reader of all partitions of a topic, see `PartitionedReader`. `stop_indexes` contains the
+        `stop_index` for the `Reader` of each partition."""
         return PartitionedReader(
             self.on_loop.partitioned_reader(
                 topic, start, follow=follow, stop_indexes=stop_indexes, skip_damaged=skip_damaged, on_waiting=on_waiting
@@ -528,25 +539,33 @@ class Client:
         )
 
     def cursor(self, topic: str, name: str) -> Cursor:
-        """Return a named cursor of the topic, which the sidecar stores (`Cursor`, docs/guides/cursors.md). A topic has
-        at most 32."""
+        """Return a named cursor of the topic, which the sidecar stores (`Cursor`, docs/guides/cursors.md). A topic can
+        have at most 32 cursors."""
         return Cursor(self.on_loop.cursor(topic, name))
 
     def ends(self, topic: str) -> TopicEnds:
-        """Return the topic's current ends. Raises NotFoundError; RECOVERING if its end is unknown after 30 seconds."""
+        """Return the topic's current ends. Raises NotFoundError. Raises RECOVERING if the end of the topic is still
+        unknown after 30 seconds."""
         return run(lambda: self.on_loop.ends(topic))
 
+    def partitions(self, topic: str) -> int:
+        """Return the number of partitions that a reader reads; 0 if the topic is not partitioned. Raises NotFoundError;
+        AccessDeniedError, which names the right to read if the caller has no right to the topic."""
+        return run(lambda: self.on_loop.partitions(topic))
+
     def locate_time(self, topic: str, publish_time_ms: int) -> Located:
-        """Locate the first message published at or after a time; the end if there is none. Raises NotFoundError."""
+        """Locate the first message published at or after a time. If there is no such message, return the end of the
+        topic. Raises NotFoundError."""
         return run(lambda: self.on_loop.locate_time(topic, publish_time_ms))
 
     def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located:
-        """Locate the index that is about `size_bytes` of the stored form after `from_index`. It is at least one message
-        after `from_index`, unless that is the end. Raises NotFoundError, PositionError, InvalidRequestError."""
+        """Return an index such that the messages from `from_index` up to it have a stored size of about `size_bytes`.
+        The index is at least one message after `from_index`, unless `from_index` is the end of the topic. Raises
+        NotFoundError, PositionError, InvalidRequestError."""
         return run(lambda: self.on_loop.locate_bytes(topic, from_index, size_bytes))
 
     def position_at(self, topic: str, index: int) -> Position:
-        """Return the position of the message with this index: everything that identifies it.
+        """Return the complete position of the message with this index.
 
         Raises NotFoundError; PositionError if the message is trimmed or does not exist yet; InvalidRequestError for an
         invalid index; DamagedError.
@@ -554,6 +573,6 @@ class Client:
         return run(lambda: self.on_loop.position_at(topic, index))
 
     def wait_ready(self, timeout_seconds: float) -> None:
-        """Wait until the sidecar, or one of several, reports that it serves. Raises UnavailableError if none does in
-        time."""
+        """Wait until at least one of the client's sidecars reports that it is serving. Raises UnavailableError if none
+        does so within `timeout_seconds`."""
         run(lambda: self.on_loop.wait_ready(timeout_seconds))

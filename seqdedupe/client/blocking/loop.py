@@ -23,8 +23,8 @@ _loop_lock = threading.Lock()
 
 
 def check_is_there() -> None:
-    """Raise INVALID_REQUEST if the thread does not exist and a call would never return: in a forked process, and at the
-    end of the interpreter."""
+    """Raise INVALID_REQUEST if the loop's thread does not exist, so that a call would never return. That is the case in
+    a forked process, and when the interpreter shuts down."""
     check_not_forked()
     if sys.is_finalizing():
         raise error(
@@ -99,17 +99,18 @@ class Messages:
         return message
 
     def _fetch(self) -> bool:
-        # A call to the loop's thread costs more than a batch.
+        # Switching to the loop's thread for each message would cost more than reading a whole batch there.
         return self.on_loop.take_record() or run(self.on_loop.fetch)
 
     def batches(self) -> Iterator[StoredBatch]:
-        """Iterate over whole batches as stored. The first and last, of each partition, are cut to the requested
+        """Iterate over whole batches as stored. The first and the last batch of each partition are cut to the requested
         range."""
         while (stored := self.next_batch()) is not None:
             yield stored
 
     def next_batch(self) -> StoredBatch | None:
-        """Return the next whole batch, or the rest of a batch whose messages were read singly; None at the end."""
+        """Return the next whole batch; None at the end. If messages of the current batch were read one by one, return
+        the rest of that batch."""
         return self.on_loop.rest_in_hand() if self.on_loop.has_in_hand() or self._fetch() else None
 
     def close(self) -> None:

@@ -53,12 +53,12 @@ class Receipt(Told):
 
     def result(self, timeout_seconds: float | None = None) -> Published:
         """Wait for the receipt, and return the outcome. Raises the message's failure, or OutcomeUnknownError if no
-        receipt has come in time."""
+        receipt arrives within `timeout_seconds`."""
         _wait(self._pending, timeout_seconds)
         return self._pending.published(self._row)
 
     def until_durable(self, timeout_seconds: float | None = None) -> Published:
-        """Wait until the message is durable, and return its outcome. Otherwise the same as `result`: see
+        """Wait until the message is durable, and return its outcome. Errors are the same as those of `result`. See also
         `Receipt.until_durable` of the producer for asyncio."""
         _wait(self._pending, timeout_seconds, until_durable=True)
         return self._pending.durable_published(self._row)
@@ -71,7 +71,7 @@ class BatchReceipt(Told):
 
     def result(self, timeout_seconds: float | None = None) -> BatchResult:
         """Wait for the receipt, and return the outcome. Raises the batch's failure, or OutcomeUnknownError if no
-        receipt has come in time."""
+        receipt arrives within `timeout_seconds`."""
         _wait(self._pending, timeout_seconds)
         return self._pending.result()
 
@@ -87,7 +87,8 @@ _producers: "weakref.WeakSet[BlockingTopicProducer | BlockingPartitionedProducer
 
 
 def _after_fork() -> None:
-    """Prepare all producers in the child: no send may wait for the missing thread, and the next one raises."""
+    """Prepare all producers in a forked child, which has no loop thread: no send may wait for that thread, and the next
+    send raises an error."""
     for producer in _producers:
         producer.after_fork()
 
@@ -96,7 +97,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class BlockingTopicProducer(TopicProducer):
-    """The `TopicProducer` for threads. Callers' threads gather and seal messages, and pass on sealed batches."""
+    """The `TopicProducer` for threads. The threads of callers gather and seal messages, and pass sealed batches to the
+    loop's thread."""
 
     def __init__(self, *of_topic: Any) -> None:
         super().__init__(*of_topic)
@@ -162,7 +164,7 @@ class BlockingTopicProducer(TopicProducer):
         run(self.session.stop)
 
     def end(self) -> bool:
-        """Take no more messages. Return whether the producer was open."""
+        """Accept no more messages. Return whether the producer was open."""
         with self._lock:
             was_open = self._state == "open"
             self._state = "closed"
@@ -184,8 +186,9 @@ class BlockingTopicProducer(TopicProducer):
             raise
 
     def _check_interrupt(self, failure: BaseException) -> None:
-        """End the producer after an interrupt (Ctrl-C). It can come between any two steps, and may leave half a
-        message, or a batch in no queue. Nothing may be sent after it, and no caller may wait for it."""
+        """End the producer after an interrupt (Ctrl-C). An interrupt can occur between any two steps, and may leave
+        half a message, or a batch in no queue. After an interrupt nothing may be sent, and no caller may wait for a
+        receipt of such a batch."""
         if isinstance(failure, Exception):
             return
         with self._lock:
@@ -195,7 +198,8 @@ class BlockingTopicProducer(TopicProducer):
             event_loop().call_soon_threadsafe(self._end_interrupted, left)
 
     def _end_interrupted(self, left: Builder) -> None:
-        """End the session, on the loop's thread. Batches passed on before still get receipts."""
+        """End the session, on the loop's thread. Batches passed to the session before the interrupt still get
+        receipts."""
         self.session.end_before(left.leaving or left.pending, f"producer {self.name!r} was interrupted in mid-send")
         for pending in (left.leaving, left.pending):
             if pending is not None and not pending.settled:
@@ -213,8 +217,8 @@ class BlockingTopicProducer(TopicProducer):
             event_loop().call_soon_threadsafe(begin, self.builder.pending)
 
     def _watch(self, pending: PendingBatch) -> None:
-        """Check, on the loop's thread and after the linger time, whether this batch must still wait. Repeat while there
-        is a batch."""
+        """Check, on the loop's thread and after the linger time, whether the gathered batch must still wait for more
+        messages. Repeat this while there is a gathered batch."""
         event_loop().call_later(self._linger.seconds, self._look, pending)
 
     def _look(self, pending: PendingBatch) -> None:
@@ -281,13 +285,13 @@ class BlockingTopicProducer(TopicProducer):
             self._wait_for_room()
 
     def _wait_for_room(self) -> None:
-        """Wait for room, without the lock: closing must not wait for a sender."""
+        """Wait for room without holding the lock, so that `close` does not wait for a sender."""
         with self._room:
             self._room.wait_for(self._has_room)
 
 
 class BlockingPartitionedProducer(PartitionedProducer[BlockingTopicProducer]):
-    """The `PartitionedProducer` for threads. Calls from all threads have one order."""
+    """The `PartitionedProducer` for threads. The calls of all threads run one after the other."""
 
     def __init__(self, topic: BlockingTopicProducer, partitions: int) -> None:
         super().__init__(topic, partitions)
@@ -300,8 +304,8 @@ class BlockingPartitionedProducer(PartitionedProducer[BlockingTopicProducer]):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Run one call at a time. After an interrupt during a call it is unknown what was sent, and no further call is
-        taken."""
+        """Run one call at a time. If a call is interrupted, the caller cannot learn which messages were sent, and the
+        producer accepts no further calls."""
         with self._lock:
             if self._is_sending:
                 what = f"producer {self.parts[0].name!r} was interrupted in mid-send; what has no receipt by now may"
@@ -359,7 +363,8 @@ class BlockingPartitionedProducer(PartitionedProducer[BlockingTopicProducer]):
         self._all(Session.stop)
 
     def _all(self, call: Callable[[Session], Coroutine[Any, Any, None]]) -> None:
-        """Call it for all partitions, and raise the error of the first one that failed."""
+        """Make this call in the sessions of all partitions, and raise the error of the first session whose call
+        failed."""
 
         async def do() -> list[BaseException | None]:
             return await asyncio.gather(*(call(part.session) for part in self.parts), return_exceptions=True)
@@ -370,7 +375,7 @@ class BlockingPartitionedProducer(PartitionedProducer[BlockingTopicProducer]):
 
 
 class Producer(ProducerBase):
-    """The same as `seqdedupe.client.Producer`, with calls that block. Threads may share it."""
+    """The same as `seqdedupe.client.Producer`, but with calls that block. Several threads may share a producer."""
 
     _sends: BlockingTopicProducer | BlockingPartitionedProducer
 
@@ -398,8 +403,8 @@ class Producer(ProducerBase):
             self.abort()
 
     def open(self) -> None:
-        """Start the session. Raises `UnavailableError` if it has not started within 30 seconds, or the error with which
-        the sidecar refuses it."""
+        """Start the session. Raises `UnavailableError` if the session has not started within 30 seconds. If the sidecar
+        refuses the session, raises the sidecar's error."""
         self._topic.begin()
         try:
             run(lambda: self._start(self._topic, BlockingPartitionedProducer))
@@ -418,15 +423,16 @@ class Producer(ProducerBase):
     ) -> Receipt:
         """Queue a message, and return its receipt, which can be waited for. Waits only for room in the queue.
 
-        Without a `sequence_id` the message gets `last_sequence_id + 1`. Given IDs must rise from message to message.
-        The first may be any; a message at or below `persisted_sequence_id` is answered DUP. `event_time` is an aware
-        datetime or milliseconds since 1970. A payload has at most 5 MiB.
+        Without a `sequence_id` the message gets `last_sequence_id + 1`. Explicit IDs must rise from message to message.
+        The first ID may have any value. A message at or below `persisted_sequence_id` is answered DUP. `event_time` is
+        a timezone-aware datetime or the number of milliseconds since 1970. A payload has at most 5 MiB.
 
-        In a partitioned topic, `sequence_id` must be given while higher IDs are persisted. Otherwise a new message
-        could get the ID of a persisted one.
+        In a partitioned topic, `sequence_id` must be given as long as higher IDs are persisted. Otherwise a new message
+        could get the ID of a persisted message.
 
-        Raises `InvalidRequestError` for a message that cannot be sent; nothing changes. After the producer has failed
-        or is closed, raises its failure. If the call is interrupted, the producer ends, and later calls say so.
+        Raises `InvalidRequestError` for a message that cannot be sent; the producer's state does not change. If the
+        producer has failed or is closed, raises the error that ended it. If the call is cancelled, the message was not
+        queued.
         """
         return self._sends.send(payload, sequence_id, key, event_time, properties)
 
@@ -439,10 +445,10 @@ class Producer(ProducerBase):
         event_times_ms: Numbers | None = None,
         properties: PropertyRows | None = None,
     ) -> BatchReceipt:
-        """Queue a ready batch of at most 65,536 messages and 8 MiB, after earlier messages.
+        """Queue a complete batch of at most 65,536 messages and 8 MiB, after all earlier messages.
 
-        Columns that are numpy arrays of int64 or `Binary` (in Arrow's layout) are not copied, and must not be changed
-        afterwards. Otherwise the same as `send`.
+        The call does not copy columns that are numpy arrays of int64 or `Binary` (in Arrow's layout): do not change
+        them afterwards. Otherwise the call behaves like `send`.
         """
         return self._sends.send_batch(payloads, sequence_ids, keys, event_times_ms, properties)
 
@@ -452,9 +458,10 @@ class Producer(ProducerBase):
         self._sends.flush()
 
     def close(self) -> None:
-        """Flush and end. Messages without a receipt after 30 seconds fail, and this raises `OutcomeUnknownError`."""
+        """Flush, then end the producer. Messages without a receipt after 30 seconds fail with `OutcomeUnknownError`,
+        which this call raises too."""
         self._sends.close()
 
     def abort(self) -> None:
-        """End at once. Messages without a receipt fail with `OutcomeUnknownError`."""
+        """End the producer at once. Messages without a receipt fail with `OutcomeUnknownError`."""
         self._sends.abort()

@@ -1,7 +1,7 @@
-"""A topic of a Pulsar cluster as the log. `docs/internals/formats-pulsar.md` describes its content.
+"""A topic of a Pulsar cluster as the log of a topic. `docs/internals/formats-pulsar.md` describes its content.
 
-Begin with `terms`, the rule which entries count, and `log`, the log of one topic; `logs` has all of them. `writer` is
-the producer. `content` with `reader` reads, `places` and `finder` find places, and `entries` are the bytes.
-`topic_owner` says who has a topic, `policies` and `entry_limit` what a topic must be. `wholes` holds the properties of
-partitioned topics.
+Begin with `terms`, the rule that decides which entries are valid, and `log`, the log of one topic; `logs` contains all
+of them. `writer` is the producer. `content` and `reader` read entries, `places` and `finder` find places, and `entries`
+encodes and decodes entries. `topic_owner` determines the owner of a topic; `policies` and `entry_limit` check the
+topic's policies and limits. `wholes` stores the properties of partitioned topics.
 """

@@ -26,14 +26,14 @@ from seqdedupe.message_id import MessageId
 # -- The state kept for readers that continue: cursors where a reader stopped, and the newest steps.
 
 KEPT_CURSORS = 4
-"""The most cursors kept that nobody uses."""
+"""The maximum number of unused cursors that are kept."""
 IDLE_SECONDS = 30.0
 """A cursor that nobody has used for this time is closed."""
 MAX_READING = 8
-"""The most cursors in use. A further reader waits for a step of another one."""
+"""The maximum number of cursors in use. A further reader waits until another reader has finished a step."""
 KEPT_STEPS = 64
 KEPT_BYTES = 4 * 1024 * 1024
-"""The most bytes of all kept steps together. The newest step is kept at any size."""
+"""The maximum size of all kept steps together. The newest step is kept whatever its size."""
 
 
 class KeptReaders:
@@ -67,7 +67,7 @@ class KeptReaders:
         return max((one for one in points if one.next_index <= index), key=lambda one: one.size_bytes, default=point)
 
     async def step(self, here: Point, limit: Point) -> ReaderStep:
-        """Return the step that begins here. Raises as `LogScan.step`."""
+        """Return the step that begins here. Raises the errors of `LogScan.step`."""
         for step in self._steps:
             if step.start.size_bytes == here.size_bytes:
                 return step
@@ -95,7 +95,8 @@ class KeptReaders:
 
     @asynccontextmanager
     async def cursor(self, here: Point, *, keeps: bool = True) -> AsyncIterator[LogScan]:
-        """Yield a cursor at this place: a kept one, else a new one. With `keeps` it is kept, unless this raises."""
+        """Yield a cursor at this place: a kept cursor, otherwise a new one. With `keeps` the cursor is kept afterwards,
+        unless this raises."""
         async with self._reading:
             cursor = await self._taken(here)
             try:
@@ -215,7 +216,7 @@ class Content:
         self.counts = Counts()
         """The entries read at the end. Entries that an owner knows by their receipts are not counted."""
         self.marked_address = ""
-        """The address of the last owner, from its marker, if that was read."""
+        """The address of the last owner, according to its marker, if that marker was read."""
         self._topic = topic
         self._limit = limit
         self._first_ledger = first_ledger
@@ -344,10 +345,10 @@ class Content:
             raise self._trimmed(here.next_index)
 
     async def replay(self, from_index: int, *, reads_on: bool) -> AsyncGenerator[Entries, None]:
-        """Yield the entries up to the limit; with `reads_on` up to the topic's end, which is known then.
+        """Yield the entries up to the limit. With `reads_on`, continue to the topic's end, which is known afterwards.
 
-        Also raises NO_STATE if Pulsar has removed entries after the known end, so that only other sidecars know of
-        them.
+        Also raises NO_STATE if Pulsar has removed entries after the known end, so that only other sidecars know these
+        entries.
         """
         try:
             async for entries in self._replay(from_index, reads_on=reads_on):
@@ -404,7 +405,7 @@ class Content:
         return Records(b"".join(raw), runs)
 
     def next_readable(self, from_index: int) -> int:
-        """Return that index itself: damage in a topic stops every reader, and cannot be skipped."""
+        """Return this index itself: damage in a topic stops every reader, and cannot be skipped."""
         self.check_is_there(from_index, at_end=True)
         return from_index
 

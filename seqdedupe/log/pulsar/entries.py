@@ -46,7 +46,7 @@ from seqdedupe.message_id import MessageId
 
 MAX_ENTRY_BYTES = 5 * 1024 * 1024
 """The default `maxMessageSize` of a broker: the limit for payload, key, properties and the client's additions together.
-`entry_limit` finds the true limit of a broker and a topic."""
+`entry_limit` finds the actual limit of a broker and a topic."""
 _CLIENT_BYTES = 1024
 """The most that the client adds to an entry: the name of its producer, IDs, times."""
 _PROPERTY_BYTES = 16
@@ -55,11 +55,11 @@ _SLACK_BYTES = 16 * 1024
 """More than our own properties have, not counting the producer's name."""
 
 NOWHERE = MessageId(-1, -1)
-"""The ID of no entry, before all entries: the value of a receipt that proves nothing."""
+"""The ID of no entry, before all entries. A receipt with this value proves nothing."""
 
 
 class PulsarMessage(NamedTuple):
-    """A Pulsar message as it is handed over and read. It is the same each time it is sent."""
+    """A Pulsar message as it is sent and read. It is the same each time it is sent."""
 
     payload: bytes | None
     """The payload. None is Pulsar's null value."""
@@ -92,7 +92,7 @@ class PulsarEntry(NamedTuple):
 
 
 class EntryFormat(Enum):
-    """The form of messages in the topic. It is chosen when the topic is created, for good."""
+    """The form of messages in the topic. It is chosen when the topic is created, and is permanent."""
 
     PLAIN = "plain"
     """Each message is an entry that every consumer can read."""

@@ -1,16 +1,16 @@
-"""Finds places in a topic that nobody has read through, by reading few entries. Each entry states its own place.
+"""Finds places in a topic that was not read completely, by reading few entries. Each entry states its own place.
 
-The rule of terms judges entries in order. But validity can be known without reading all of them:
+The rule of terms judges entries in order. But in two cases an entry is known to be valid without reading all entries:
 
 - An owner that has written an entry after its marker had read the topic up to that marker, and found it valid. So the
   marker took ownership.
-- An owner's entries are numbered without gaps. If the number of entries between two of them matches their numbers,
-  there is no other entry between, and no other owner's marker: all of them are valid.
+- An owner's entries are numbered without gaps. If the number of entries between two of them matches their numbers, no
+  other entry is between them, and no other owner's marker: all of them are valid.
 
-After a hole, the owner's numbers are ahead of the places, so those entries are read one by one. A hole does not show if
-the number of other entries among the owner's equals the number of missing ones.
+After a hole, the owner's numbers are ahead of the places, so those entries are read one by one. A hole cannot be
+detected if the number of other entries among the owner's equals the number of missing entries.
 
-A valid entry stays valid, no matter what comes after it.
+A valid entry stays valid, no matter which entries follow it.
 """
 
 from collections.abc import Awaitable, Callable
@@ -32,10 +32,10 @@ Read = Callable[[MessageId, MessageId], Awaitable[list[PulsarEntry]]]
 
 
 class Known(NamedTuple):
-    """The standing of the topic after an entry."""
+    """The state of the topic after an entry."""
 
     at: int
-    """The entry's number among those left; -1 before the first."""
+    """The entry's number among the stored entries; -1 before the first entry."""
     standing: TermStanding
     last: Position | None = None
     """The position of the last message up to there; None if it was not read."""

@@ -1,4 +1,4 @@
-"""A topic's ledgers, as its broker lists them: the existing entries, without reading any."""
+"""A topic's ledgers, as the topic's broker lists them. They show which entries exist, without reading any."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Ledger(NamedTuple):
 
 
 class Ledgers:
-    """The ledgers left, up to the topic's last entry. Entries are counted from 0, the first one left."""
+    """The stored ledgers, up to the topic's last entry. Entries are counted from 0, the first stored entry."""
 
     def __init__(self, ledgers: Sequence[Ledger]) -> None:
         """Make it from the ledgers in order."""
@@ -61,7 +61,7 @@ class Ledgers:
         return self.message_id(at - 1) if at else MessageId(-1, -1)
 
     def entries_before(self, ledger_id: int) -> int:
-        """Return the number of entries in older ledgers than this one, which may be gone."""
+        """Return the number of entries in ledgers that are older than this ledger, which may be removed."""
         return self._starts[bisect_left(self._ids, ledger_id)]
 
     def message_id(self, ordinal: int) -> MessageId:
@@ -70,8 +70,8 @@ class Ledgers:
         return MessageId(self._ids[at], ordinal - self._starts[at])
 
     def after(self, ordinal: int, size_bytes: int) -> int:
-        """Return the entry at which about `size_bytes` end that begin with this one; the last one if there are
-        fewer."""
+        """Return the entry that ends about `size_bytes` after the beginning of this entry. If there are fewer bytes,
+        return the last entry."""
         while ordinal < len(self):
             at = bisect_right(self._starts, ordinal) - 1
             ledger, left = self._ledgers[at], self._starts[at + 1] - ordinal

@@ -1,10 +1,10 @@
-"""A Pulsar topic as a log: one writer at a time. Every reader judges the entries by the rule of terms.
+"""A Pulsar topic as a log, with one writer at a time. Every reader judges the entries by the rule of terms.
 
-The log knows its topic by the points in a snapshot, else by the topic's beginning. From there it reads the topic once.
-Then its knowledge grows with each confirmed entry. Older messages are found from one of these points on.
+The log knows its topic by the points in a snapshot, or otherwise by the topic's beginning. From there it reads the
+topic once. Then its knowledge grows with each confirmed entry. Older messages are found from one of these points on.
 
-The durable subscription of the sidecar keeps the entries that its last durable snapshot needs. Pulsar may remove the
-entries before that, by its own retention.
+The sidecar has a durable subscription. It keeps the entries that are needed together with the sidecar's last durable
+snapshot. Pulsar may remove earlier entries, by its own retention.
 """
 
 import asyncio
@@ -61,25 +61,25 @@ MOVE_SECONDS = 10.0
 
 @dataclass(slots=True)
 class PulsarResources:
-    """The common resources of all logs of a sidecar."""
+    """The resources that all logs of a sidecar share."""
 
     client: pulsar.asyncio.Client
     instance_name: str
-    """The instance name. No other sidecar has the same."""
+    """The instance name. No other sidecar has the same name."""
     address: str
-    """The address of this sidecar, in markers and in the topic's statistics. It is known before a log is opened for
-    writing."""
+    """The address of this sidecar, which is in markers and in the topic's statistics. It is known before a log is
+    opened for writing."""
     clock_ms: Callable[[], int]
     claim_opening: Callable[[str, int], Awaitable[int]]
-    """Takes a topic and an opening number that Pulsar knows. Returns a number above it and above all that it ever
-    returned for the topic; it is durable."""
+    """A function of a topic and an opening number that Pulsar knows. It returns a number above this number and above
+    all numbers that it has returned for the topic; the number is durable."""
     admin: PulsarAdmin
     connect: Connect
     answers: Answers
     brokers: Brokers | None = None
     """The source of brokers' limits on the size of an entry. Without it, the limit is the brokers' default."""
     unhurried: PulsarAdmin | None = None
-    """For repeated looks that may be slow; without it `admin`."""
+    """The admin client for repeated requests that may be slow. Without it, `admin` is used."""
     may_change_policies: bool = False
     """Whether a topic's own policies are set if they are not safe."""
     looks: Looks = field(default_factory=Looks)
@@ -290,7 +290,8 @@ class PulsarLog:
             raise await not_owner(e, shared.admin, self._topic, shared.address, shared.instance_name, marked) from e
 
     async def _look_at_policies(self, admin: PulsarAdmin) -> str:
-        """Return why nothing should be acknowledged, if the topic's policies are not safe now; else empty."""
+        """Return the reason why nothing should be acknowledged, if the topic's policies are not safe now; otherwise an
+        empty text."""
         await self._learn_limits(admin)
         may_change = self._shared.may_change_policies
         return await self._shared.looks.why_unsafe(admin, self._topic, may_change=may_change)

@@ -1,4 +1,5 @@
-"""The knowledge about a topic without reading it: where it ends, and from where each part of it is read."""
+"""The knowledge about a topic that needs no reading: where the topic ends, and where reading must start to find each
+part of the topic."""
 
 import struct
 from bisect import bisect_left, bisect_right
@@ -24,18 +25,18 @@ RECENT_ENTRIES = 4096
 
 
 class Point(NamedTuple):
-    """A place between two entries, with all that is needed to read on there."""
+    """A place between two entries, with all data that is needed to continue reading there."""
 
     standing: TermStanding
     message_id: MessageId
     """The ID of the valid entry before. At the topic's beginning it has no entry (-1), and the ledger of the first
     valid entry, once that is known."""
     publish_time_ms: int
-    """The earliest publish time of the record before, if it was written and not read."""
+    """The earliest publish time of the previous record, if that record was written by this process and not read."""
     at_latest_ms: int
-    """The latest publish time of it."""
+    """The latest publish time of the previous record."""
     size_bytes: int
-    """The bytes of the entries before. No two points have the same."""
+    """The total size of the entries before the point. No two points have the same value."""
 
     @staticmethod
     def start(incarnation: int) -> "Point":
@@ -123,7 +124,7 @@ class Places:
             self._thin()
 
     def left(self, first_ledger_id: int) -> Point:
-        """Return the first point whose previous entry still exists, if all ledgers before this one are gone."""
+        """Return the first point whose previous entry still exists, if all ledgers before this ledger are removed."""
         at = bisect_left(self._points, first_ledger_id, key=lambda point: point.message_id.ledger_id)
         return self._points[min(at, len(self._points) - 1)]
 

@@ -116,9 +116,9 @@ class Looks:
         """The time of the last look at each topic, in seconds since 1970."""
 
     async def why_unsafe(self, admin: PulsarAdmin, topic: str, *, may_change: bool) -> str:
-        """Return why nothing should be acknowledged in a topic; empty if its policies are safe, or unavailable now.
+        """Return the reason why nothing should be acknowledged in a topic; empty if its policies are safe.
 
-        If they are unavailable, they count as unchanged.
+        If the policies cannot be read now, they count as unchanged.
         """
         try:
             await check_takes_producers(admin, topic)
@@ -136,7 +136,7 @@ class Looks:
         return why
 
     def forget(self, topic: str) -> None:
-        """Forget a topic that this sidecar does not have any more."""
+        """Forget a topic that no longer belongs to this sidecar."""
         self.unsafe.discard(topic)
         self.seen_at.pop(topic, None)
 
@@ -245,7 +245,8 @@ for half a minute, and a new producer does not."""
 
 
 async def check_alone(topic: str, admin: PulsarAdmin, producer_name: str) -> None:
-    """Raise NOT_OWNER if the topic's statistics do not show this producer, alone. If they do, that is no proof."""
+    """Raise NOT_OWNER if the topic's statistics do not show this producer as the only producer. If they do, that is not
+    a proof of ownership."""
     until = asyncio.get_running_loop().time() + ALONE_SECONDS
     while (names := {each.name for each in (await admin.stats(topic)).publishers}) != {producer_name}:
         if asyncio.get_running_loop().time() >= until:
@@ -261,8 +262,8 @@ async def check_deduplicates(topic: str, admin: PulsarAdmin) -> None:
 
 
 async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
-    """Raise NOT_OWNER if the topic is being deleted, by any sidecar, or was deleted and made again: no sidecar takes it
-    any more."""
+    """Raise NOT_OWNER if the topic is being deleted, by any sidecar, or was recreated: no sidecar may take it over any
+    more."""
     properties = await admin.properties(topic)
     if is_going(properties):
         raise error("NOT_OWNER", f"{topic} is being deleted")
@@ -271,10 +272,10 @@ async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
 
 
 async def guard(topic: str, admin: PulsarAdmin, opening: PendingAppends, look: Callable[[], Awaitable[str]]) -> None:
-    """End an opening in three cases. Its producer has lost the connection: another sidecar may have the topic, and a
-    producer that sends nothing would not notice. Somebody deletes the topic. Pulsar's deduplication is off. `look` is
-    called at the same intervals, and returns why the opening should end, if it should.
-    """
+    """End an opening in three cases. First, its producer has lost the connection: another sidecar may have the
+    topic, and a producer that sends nothing would not notice. Second, the topic is being deleted. Third, Pulsar's
+    deduplication is disabled. `look` is called at the same intervals, and returns the reason if the opening should
+    end."""
     opening.fail(await _why_lost(topic, admin, opening.writer, look))
 
 

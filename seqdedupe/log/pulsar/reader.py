@@ -49,10 +49,10 @@ _FIXED_SIZES = {1: 8, 5: 4}
 
 
 class EntryReader:
-    """Reads from one place on, for as long as it is wanted. All methods are called on one event loop.
+    """Reads from one place on, until it is closed. All methods are called on one event loop.
 
-    Entries that Pulsar has trimmed are skipped silently. After a broker's crash, entries may come again. So the caller
-    must check numbers and indexes (`Terms`).
+    Entries that Pulsar has trimmed are skipped silently. After a broker's crash, entries may be delivered again. So the
+    caller must check numbers and indexes (`Terms`).
     """
 
     def __init__(self, reader: Any) -> None:
@@ -114,8 +114,8 @@ class EntryReader:
 async def open_reader(
     client: pulsar.asyncio.Client, topic: str, start: MessageId | None, queue_entries: int
 ) -> EntryReader:
-    """Return a reader whose first entry is the one at `start`. If that was trimmed, or is None, it is the first entry
-    left.
+    """Return a reader whose first entry is the entry at `start`. If that entry was trimmed, or `start` is None, the
+    reader begins with the first stored entry.
 
     `queue_entries` entries of any size are fetched ahead. Raises LOG_UNREADABLE.
     """
@@ -238,10 +238,11 @@ def _unreadable(topic: str, failure: pulsar.asyncio.PulsarException) -> Seqdedup
 
 
 class Collector:
-    """Collects the valid ones of the entries added, in the topic's order.
+    """Collects the valid entries among the entries added, in the topic's order.
 
-    The rows of a batch that are an entry each become one record again. A packed batch is one record already. If reading
-    begins within a batch, or its owner has ended within one, the record has only the rows that are there.
+    If the rows of a batch are separate entries, they become one record again. A packed batch is one record already. If
+    reading begins within a batch, or the batch's owner has ended within it, the record contains only the rows that were
+    read.
     """
 
     def __init__(self, terms: Terms, publish_time_ms: int = 0) -> None:
@@ -398,9 +399,9 @@ class ReaderStep(NamedTuple):
 
 
 class LogScan:
-    """Reads on from a point. After an error or a cancelled call it can only be closed.
+    """Continues to read from a point. After an error or a cancelled call, the scan can only be closed.
 
-    The valid entry before the point must still exist. Otherwise the entries after it may be gone too: that is LOG_GAP.
+    The valid entry before the point must still exist. Otherwise later entries may also be missing, which is LOG_GAP.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""The rule of terms: which entries of a Pulsar topic are ours, no matter who else writes into it.
+"""The rule of terms: it decides which entries of a Pulsar topic are valid entries of sidecars, no matter who else
+writes to the topic.
 
-Pulsar's exclusion of other writers can let two in at once (both get receipts), and its deduplication can be off. So
-nothing relies on either. All readers of the topic, in its order, reach the same verdicts from the entries alone. An
-owner confirms only entries that such a reading is certain to find.
+Pulsar's exclusion of other writers can admit two writers at once (both get receipts), and its deduplication can be
+disabled. So the rule relies on neither. All readers that read the topic in order reach the same verdicts from the
+entries alone. An owner confirms only entries that every such reading is certain to find.
 """
 
 from collections import deque
@@ -25,10 +26,11 @@ from seqdedupe.entry_properties import (
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.entries import NOWHERE, Marker, PulsarMessage, damaged, read_marker
 from seqdedupe.message_id import MessageId
+from seqdedupe.wording import counted
 
 REMEMBERED_ENTRIES = 16_384
 """A repeat is compared with this number of the newest entries. A client resends only entries in flight, and an owner
-never has more in flight."""
+never has more entries in flight than this."""
 
 
 _NOTHING = "\0"
@@ -39,32 +41,32 @@ class TermVerdict(Enum):
     """The verdict on an entry."""
 
     VALID = "valid"
-    """Ours: a message, a batch, a control record, or a marker that takes ownership."""
+    """Written by a sidecar and valid: a message, a batch, a control record, or a marker that takes ownership."""
 
     VOID = "void"
-    """From an owner that is not the last that took ownership, or a marker whose term is not higher: nobody counts
-    it."""
+    """Written by an owner that was not the last to take ownership, or a marker whose term is not higher. All readers
+    ignore the entry."""
 
     REPEAT = "repeat"
-    """The same as an earlier valid entry: it was sent twice."""
+    """Identical to an earlier valid entry, because it was sent twice."""
 
     EARLIER = "earlier"
-    """Not ours, before the first marker: from the time before the topic had an owner."""
+    """Not written by a sidecar, and before the first marker: from the time before the topic had an owner."""
 
     FOREIGN = "foreign"
-    """Not ours, after the first marker."""
+    """Not written by a sidecar, and after the first marker."""
 
 
 class TermStanding(NamedTuple):
-    """How far a topic was read: the state that is needed to read on."""
+    """The point up to which a topic was read, with the state that is needed to continue reading."""
 
     owner: EntryOwner
-    """The last owner that took ownership; before the first marker an owner of term 0."""
+    """The last owner that took ownership. Before the first marker, this is an owner with term 0."""
     next_number: int = 0
     """The number of the owner's next entry."""
     next_index: int = 0
     has_hole: bool = False
-    """Whether the owner has left a hole after that: no later entry from it counts."""
+    """Whether the owner has left a hole after its last valid entry. If so, its later entries are void."""
 
     @staticmethod
     def start(incarnation: int) -> "TermStanding":
@@ -97,22 +99,23 @@ class Counts:
 
 
 class Border(NamedTuple):
-    """Two entries that came one after the other, although others may be between them."""
+    """Two consecutive entries as they were read. Other entries may be between them."""
 
     before: MessageId
     after: MessageId
 
 
 class Terms:
-    """Judges the entries of a topic. The caller passes all of them, in the topic's order.
+    """Judges the entries of a topic. The caller passes all entries, in the topic's order.
 
-    An owner numbers its entries from 0, its marker. Messages have indexes without gaps over all owners. So a missing
-    entry is noticed. If Pulsar refuses an entry and stores later ones, there is a *hole*: a number is missing although
-    every position was read. The owner confirms nothing after a hole, so its later entries are void. If a position was
-    not read, a missing number is LOG_GAP.
+    An owner numbers its entries from 0, the number of its marker. Messages have indexes without gaps over all owners.
+    So a missing entry is noticed. If Pulsar refuses an entry and stores later entries, there is a *hole*: a number is
+    missing although every position was read. The owner confirms nothing after a hole, so its later entries are void. If
+    a position was not read, a missing number is LOG_GAP.
 
-    After an error, `standing` is the standing after the last valid entry. The caller must stop, with one exception: it
-    may pass the same entry again after LOG_GAP, once it has cleared `borders` because nothing is between.
+    After an error, `standing` is the state after the last valid entry. The caller must stop, with one exception: after
+    LOG_GAP the caller may pass the same entry again, once it has verified that no entry is missing and cleared
+    `borders`.
     """
 
     def __init__(self, standing: TermStanding, after: MessageId = NOWHERE) -> None:
@@ -199,7 +202,10 @@ class Terms:
         if place.number:
             raise damaged(f"the marker of term {owner.term} is not the first entry of its owner")
         if place.index > self.next_index:
-            raise gap(f"the writer of the marker of term {owner.term} knew of {place.index} messages", self.next_index)
+            raise gap(
+                f"the writer of the marker of term {owner.term} knew of {counted(place.index, 'message')}",
+                self.next_index,
+            )
         self.marker = read_marker(message, owner)
         self.owner, self._texts = owner, _texts(owner)
         self._next_number, self._unseen_below, self._has_hole = 1, 0, False
@@ -215,7 +221,8 @@ class Terms:
                 )
         elif number >= self._unseen_below:
             raise damaged(
-                f"entry {number} of term {self.owner.term} comes again after {back} others: no sidecar sends that late"
+                f"entry {number} of term {self.owner.term} comes again after {counted(back, 'other')}: "
+                "no sidecar sends that late"
             )
         return TermVerdict.REPEAT
 

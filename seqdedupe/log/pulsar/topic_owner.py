@@ -15,6 +15,7 @@ from seqdedupe.log.pulsar.admin_url import ConnectedProducer, PulsarAdmin, Topic
 from seqdedupe.log.pulsar.pulsar_client import told
 from seqdedupe.log.pulsar.wholes import schema_of
 from seqdedupe.tasks import retrieve
+from seqdedupe.wording import counted
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -301,7 +302,9 @@ async def forget(admin: PulsarAdmin, namespaces: Sequence[str], name: str, name_
         except SeqdedupeError as e:
             left, why = [*left, topic], e
     if why is not None:
-        done = f"{len(one.subscribed) - len(left)} of {len(one.subscribed)} subscriptions of the sidecar {name}"
+        done = (
+            f"{len(one.subscribed) - len(left)} of {counted(len(one.subscribed), 'subscription')} of the sidecar {name}"
+        )
         raise error(
             "LOG_REFUSED",
             f"{done} are removed, but not those on {', '.join(left)}: {why.message}",

@@ -18,6 +18,7 @@ from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.names import namespace_of, partition_name, whole_of
+from seqdedupe.wording import counted
 
 # -- The schema of a topic. Consumers with Pulsar's own clients decode its messages by it. Pulsar keeps it.
 
@@ -183,7 +184,7 @@ def _exists(topic: str, there: Whole | None) -> SeqdedupeError:
     elif there.life is Life.DELETING:
         what, hint = f"the partitioned topic {topic} is being deleted", "Try again when all sidecars have released it."
     else:
-        what, hint = f"the topic {topic} is there already, with {there.partitions} partitions", None
+        what, hint = f"the topic {topic} is there already, with {counted(there.partitions, 'partition')}", None
     return error("TOPIC_EXISTS", what, hint=hint, topic=topic)
 
 

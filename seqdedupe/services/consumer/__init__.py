@@ -1,8 +1,8 @@
 """The transactional consumer: each message of a topic takes effect in the user's database exactly once.
 
-Begin with `consumer`, the life of one process, and `work`, the handling of messages. `consumer_row` records which
+Begin with `consumer`, the main loop of a process, and `work`, the handling of messages. `consumer_row` records which
 process works, and on which partitions. `partition_shares` works on these partitions. `message_arrivals` waits for
-messages, `dead_letters` has the messages set aside, and `database` has the tables.
+messages, `dead_letters` stores the messages that are set aside, and `database` defines the tables.
 """
 
 from seqdedupe.services.consumer.consumer import Consumer

@@ -1,6 +1,7 @@
-"""The consumer: a topic's messages into a database, each of them exactly once.
+"""The consumer: it applies the messages of a topic to a database, each message exactly once.
 
-Begin with `Consumer`, the life of one process. For a partitioned topic it works on a share (`partition_shares`).
+Begin with `Consumer`, the main loop of a process. In a partitioned topic, each process works on a share of the
+partitions (`partition_shares`).
 """
 
 import asyncio
@@ -47,43 +48,52 @@ from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, check_
 from seqdedupe.services.consumer.message_arrivals import LOOK_SECONDS, Arrivals, Stop, Stopped, is_there, wait_for_any
 from seqdedupe.services.consumer.partition_shares import PartitionShares, PartitionWork
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
+from seqdedupe.wording import counted
 
 Start = Position | PartitionedPosition | Literal["earliest", "latest"]
 
 Found = dict[str, TopicEnds]
-"""The topic, or its partitions in their order, by their full names."""
+"""The ends of the topic, or of its partitions in order, by full name."""
 
 _log = logging.getLogger("seqdedupe.consumer")
 
 
 class Consumer:
-    """Applies a topic's messages to a database: `handle(connection, message)` for each, in the topic's order.
+    """Applies a topic's messages to a database: calls `handle(connection, message)` for each message, in the topic's
+    order.
 
-    **Exactly once**: the handler's writes over its connection are committed in the transaction that moves the
-    consumer's position past the message, or not at all. That holds after any number of kills of any process. It holds
-    also if several processes run the consumer: one works, the others stand by and take over within seconds. It covers
-    only the writes over that connection. If the handler sends a mail, it may send the mail twice.
+    **Exactly once**: one transaction contains the handler's writes over `connection` and the move of the consumer's
+    position past the message. The writes are committed together with this move, or not at all. This holds after any
+    number of kills of any process. It also holds if several processes run the consumer: one process works, and the
+    other processes stand by and take over within seconds. The guarantee covers only the writes over that connection. If
+    the handler sends a mail, it may send the mail twice.
 
     **A partitioned topic** is shared. Each process works on about the same number of partitions, in one thread. If a
-    process ends, the others take over its partitions. Each partition has a separate order and position.
+    process ends, the other processes take over its partitions. Each partition has a separate order and position.
 
-    A transaction has the messages that are there: at most `config.max_batch_messages`, for at most
-    `config.longest_transaction_ms`. There are many while the consumer is behind, and one when it has caught up. A
-    transaction that fails is cut in half until the message to blame is alone. That message is tried again
-    `config.max_attempts` times. Then `config.poison` decides. A database that cannot be reached, is read-only, full or
-    busy, or ends a deadlock, is waited for, and counts as no attempt.
+    A transaction contains the messages that have arrived: at most `config.max_batch_messages`, for at most
+    `config.longest_transaction_ms`. A consumer that is behind has many messages in a transaction; a consumer that has
+    caught up has one. A transaction that fails is cut in half until the message that causes the failure is alone. The
+    consumer tries that message `config.max_attempts` times. Then `config.poison` decides. If the database cannot be
+    reached, is read-only, full or busy, or ends a deadlock, the consumer waits for the database, and the attempt is not
+    counted.
 
-    `name` is one row of `seqdedupe_consumers`. The consumer makes this table and its other tables if they are not
-    there. The row belongs to one topic and one `purpose`: by default the handler's qualified name. `start` counts when
-    the name is new. With `in_batches` the handler is called with a list of messages, once in a transaction. It must not
-    end the transaction, nor keep the connection. `on_waiting` gets an UnavailableError that names the cause of the
-    wait, in the consumer's thread or the client's. It must not block, and its exceptions are logged. The default is a
-    warning of the logger `seqdedupe.consumer`.
+    `name` is the name of one row of `seqdedupe_consumers`. The consumer makes this table and its other tables if they
+    do not exist. The row belongs to one topic and one `purpose`: by default the handler's qualified name. `start` is
+    used only if the name is new. With `in_batches` the consumer calls the handler with a list of messages, once in a
+    transaction. The handler must not end the transaction, nor keep the connection. While the consumer waits, it calls
+    `on_waiting` with an UnavailableError that contains the cause, in the consumer's thread or the client's.
+    `on_waiting` must not block, and its exceptions are logged. By default the consumer logs a warning with the logger
+    `seqdedupe.consumer`.
 
-    Raises INVALID_OPTION. `run` raises CONSUMER_CHANGED, HANDLER_FAILED with the handler's exception as its cause,
-    TRANSACTION_ENDED, NOT_TRANSACTIONAL, INVALID_OUTPUT if the tables cannot be made or used or, at the start, there is
-    no such database or it does not let the user in. It also raises the errors of a `Reader`: `PositionError` if the
-    topic was deleted and created again, or has lost the next messages.
+    Raises INVALID_OPTION. `run` raises:
+
+    - CONSUMER_CHANGED.
+    - HANDLER_FAILED, with the handler's exception as its cause.
+    - TRANSACTION_ENDED, NOT_TRANSACTIONAL.
+    - INVALID_OUTPUT if the tables cannot be made or used. At the start also if the database does not exist or refuses
+      the user.
+    - The errors of a `Reader`: `PositionError` if the topic was deleted and recreated, or has lost the next messages.
     """
 
     def __init__(
@@ -134,8 +144,8 @@ class Consumer:
         self._tell_waiting(failure)
 
     def look_at_lag(self) -> Lag | None:
-        """Return how far behind this process is, on its own partitions; None if another process works. This asks the
-        sidecar and blocks: call it from a separate thread. Raises SeqdedupeError, TimeoutError."""
+        """Return the lag of this process on the partitions that it works on; None if another process does the work. The
+        call asks the sidecar and blocks: make it from a separate thread. Raises SeqdedupeError, TimeoutError."""
         positions = {} if self._shares is None else self._shares.positions
         if self._has_all and self._work is not None:
             positions = {self.topic: Position.parse(self._work.position)}
@@ -148,24 +158,24 @@ class Consumer:
 
     @property
     def is_working(self) -> bool:
-        """Whether this process works, on at least one partition, and does not stand by."""
+        """Whether this process works, on at least one partition, and is not a standby process."""
         return self._has_all or (self._shares is not None and self._shares.is_working)
 
     @property
     def position(self) -> Position | None:
-        """The position up to which this process knows all to be committed. None before it has worked, and for a
-        partitioned topic: the rows of its partitions have their positions."""
+        """The position up to which this process knows that all messages are committed. None before the process has
+        worked. Also None for a partitioned topic, whose positions are in the rows of the partitions."""
         return Position.parse(self._work.position) if self._work is not None else None
 
     def stop(self) -> None:
-        """End `run` for good, after the transaction under way. May be called from any thread, and from a signal's
+        """End `run` permanently, after the current transaction. May be called from any thread, and from a signal
         handler."""
         self._stop.tell()
 
     def run(self, *, follow: bool = True) -> None:
-        """Work until it is stopped. Without `follow`, work up to the last message that was there at the start of
-        reading, or until another process that works has reached it. Then try the parked messages that are due, and
-        leave the rest.
+        """Work until the consumer is stopped. Without `follow`, end when this process, or another process that works,
+        has applied the last message that existed at the start of reading. Then try the parked messages that are due,
+        and keep the other parked messages.
 
         This needs a client of `seqdedupe.client.blocking`. The handler is called in this thread.
         """
@@ -177,9 +187,9 @@ class Consumer:
             self._run(client, run_on_loop(lambda: self._find(client)), follow)
 
     async def run_async(self, *, follow: bool = True) -> None:
-        """Do the same as `run` with a client of `seqdedupe.client`. The handler is called in a separate thread.
+        """Do the same as `run`, with a client of `seqdedupe.client`. The handler is called in a separate thread.
 
-        After a cancellation the transaction under way ends first, and is committed. Then this raises CancelledError.
+        After a cancellation the current transaction first ends and is committed. Then this call raises CancelledError.
         """
         if not isinstance(self._client, AsyncClient):
             raise _option("run_async() takes a client of seqdedupe.client", "With a blocking one call run().")
@@ -220,14 +230,15 @@ class Consumer:
             except asyncio.CancelledError:
                 cancelled = True
                 self.stop()
-        thread.join()  # it has nothing more to do
+        thread.join()  # the thread has nothing more to do
         if cancelled:
-            ended.exception()  # looked at, so that it counts as seen: the caller gets the cancellation
+            # read the result, so that asyncio does not report it as unread: the caller gets the cancellation
+            ended.exception()
             raise asyncio.CancelledError
         ended.result()
 
     async def _find(self, client: AsyncClient) -> Found:
-        """Look up the topic's ends. Wait, as a reader does, for a sidecar that is not there. Raises Stopped,
+        """Look up the topic's ends. Wait for a sidecar that does not answer, as a reader does. Raises Stopped,
         NotFoundError, NOT_A_SIDECAR."""
         backoff = Backoff(FIRST_AWAY_SECONDS, LOOK_SECONDS)
         while True:
@@ -296,8 +307,8 @@ class Consumer:
             leave()
 
     def _insist(self, work: Callable[[], None]) -> None:
-        """Run the work until it has ended. Run it again, from the stored position, if another process was faster, the
-        database was away, or something else than the sidecar answered. Raises Stopped."""
+        """Run the work until it has ended. The work restarts from the stored position if another process was faster, if
+        the database was unavailable, or if a server that is not a sidecar answered. Raises Stopped."""
         failures = 0
         while True:
             self._stop.check()
@@ -314,12 +325,12 @@ class Consumer:
                     self._insist(e.before_next)
 
     def _starts(self, found: Found) -> list[Position]:
-        """Return the start of each topic or partition."""
+        """Return the start position of each topic or partition."""
         start = self._start
         if isinstance(start, Position | PartitionedPosition):
             given = list(start.partitions) if isinstance(start, PartitionedPosition) else [start]
             if isinstance(start, Position) != (self.topic in found) or len(given) != len(found):
-                what = f"the start is {str(start)[:80]!r}, and {self.topic} has {len(found)} partitions"
+                what = f"the start is {str(start)[:80]!r}, and {self.topic} has {counted(len(found), 'partition')}"
                 raise _option(what if self.topic not in found else f"{self.topic} has no partitions", None)
             return given
         if start == "latest":
@@ -327,8 +338,8 @@ class Consumer:
         return [Position.before(one.last.incarnation, one.first_index) for one in found.values()]
 
     def _prepare(self, register: Callable[[], None]) -> None:
-        """Prepare the tables, and wait for the database as later on. Raises Stopped, INVALID_OUTPUT,
-        NOT_TRANSACTIONAL."""
+        """Prepare the tables. If the database is unavailable, wait for it in the same way as later during the work.
+        Raises Stopped, INVALID_OUTPUT, NOT_TRANSACTIONAL."""
 
         def prepare() -> None:
             with database.reaching(at_start=True):
@@ -343,7 +354,7 @@ class Consumer:
         self._insist(prepare)
 
     def _acquire(self, until: Position | None) -> str | None:
-        """Stand by until no other process works, and return the position. Return None if the working process has
+        """Stand by until no other process works, and return the stored position. Return None if the working process has
         reached `until`."""
         stillness = Stillness(consumer_row.TAKE_OVER_SECONDS)
         held = Held(self._on_waiting)
@@ -356,7 +367,7 @@ class Consumer:
                 is_over = stillness.has_lasted(now)
                 if now is not None:
                     first = first or now
-                    # A process that has shown no sign of life may have ended, and left parked messages behind.
+                    # A process that has shown no activity may have ended, and may have left parked messages.
                     works = now != first and now.owner != NOBODY
                     if works and until is not None and is_there(now.position, until):
                         return None
@@ -411,7 +422,7 @@ class Consumer:
             arrivals.close()
 
     def _let_go(self) -> None:
-        # If the database cannot record it, the process that stands by finds out itself.
+        # If the database cannot record the release, the standby process detects the end by a timeout.
         with suppress(SQLAlchemyError):
             self._ownership.release()
 

@@ -1,7 +1,8 @@
-"""A consumer's row in the database: its position, and which of its processes works.
+"""A consumer's row in the database: its position, and the process that works.
 
-`RowLease` is one process's hold on the row. Each partition of a partitioned topic has such a row. The processes that
-share the partitions have separate rows (`Processes`). `fair_share` is the number of partitions for each process.
+`RowLease` is the hold of one process on the row. For a partitioned topic there is one such row for each partition. The
+processes that share the partitions have separate rows (`Processes`). `fair_share` is the number of partitions for each
+process.
 """
 
 import re
@@ -26,24 +27,26 @@ from seqdedupe.services.consumer.database import CONSUMERS, FORMAT_VERSION, PROC
 NOBODY = ""
 
 TAKE_OVER_SECONDS = 3.0
-"""A process has ended if its row has not changed for this time. The process that stands by measures with its clock."""
+"""A process counts as ended if its row has not changed for this time, measured by the clock of the standby process."""
 
 KEEP_UP_SECONDS = 1.0
-"""The shortest time between two signs of life in the row, and between two looks at the parked messages."""
+"""The minimum time between two updates that show that the process is alive, and between two looks at the parked
+messages."""
 
 HELD_SECONDS = 15.0
-"""A row that was locked at each look for this time is reported. A transaction ends sooner, unless its owner is frozen
-or its handler waits."""
+"""If a row was locked at each look for this time, the consumer reports it. A transaction ends sooner, unless the
+process that owns the row is frozen or its handler waits."""
 
 
 def row_name(consumer: str, partition: int) -> str:
-    """Return the name of a partition's row. What was set aside from the partition has the same name."""
+    """Return the name of a partition's row. Messages that are set aside from the partition have the same consumer
+    name."""
     return f"{consumer}-partition-{partition}"
 
 
 def positions_of(engine: Engine, consumer: str) -> dict[str, Position]:
-    """Return the positions of a consumer, by its topic or by partition. Raises INVALID_OPTION if the database does not
-    know the consumer."""
+    """Return the positions of a consumer, by its topic or by partition. Raises INVALID_OPTION if the consumer does not
+    exist in the database."""
     number = re.compile(re.escape(row_name(consumer, 0)[:-1]) + "[0-9]+")
     with engine.connect() as connection:
         rows = connection.execute(select(CONSUMERS.c.name, CONSUMERS.c.topic, CONSUMERS.c.position)).all()
@@ -55,11 +58,11 @@ def positions_of(engine: Engine, consumer: str) -> dict[str, Position]:
 
 
 class Lost(Exception):
-    """Another process has moved the position, or has taken the consumer over. Nothing was committed."""
+    """Another process has moved the position, or has taken over the consumer. The transaction was not committed."""
 
 
 class SeenRow(NamedTuple):
-    """The contents of the row. `beat` grows with every action of the owner."""
+    """The contents of the row. Every action of the owner increases `beat`."""
 
     owner: str
     beat: int
@@ -67,9 +70,10 @@ class SeenRow(NamedTuple):
 
 
 class RowLease:
-    """One process's hold on the row. Every transaction of the owner begins and ends with it.
+    """The hold of one process on the row. Every transaction of the owner begins with `hold` and ends with `move`.
 
-    `hold` locks the row, and fails if the position or the owner is another. `move` is the compare-and-set that decides.
+    `hold` locks the row, and fails if the position or the owner has changed. `move` is the compare-and-set that decides
+    whether the transaction is valid.
     """
 
     def __init__(self, engine: Engine, name: str, token: str | None = None) -> None:
@@ -79,11 +83,13 @@ class RowLease:
         self._mine = (CONSUMERS.c.name == name) & (CONSUMERS.c.owner == self.token)
 
     def register(self, topic: str, purpose: str, start: Position) -> None:
-        """Make the row if there is none. Raises CONSUMER_CHANGED if it belongs to another consumer, NEWER_FORMAT."""
+        """Insert the row if it does not exist. Raises CONSUMER_CHANGED if the row belongs to another topic or purpose,
+        NEWER_FORMAT."""
         mine = select(CONSUMERS).where(CONSUMERS.c.name == self._name)
         with self._engine.connect() as connection:
             found = connection.execute(mine).one_or_none()
-        if found is None:  # an INSERT of a row that exists waits for its owner's transaction, however long
+        # the INSERT of an existing row would wait for the end of its owner's transaction, for any length of time
+        if found is None:
             row = {"name": self._name, "format_version": FORMAT_VERSION, "topic": topic, "purpose": purpose}
             with suppress(IntegrityError), self._engine.begin() as connection:
                 connection.execute(insert(CONSUMERS).values(row | _new(start)))
@@ -100,7 +106,8 @@ class RowLease:
                 )
 
     def look(self) -> SeenRow | None:
-        """Return the contents of the row; None while its owner is in a transaction, if the database can tell."""
+        """Return the contents of the row. Return None while the owner is in a transaction, if the database reports
+        that."""
         wanted = select(CONSUMERS.c.owner, CONSUMERS.c.beat, CONSUMERS.c.position)
         with self._engine.begin() as connection:
             found = connection.execute(
@@ -109,7 +116,7 @@ class RowLease:
         return SeenRow(*found) if found else None
 
     def take(self, seen: SeenRow) -> bool:
-        """Make this process the owner, if the row has not changed since `seen`. Return whether it has become the
+        """Make this process the owner, if the row has not changed since `seen`. Return whether this process is now the
         owner."""
         with self._engine.begin() as connection:
             unchanged = (CONSUMERS.c.owner == seen.owner) & (CONSUMERS.c.beat == seen.beat)
@@ -121,23 +128,23 @@ class RowLease:
             return taken.rowcount == 1
 
     def hold(self, connection: Connection, position: str) -> None:
-        """Lock the row to the end of the transaction. Raises Lost.
+        """Lock the row until the transaction ends. Raises Lost.
 
-        It is a write, and the first statement. So SQLite begins a transaction that may write, and no snapshot is older
-        than the lock.
+        The lock is a write, and the transaction's first statement. So SQLite begins a transaction that may write, and
+        no snapshot is older than the lock.
         """
         self._set(connection, position, position)
 
     def move(self, connection: Connection, position: str, to: str) -> None:
-        """Compare the position and set it. Raises Lost."""
+        """Compare the stored position, and set the new position. Raises Lost."""
         self._set(connection, position, to)
 
     def beat(self) -> None:
-        """Show the processes that stand by that this process lives. Raises Lost."""
+        """Show the standby processes that this process is alive. Raises Lost."""
         self.write()
 
     def write(self) -> None:
-        """Write in a separate small transaction, to find out whether the database takes work. Raises Lost."""
+        """Write in a separate small transaction, to find out whether the database accepts writes. Raises Lost."""
         with self._engine.begin() as connection:
             found = connection.execute(update(CONSUMERS).where(self._mine).values(beat=CONSUMERS.c.beat + 1))
             if found.rowcount != 1:
@@ -150,24 +157,25 @@ class RowLease:
             raise Lost
 
     def holder(self) -> UnavailableError:
-        """Return an error that names the session that holds the row, and how to end it."""
+        """Return an error that names the session that locks the row, and how to end that session."""
         return database.holder(self._engine, CONSUMERS, "t.name = :name", {"name": self._name})
 
     def release(self) -> None:
-        """Release the row, so that another process need not wait."""
+        """Release the row, so that another process can take it at once."""
         with self._engine.begin() as connection:
             connection.execute(update(CONSUMERS).where(self._mine).values(owner=NOBODY, beat=CONSUMERS.c.beat + 1))
 
 
 class Held:
-    """Reports which session holds a row that stays locked: from time to time, while that lasts."""
+    """Reports, at intervals, the session that holds a row which stays locked."""
 
     def __init__(self, on_waiting: OnWaiting | None) -> None:
         self._on_waiting = on_waiting
         self._since: float | None = None
 
     def look(self, is_locked: bool, holder: Callable[[], UnavailableError]) -> None:
-        """Note whether the row is locked now, and report its holder if it has been for HELD_SECONDS."""
+        """Note whether the row is locked now. If it has been locked for HELD_SECONDS, report the session that holds
+        it."""
         now = time.monotonic()
         if not is_locked:
             self._since = None
@@ -179,7 +187,7 @@ class Held:
 
 
 def check_transactions(engine: Engine) -> None:
-    """Raise NOT_TRANSACTIONAL if a row stays after its rollback, for instance with an engine in AUTOCOMMIT."""
+    """Raise NOT_TRANSACTIONAL if a row still exists after a rollback, for instance with an engine in AUTOCOMMIT."""
     probe = f"probe {uuid.uuid4().hex}"
     row = {"name": probe, "format_version": FORMAT_VERSION, "topic": "", "purpose": ""}
     with engine.connect() as connection:
@@ -200,12 +208,12 @@ def _new(start: Position) -> dict[str, object]:
 
 
 class Processes:
-    """The rows of all processes of a consumer. This process has the row `token`."""
+    """The rows of all processes of a consumer. The row of this process has the key `token`."""
 
     def __init__(self, engine: Engine, consumer: str, on_waiting: OnWaiting | None = None) -> None:
         self.token = uuid.uuid4().hex
         self.shown: set[str] = set()
-        """The other processes that have shown, since this process began, that they live."""
+        """The other processes that have shown that they are alive, since this process began."""
         self._engine = engine
         self._consumer = consumer
         self._all = PROCESSES.c.consumer == consumer
@@ -216,7 +224,7 @@ class Processes:
         self._beat_at = float("-inf")
 
     def beat(self) -> None:
-        """Show the other processes that this process lives, if it is time for that."""
+        """Show the other processes that this process is alive, if the interval has passed."""
         if time.monotonic() - self._beat_at < KEEP_UP_SECONDS:
             return
         with self._engine.begin() as connection:
@@ -226,8 +234,8 @@ class Processes:
         self._beat_at = time.monotonic()
 
     def hold(self, connection: Connection) -> None:
-        """Keep the other processes from taking this one for dead until the transaction ends, however long that takes.
-        Raises Lost if one already has."""
+        """Prevent the other processes from declaring this process dead until the transaction ends, even if the
+        transaction is long. Raises Lost if another process has already done so."""
         if not self._touch(connection):
             self._beat_at = float("-inf")
             raise Lost
@@ -238,14 +246,14 @@ class Processes:
         return connection.execute(moved).rowcount == 1
 
     def living(self) -> set[str]:
-        """Return the tokens of all processes that live.
+        """Return the tokens of all processes that are alive.
 
         A process whose row has not changed for `TAKE_OVER_SECONDS`, by this process's clock, loses its row. If it is
-        alive after all, its next transaction fails.
+        still alive, its next transaction fails.
         """
         with self._engine.begin() as connection:
             tokens = set(connection.execute(select(PROCESSES.c.token).where(self._all)).scalars())
-            # A locked row belongs to a process within a transaction, if the database can tell.
+            # If the database reports locks: a locked row belongs to a process that is in a transaction.
             idle = select(PROCESSES.c.token, PROCESSES.c.beat).where(self._all).with_for_update(skip_locked=True)
             beats: dict[str, int] = {row.token: row.beat for row in connection.execute(idle)}
         now, before = time.monotonic(), self._seen
@@ -254,7 +262,7 @@ class Processes:
             held.look(token not in beats, partial(self._holder, token))
         self.shown |= tokens.difference(beats)
         self.shown |= {token for token, beat in beats.items() if token in before and before[token][0] != beat}
-        # The time since which each of these has not changed.
+        # The time since which the row of each process has not changed.
         self._seen = {
             token: before[token] if token in before and before[token][0] == beat else (beat, now)
             for token, beat in beats.items()
@@ -276,7 +284,7 @@ class Processes:
             return connection.execute(delete(PROCESSES).where(unchanged)).rowcount == 1
 
     def leave(self) -> None:
-        """Release all partitions of this process, so that the other processes need not wait."""
+        """Release all partitions of this process, so that the other processes can take them at once."""
         with self._engine.begin() as connection:
             theirs = {"owner": NOBODY, "beat": CONSUMERS.c.beat + 1}
             connection.execute(update(CONSUMERS).where(CONSUMERS.c.owner == self.token).values(theirs))
@@ -284,8 +292,9 @@ class Processes:
 
 
 def fair_share(token: str, living: Collection[str], owners: Iterable[str], partitions: int) -> int:
-    """Return the number of partitions for a process. All processes together have all partitions. The odd partitions
-    stay with the processes that have more already, so that nothing moves without need."""
+    """Return the number of partitions for a process. The shares of all processes add up to all partitions. If the
+    division leaves a remainder, the processes that already have more partitions keep them, so that no partition moves
+    without need."""
     has = Counter(owners)
     order = sorted({token, *living}, key=lambda one: (-has[one], one))
     each, odd = divmod(partitions, len(order))
@@ -293,7 +302,7 @@ def fair_share(token: str, living: Collection[str], owners: Iterable[str], parti
 
 
 class PartOwnership(RowLease):
-    """The hold on a partition's row. Its process lives as long as the process's own row shows that."""
+    """The hold on a partition's row. The process counts as alive as long as the process's separate row shows that."""
 
     def __init__(self, engine: Engine, name: str, processes: Processes) -> None:
         super().__init__(engine, name, processes.token)

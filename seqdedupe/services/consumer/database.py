@@ -1,4 +1,5 @@
-"""The consumer's database: errors when it cannot be used, sessions that hold a row, and tables without transactions."""
+"""The consumer's database: errors if the database cannot be used, the sessions that lock a row, and tables without
+transactions."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,8 @@ CONSUMERS = table(
     Column("owner", String(32), nullable=False),
     Column("beat", BigInteger, nullable=False),
 )
-"""A row for each consumer: its position, the process that works (empty: none), and a beat that shows that it lives."""
+"""One row for each consumer: its position, the process that works (empty: none), and a counter, the beat, which shows
+that this process is alive."""
 
 PROCESSES = table(
     "seqdedupe_consumer_processes",
@@ -38,13 +40,13 @@ PROCESSES = table(
     Column("token", String(32), primary_key=True),
     Column("beat", BigInteger, nullable=False),
 )
-"""A row for each process that runs a consumer of a partitioned topic, with a beat that shows that it lives. The token
-is the owner in the rows of partitions."""
+"""One row for each process that runs a consumer of a partitioned topic, with a counter, the beat, which shows that the
+process is alive. The rows of partitions contain the token of their owner."""
 
 
 def content_columns() -> list[Column[Any]]:
-    """Return the columns of a whole message. `dead_letters.content` fills them, `dead_letters.message_of` reads
-    them."""
+    """Return the columns of a complete message. `dead_letters.content` fills these columns, and
+    `dead_letters.message_of` reads them."""
     return [
         Column("position", String(255), nullable=False),
         Column("message_key", bytes_type()),
@@ -61,7 +63,7 @@ def content_columns() -> list[Column[Any]]:
 
 
 def _message_columns() -> list[Column[Any]]:
-    """Return the columns of a message, and of the consumer that has set it aside."""
+    """Return the columns of a message, and of the consumer that has set the message aside."""
     return [
         Column("consumer", name_type(), primary_key=True),
         Column("incarnation", BigInteger, primary_key=True, autoincrement=False),
@@ -78,8 +80,8 @@ DEAD_LETTERS = table(
     Column("given_up_ms", BigInteger, nullable=False),
     Column("dead_letter_topic", name_type()),
 )
-"""Messages that were given up. With a topic, a message waits to be published there, and is then deleted. Without one it
-stays for people."""
+"""Messages that were given up. A row with a topic waits to be published to that topic, and is then deleted. A row
+without a topic stays until a person handles it."""
 
 PARKED = table(
     "seqdedupe_parked",
@@ -88,15 +90,14 @@ PARKED = table(
     Column("key_hash", String(64), index=True),
     Column("next_attempt_ms", BigInteger, index=True),
 )
-"""Messages to try again later. Only the first message of a key has a time for it; the others wait behind it. The column
-has the key's SHA-256, because long keys cannot be indexed."""
+"""Messages to try again later. Only the first message of a key has a time for the next attempt; later messages of the
+key wait for it. The key's column contains the SHA-256 of the key, because long keys cannot be indexed."""
 
 
 _NO_SAVEPOINT = 1178
 _NOT_ROLLED_BACK = 1196
-"""What MariaDB reports after a write to a table without transactions. One number is for engines that have no
-savepoints, the other is for other engines.
-"""
+"""The codes that MariaDB reports after a rollback of a write to a table without transactions. One code is for storage
+engines without savepoints, the other for all other engines."""
 
 _TABLES_MADE = "SHOW SESSION STATUS WHERE variable_name RLIKE '^Com_(create|drop)_(temporary_)?table$'"
 
@@ -117,13 +118,13 @@ WHERE t.trx_rows_modified > 0 ORDER BY t.trx_started LIMIT 1
 
 
 class Away(Exception):
-    """The database cannot be used now, or has undone the transaction. Look up what was committed."""
+    """The database cannot be used now, or has undone the transaction. Look up in the database what was committed."""
 
     def __init__(self, cause: BaseException, more: str = "", before_next: Callable[[], None] | None = None) -> None:
         super().__init__(cause)
         self.cause = cause
         self.before_next = before_next
-        """The action to take before the next attempt, outside of any transaction. It may raise Away, too."""
+        """An action to take before the next attempt, outside any transaction. The action may raise Away, too."""
         self.failure = unavailable(f"the consumer's database cannot be used now: {told(cause)}{more}")
 
 
@@ -134,8 +135,8 @@ def unavailable(what: str, hint: str = "It is tried again.") -> UnavailableError
 
 @contextmanager
 def reaching(*, at_start: bool = False) -> Iterator[None]:
-    """Raise Away for temporary failures, and INVALID_OUTPUT if the database refuses anything for another reason. At the
-    start, also raise INVALID_OUTPUT if the database does not exist or refuses the user."""
+    """Raise Away for temporary failures of the database, and INVALID_OUTPUT if the database refuses a statement for
+    another reason. At the start, also raise INVALID_OUTPUT if the database does not exist or refuses the user."""
     try:
         yield
     except SQLAlchemyError as e:
@@ -146,20 +147,21 @@ def reaching(*, at_start: bool = False) -> Iterator[None]:
 
 
 def age_seconds(connection: Connection) -> float:
-    """Return how long the server has been running. SQLite has no server that could be restarted."""
+    """Return how long the database server has been running. SQLite has no server that could be restarted."""
     dialect = connection.dialect.name
     if dialect == "postgresql":
         wanted = "SELECT EXTRACT(EPOCH FROM clock_timestamp() - pg_postmaster_start_time())"
         return float(connection.exec_driver_sql(wanted).scalar_one())
     if dialect in MARIADB:
-        # The uptime is in whole seconds, so round up.
+        # The uptime is given in whole seconds, so round up.
         return float(connection.exec_driver_sql("SHOW GLOBAL STATUS LIKE 'Uptime'").one()[1]) + 1
     return float("inf")
 
 
 def holder(engine: Engine, table: Table, where: str, values: Mapping[str, str]) -> UnavailableError:
-    """Return an error that names the session of the server whose transaction holds the row. It says for how long, and
-    how to end it, as far as the server tells this user. MariaDB names the oldest transaction that has written."""
+    """Return an error that names the server session whose transaction locks the row. As far as the server reports this
+    to the user, the error contains the duration of the lock, and how to end it. With MariaDB, the error names the
+    oldest transaction that has written."""
     found = None
     try:
         with engine.connect() as connection:
@@ -184,7 +186,8 @@ def holder(engine: Engine, table: Table, where: str, values: Mapping[str, str]) 
 
 
 def without_transactions(engine: Engine) -> frozenset[str]:
-    """Return the tables of the database whose engine has no transactions, such as MyISAM and Aria in MariaDB."""
+    """Return the tables of the database whose storage engine has no transactions, such as MyISAM and Aria in
+    MariaDB."""
     if engine.dialect.name not in MARIADB:
         return frozenset()
     with engine.connect() as connection:
@@ -203,11 +206,12 @@ def _without_transactions(connection: Connection) -> frozenset[str]:
 
 
 def check_mariadb_writes(connection: Connection) -> None:
-    """Raise NOT_TRANSACTIONAL if the transaction has written to a table without transactions. Call it at the end.
+    """Raise NOT_TRANSACTIONAL if the transaction has written to a table without transactions. Call this at the end of
+    the transaction.
 
-    This covers any statement, view or trigger, and any time at which the table became one. The server reports it when
-    something is rolled back. It reports the same for temporary tables. So the check is skipped for a session that has
-    made or dropped a table of that kind.
+    The check covers every statement, view and trigger, and also tables that have just been changed to such a storage
+    engine. The server reports these writes when a savepoint is rolled back. But it also reports writes to temporary
+    tables. So the check is skipped for a session that has made or dropped a temporary table.
     """
     try:
         connection.exec_driver_sql("SAVEPOINT seqdedupe_written")
@@ -216,13 +220,13 @@ def check_mariadb_writes(connection: Connection) -> None:
             raise
     else:
         done = connection.exec_driver_sql("ROLLBACK TO SAVEPOINT seqdedupe_written")
-        # Most drivers have the number of warnings.
+        # Most drivers provide the number of warnings.
         if not getattr(done.context.cursor, "warning_count", 1):
             return
         if all(row[1] != _NOT_ROLLED_BACK for row in connection.exec_driver_sql("SHOW WARNINGS")):
             return
         tables = {name: int(count) for name, count in connection.execute(text(_TABLES_MADE))}
-        # MySQL counts temporary tables among the others.
+        # MySQL counts temporary tables together with other tables.
         if any(({name: count for name, count in tables.items() if "temporary" in name} or tables).values()):
             return
     raise not_transactional(" or ".join(sorted(_without_transactions(connection))) or "of another database")
@@ -230,7 +234,8 @@ def check_mariadb_writes(connection: Connection) -> None:
 
 @contextmanager
 def refusing_writes(connection: Connection, tables: frozenset[str]) -> Iterator[None]:
-    """Refuse, within the block, each statement that writes and names one of these tables, before it is carried out."""
+    """Within the block, refuse each statement that writes and names one of these tables, before the statement is
+    executed."""
     if not tables:
         yield
         return
@@ -249,11 +254,12 @@ def refusing_writes(connection: Connection, tables: frozenset[str]) -> Iterator[
 
 
 def not_transactional(table: str, kind: str = "") -> SeqdedupeError:
-    """Return the error for a table whose changes cannot be undone, or are not kept together with the others."""
+    """Return the error for a table whose changes cannot be undone, or are not kept together with the changes in other
+    tables."""
     if kind:
         what = f"the table {table} is {kind}: what is written there is not kept together with the position"
         return error("NOT_TRANSACTIONAL", what, hint=cure_of(table, kind))
     what = f"the table {table} has no transactions: what is written there stays, committed or not"
-    # Where several tables may be meant, the general hint says it.
+    # If several tables may be meant, the general hint applies.
     hint = f"ALTER TABLE {table} ENGINE = InnoDB" if table.isidentifier() else None
     return error("NOT_TRANSACTIONAL", what, hint=hint)

@@ -1,5 +1,5 @@
-"""Messages that were set aside: the dead letters, and the messages that are parked to be tried again later. `SetAside`
-has both tables. After it come the actions of people, and the publishing of dead letters to a topic."""
+"""Messages that were set aside: dead letters, and parked messages, which are tried again later. `SetAside` contains
+both tables. Then come the actions that a person can start, and the publishing of dead letters to a topic."""
 
 import asyncio
 import concurrent.futures
@@ -29,9 +29,10 @@ from seqdedupe.services.consumer.consumer_row import row_name
 from seqdedupe.services.consumer.database import CONSUMERS, DEAD_LETTERS, PARKED
 from seqdedupe.services.consumer.message_arrivals import Stop
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 BEHIND = "waits behind an earlier message of its key"
-"""The error text of a message that waits behind another one."""
+"""The error text of a message that waits for an earlier message of its key."""
 
 _MAX_ERROR_CHARACTERS = 2000
 
@@ -39,17 +40,17 @@ _NO_CONTENT = {"message_key": None, "deduplication_id": None, "payload": None, "
 
 
 def has_content(row: Row[Any]) -> bool:
-    """Whether a dead letter has the whole message, and not only its place."""
+    """Return whether a dead letter contains the complete message, and not only its index."""
     return bool(row.properties != _NO_CONTENT["properties"])
 
 
 def key_hash(key: bytes | None) -> str | None:
-    """Return the hash by which a key's messages find each other. None: there is no key, and no order."""
+    """Return the hash that identifies the messages of a key. None: the message has no key, and so no order."""
     return None if key is None else hashlib.sha256(key).hexdigest()
 
 
 def content(message: Message, attempts: int, why: str) -> dict[str, Any]:
-    """Return the values of `content_columns`."""
+    """Return the values for the columns of `content_columns`."""
     return {
         "position": str(message.position),
         "message_key": message.key,
@@ -66,7 +67,7 @@ def content(message: Message, attempts: int, why: str) -> dict[str, Any]:
 
 
 def message_of(row: Row[Any]) -> Message:
-    """Return the message of a row with `content_columns`, as it was read from the topic."""
+    """Return the message in a row with `content_columns`, as the reader returned it."""
     position = Position.parse(row.position)
     names = properties([json.loads(row.properties)])
     batch: Batch = single_producer(
@@ -90,14 +91,15 @@ def message_of(row: Row[Any]) -> Message:
 
 
 def why(failure: BaseException) -> str:
-    """Return the failure in one line, without text that databases refuse: NUL, and invalid Unicode."""
+    """Return the text of the failure in one line, without characters that databases refuse: NUL, and invalid
+    Unicode."""
     said = failure if fault_of(failure) is Fault.MESSAGE else told(failure)
     text = f"{type(failure).__name__}: {said}".replace("\x00", "").encode(errors="backslashreplace").decode()
     return " ".join(text.split())[:_MAX_ERROR_CHARACTERS]
 
 
 class SetAside:
-    """Both tables of one consumer. Every write is called within a transaction that holds the consumer's row."""
+    """Both tables of one consumer. Every write runs in a transaction that holds the lock on the consumer's row."""
 
     def __init__(self, consumer: str, topic: str, dead_letter_topic: str | None = None) -> None:
         self._of = {"consumer": consumer, "topic": topic}
@@ -105,15 +107,16 @@ class SetAside:
         self._parked = PARKED.c.consumer == consumer
 
     def bury(self, connection: Connection, message: Message, attempts: int, error: str, now_ms: int) -> None:
-        """Move the message to the dead letters. From there it goes to the topic of dead letters, if there is one."""
+        """Move the message to the dead letters. If there is a topic for dead letters, the letter is published there
+        later."""
         row = self._row(message, attempts, error)
         connection.execute(insert(DEAD_LETTERS).values(**row, **self._to, given_up_ms=now_ms))
 
     def bury_without_content(
         self, connection: Connection, message: Message, attempts: int, error: str, refused: str, now_ms: int
     ) -> None:
-        """Write a dead letter without content, for people. This is for a message that the database refuses, for
-        instance because it is larger than a statement may be. The topic still has the message."""
+        """Write a dead letter without the message's content. This is for a message that the database refuses, for
+        instance because the message is larger than a statement may be. The topic still contains the message."""
         said = f"{error}; the dead letter has no content, as the database refuses that: {refused}"
         row = self._row(message, attempts, said[:_MAX_ERROR_CHARACTERS]) | _NO_CONTENT
         connection.execute(insert(DEAD_LETTERS).values(**row, dead_letter_topic=None, given_up_ms=now_ms))
@@ -130,8 +133,8 @@ class SetAside:
         error: str,
         next_attempt_ms: int | None,
     ) -> None:
-        """Park messages to be tried again: at this time, or (None) after the earlier messages of their key are
-        finished."""
+        """Park messages to be tried again at this time. None: try them again after the earlier messages of their key
+        are finished."""
         rows = [
             self._row(message, attempts, error)
             | {"key_hash": key_hash(message.key), "next_attempt_ms": next_attempt_ms}
@@ -141,7 +144,7 @@ class SetAside:
             connection.execute(insert(PARKED), rows)
 
     def keys_parked(self, connection: Connection, messages: Iterable[Message]) -> set[str]:
-        """Return the hashes of the messages' keys for which a message is parked."""
+        """Return the hashes of those keys of the messages for which a message is parked."""
         hashes = {hashed for message in messages if (hashed := key_hash(message.key)) is not None}
         if not hashes:
             return set()
@@ -154,7 +157,7 @@ class SetAside:
             return connection.execute(select(PARKED.c.consumer).where(self._parked).limit(1)).first() is not None
 
     def next_due(self, engine: Engine, now_ms: int) -> Row[Any] | None:
-        """Return the row with the earliest time, if that time has come."""
+        """Return the row with the earliest time for the next attempt, if that time has passed."""
         wanted = select(PARKED).where(self._parked & (PARKED.c.next_attempt_ms <= now_ms))
         with engine.begin() as connection:
             return connection.execute(
@@ -162,18 +165,18 @@ class SetAside:
             ).first()
 
     def is_there(self, connection: Connection, row: Row[Any]) -> bool:
-        """Whether a row that was seen before the transaction is still there to be tried. A person may have
-        dropped it."""
+        """Return whether a row that was seen before the transaction is still in the table. A person may have deleted
+        it."""
         wanted = select(PARKED.c.next_attempt_ms).where(self._is(row))
         return connection.execute(wanted).scalar_one_or_none() is not None
 
     def again(self, connection: Connection, row: Row[Any], error: str, next_attempt_ms: int) -> None:
-        """Note that the message failed once more."""
+        """Note that one more attempt with the message has failed."""
         values = {"attempts": row.attempts + 1, "error": error, "next_attempt_ms": next_attempt_ms}
         connection.execute(update(PARKED).where(self._is(row)).values(**values))
 
     def let_go(self, connection: Connection, row: Row[Any]) -> None:
-        """Delete the finished message from the table. Then it is the turn of the next message with its key."""
+        """Delete the finished message from the table. Then the next message with the same key can be tried."""
         connection.execute(delete(PARKED).where(self._is(row)))
         if row.key_hash is None:
             return
@@ -195,10 +198,11 @@ class SetAside:
 
 
 def set_aside(engine: Engine, name: str, limit: int) -> list[tuple[str, Row[Any]]]:
-    """Return (kind, row) for the messages that a consumer has set aside. The kind is "parked" or "dead".
+    """Return (kind, row) for each message that a consumer has set aside. The kind is "parked" or "dead".
 
-    Rows of one kind and partition are in the order of the topic, and at most `limit`. `row.consumer` is the consumer's
-    name; for a partitioned topic it includes the partition. Raises INVALID_OPTION if the consumer does not exist.
+    The rows of one kind and partition are in the order of the topic, and at most `limit` are returned. `row.consumer`
+    is the consumer's name; for a partitioned topic it includes the partition. Raises INVALID_OPTION if the consumer
+    does not exist.
     """
     with engine.begin() as connection:
         names = _names(connection, name)
@@ -212,20 +216,21 @@ class Retried(NamedTuple):
     """The result of `retry`."""
 
     now: int
-    """The number of messages that are tried as soon as the consumer runs."""
+    """The number of messages that the consumer tries as soon as it runs."""
 
     behind: list[int]
-    """The indexes of messages that wait behind an earlier message of their key, and are tried after it."""
+    """The indexes of messages that wait for an earlier message of their key, and are tried after that message."""
 
     leaving: list[int]
-    """The indexes of messages that are on their way to a topic of dead letters, and stay as they are."""
+    """The indexes of dead letters that are waiting to be published to a topic. They do not change."""
 
 
 def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
-    """Let the messages with these indexes be tried now. No indexes: all that are parked.
+    """Make the consumer try the messages with these indexes now. Without indexes: all parked messages.
 
-    Dead letters are parked again, in front of the later parked messages with their key, unless they are on their way
-    to a topic. Raises INVALID_OPTION, and changes nothing, if one of the messages was not set aside, or has no content.
+    Dead letters are parked again, before the parked messages with the same key that come later in the topic. A dead
+    letter that waits to be published to a topic does not change. Raises INVALID_OPTION, and changes nothing, if one of
+    the messages was not set aside, or has no content.
     """
     now, leaving = 0, []
     with engine.begin() as connection:
@@ -240,7 +245,8 @@ def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
                     _park_again(connection, row)
                 else:
                     leaving.append(row.message_index)
-            # A message that waits behind another one keeps waiting: that is the order of their key.
+            # A message that waits for an earlier message of its key keeps waiting, because the order of the key must
+            # not change.
             due = _having(PARKED, one, indexes) & PARKED.c.next_attempt_ms.is_not(None)
             now += connection.execute(update(PARKED).where(due).values(next_attempt_ms=0)).rowcount
         parked = _rows(connection, PARKED, names[0], indexes) if indexes else []
@@ -248,9 +254,11 @@ def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
 
 
 def drop(engine: Engine, name: str, indexes: Sequence[int]) -> int:
-    """Delete the messages with these indexes from both tables, for good. The messages behind them have their turn.
+    """Delete the messages with these indexes from both tables permanently. Messages that waited for them can then be
+    tried.
 
-    Return the number of deleted messages. Raises INVALID_OPTION, and changes nothing, if one was not set aside.
+    Return the number of deleted messages. Raises INVALID_OPTION, and changes nothing, if one of the messages was not
+    set aside.
     """
     with engine.begin() as connection:
         [one] = _names(connection, name, indexes)
@@ -280,7 +288,8 @@ def _check_content(name: str, dead: Sequence[Row[Any]]) -> None:
 
 
 def _names(connection: Connection, name: str, indexes: Sequence[int] = ()) -> list[str]:
-    """Return the rows of a consumer: one, or one for each partition. With an index, it must be a single row."""
+    """Return the names of a consumer's rows: one, or one for each partition. If indexes are given, the consumer must
+    have exactly one row."""
     found = set(connection.execute(select(CONSUMERS.c.name)).scalars())
     if name in found:
         return [name]
@@ -288,13 +297,14 @@ def _names(connection: Connection, name: str, indexes: Sequence[int] = ()) -> li
     if not names:
         raise error("INVALID_OPTION", f"there is no consumer {name!r} in this database", hint="Is the name mistyped?")
     if indexes:
-        what = f"the consumer {name!r} has {len(names)} partitions, each with separate indexes"
+        what = f"the consumer {name!r} has {counted(len(names), 'partition')}, each with separate indexes"
         raise error("INVALID_OPTION", what, hint=f"Name one of them: {names[0]}.")
     return names
 
 
 def _lock(connection: Connection, name: str) -> str:
-    """Lock the consumer's row, so that no transaction of the consumer runs at the same time. Return its topic."""
+    """Lock the consumer's row, so that no transaction of the consumer runs at the same time. Return the consumer's
+    topic."""
     connection.execute(update(CONSUMERS).where(CONSUMERS.c.name == name).values(beat=CONSUMERS.c.beat + 1))
     return str(connection.execute(select(CONSUMERS.c.topic).where(CONSUMERS.c.name == name)).scalar_one())
 
@@ -326,7 +336,7 @@ def _park_again(connection: Connection, row: Row[Any]) -> None:
         values |= {"next_attempt_ms": None if before else 0}
     else:
         values |= {"next_attempt_ms": 0}
-    # The count of attempts begins again.
+    # The count of attempts restarts.
     connection.execute(insert(PARKED).values(values | {"attempts": 0, "key_hash": hashed}))
     same = (DEAD_LETTERS.c.incarnation == row.incarnation) & (DEAD_LETTERS.c.message_index == row.message_index)
     connection.execute(delete(DEAD_LETTERS).where((DEAD_LETTERS.c.consumer == row.consumer) & same))
@@ -341,16 +351,18 @@ _POLL_SECONDS = 0.02
 
 
 def deduplication_id(consumer: str, topic: str, incarnation: int, index: int) -> str:
-    """Return the deduplication ID of a dead letter, the same at each attempt to publish it. The ID names the message
-    and the consumer that gave it up. An ID that would be too long is replaced by its SHA-256."""
+    """Return the deduplication ID of a dead letter, which is the same at each attempt to publish it. The ID identifies
+    the message and the consumer that gave the message up. An ID that would be too long is replaced by its SHA-256."""
     text = f"{consumer}/{topic}/{incarnation}/{index}"
     return text if len(text.encode()) <= MAX_DEDUPLICATION_ID_BYTES else hashlib.sha256(text.encode()).hexdigest()
 
 
 async def check_topic(client: Client, topic: str) -> None:
-    """Raise INVALID_OPTION for a topic of sequence IDs, or one that needs a key in every message. Raises NotFoundError.
+    """Raise INVALID_OPTION for a topic of sequence IDs, or a topic that requires a key in every message. Raises
+    NotFoundError.
 
-    Dead letters come in no order, so a watermark would lose those that come late. A dead letter need not have a key.
+    Dead letters are published in any order, so a watermark would drop late letters as duplicates. A dead letter may
+    have no key.
     """
     found = await client.admin.topic(topic)
     if found.deduplication_route == admin_pb2.DEDUPLICATION_ROUTE_KEY:
@@ -367,7 +379,7 @@ async def check_topic(client: Client, topic: str) -> None:
 class DeadLetterPublisher:
     """Publishes dead letters to their topic while the consumer works, and deletes the letters that are in the topic.
 
-    Any process may do this, also several at once: the topic takes each dead letter once.
+    Several processes may do this at the same time: deduplication stores each dead letter in the topic only once.
     """
 
     def __init__(
@@ -383,19 +395,19 @@ class DeadLetterPublisher:
         self._rows: Sequence[Row[Any]] = ()
 
     def keep_up(self) -> None:
-        """Look for dead letters, from time to time and without waiting. Raises the errors that end a publisher;
-        Away."""
+        """Publish dead letters that exist now, at intervals and without waiting. Raises Away, and the errors that end a
+        publisher."""
         if time.monotonic() - self._looked_at >= consumer_row.KEEP_UP_SECONDS:
             self._looked_at = time.monotonic()
             self._step()
 
     def finish(self) -> None:
-        """Publish until there are no dead letters. Raises Stopped, and the errors of `keep_up`."""
+        """Publish until there are no more dead letters. Raises Stopped, and the errors of `keep_up`."""
         while self._step():
             self._stop.pause(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Stop. A letter in flight may be in the topic or not; the next process finds out."""
+        """Stop. A letter in flight may or may not be in the topic; the next process finds out."""
         if self._publishing is not None:
             self._publishing.cancel()
 
@@ -425,11 +437,12 @@ class DeadLetterPublisher:
                 this = (DEAD_LETTERS.c.consumer == row.consumer) & same
                 if is_there:
                     connection.execute(delete(DEAD_LETTERS).where(this))
-                else:  # it stays for people
+                else:  # the letter stays in the table, for a person to handle
                     connection.execute(update(DEAD_LETTERS).where(this).values(dead_letter_topic=None))
 
     async def _publish(self, topic: str, rows: Sequence[Row[Any]]) -> list[bool]:
-        """Return for each row whether it is in the topic, durable. False: the topic does not take it."""
+        """Return for each row whether the letter is durable in the topic. False: the topic does not accept the
+        letter."""
         async with self._client.publisher(
             topic, on_waiting=self._on_waiting, delivery_timeout_seconds=None
         ) as publisher:
@@ -452,7 +465,8 @@ async def _send(publisher: Publisher, row: Row[Any]) -> bool:
             properties=json.loads(row.properties) | of_message,
         )
     except InvalidRequestError as e:
-        # Too large, or the topic has changed. An exception here would end the consumer at each start.
+        # The letter is too large, or the topic has changed. Raising an exception here would end the consumer at each
+        # start.
         said = "the dead letter of index %d of %s stays in its table: its topic %s does not take it: %s"
         logger.error(said, row.message_index, row.topic, row.dead_letter_topic, e)
         return False

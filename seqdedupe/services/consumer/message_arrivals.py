@@ -1,5 +1,5 @@
-"""The waiting of a consumer: for messages, for time, and for the request to stop. It is done on the client's event
-loop."""
+"""Waiting of a consumer: for messages, for a period of time, and for the request to stop. All waiting happens on the
+client's event loop."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from seqdedupe.client.reader import Reader
 from seqdedupe.message_id import Position
 
 LOOK_SECONDS = 0.5
-"""The time between two looks. A process that stands by looks whether the owner lives. A process that shares a topic
-looks which processes live, and which partitions they have."""
+"""The interval of checks. A standby process checks whether the owner is alive. A process that shares a topic checks
+which processes are alive, and which partitions each of them has."""
 
 
 class Stopped(Exception):
@@ -19,8 +19,8 @@ class Stopped(Exception):
 
 
 class Stop:
-    """The request to stop, made once from any thread or signal handler. It uses no lock that the same thread may
-    hold."""
+    """The request to stop, made once from any thread or signal handler. It uses no lock, because the same thread might
+    already hold that lock."""
 
     def __init__(self) -> None:
         self._loop = event_loop()
@@ -37,12 +37,13 @@ class Stop:
             raise Stopped
 
     def pause(self, seconds: float) -> None:
-        """Wait this long. Raises Stopped, also if the stop is requested meanwhile."""
+        """Wait for this time. Raises Stopped if a stop was requested before, or is requested meanwhile."""
         run(lambda: self.wait((), seconds))
         self.check()
 
     async def wait(self, tasks: Sequence[asyncio.Task[bool]], seconds: float) -> None:
-        """Wait until one of the tasks is done, the time is over, or the stop is requested. The tasks go on."""
+        """Wait until one of the tasks is done, the time has passed, or a stop is requested. The tasks continue to
+        run."""
         told = asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait({told, *tasks}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -51,12 +52,12 @@ class Stop:
 
 
 class Arrivals:
-    """The messages of a topic as they arrive, read by a reader that works on the client's loop. Only one thread uses
-    it."""
+    """The messages of a topic as they arrive. A reader on the client's event loop receives them. Only one thread may
+    use this object."""
 
     def __init__(self, reader: Reader) -> None:
         self.is_over = False
-        """Whether the reader has come to its end."""
+        """Whether the reader has reached its end."""
         self._reader = reader
         self._fetching: asyncio.Task[bool] | None = None
 
@@ -71,19 +72,21 @@ class Arrivals:
         return taken
 
     def take_more(self, most: int, stop: Stop, seconds: float) -> list[Message]:
-        """Return the messages that are there now, or arrive within the time. Raises Stopped."""
+        """Return the messages that have arrived or arrive within this time. Raises Stopped."""
         if not self.is_over:
             wait_for_any([self], stop, seconds)
         return self.take(most)
 
     def fetching(self) -> asyncio.Task[bool] | None:
-        """Return the task that gets the next messages; None if there are none to come. Call it on the event loop."""
+        """Return the task that fetches the next messages; None if no more messages will arrive. Call this on the event
+        loop."""
         if self._fetching is None and not self.is_over:
             self._fetching = asyncio.ensure_future(self._reader.fetch())
         return self._fetching
 
     def look(self) -> None:
-        """Look whether the task has got messages. Raises the errors of the reader. Call it on the event loop."""
+        """Check whether the task has received messages. Raises the errors of the reader. Call this on the event
+        loop."""
         fetching = self._fetching
         if fetching is not None and fetching.done():
             self._fetching = None
@@ -100,7 +103,8 @@ class Arrivals:
 
 
 def wait_for_any(arrivals: Sequence[Arrivals], stop: Stop, seconds: float) -> None:
-    """Wait until one of them has messages or is over, or the time is over. Raises Stopped if the stop is requested."""
+    """Wait until one of the arrivals has messages or has ended, or until the time has passed. Raises Stopped if a stop
+    is requested."""
 
     async def wait() -> None:
         tasks = [task for one in arrivals if (task := one.fetching()) is not None]
@@ -113,6 +117,6 @@ def wait_for_any(arrivals: Sequence[Arrivals], stop: Stop, seconds: float) -> No
 
 
 def is_there(position: str, until: Position) -> bool:
-    """Return whether a position in the consumer's row is at the position `until`, or after it."""
+    """Return whether a position in the consumer's row is at `until`, or after `until`."""
     now = Position.parse(position)
     return now.incarnation == until.incarnation and now.index >= until.index

@@ -1,4 +1,4 @@
-"""This process's share of a partitioned topic. Begin with `PartitionShares`."""
+"""The share of a partitioned topic that this process works on. Begin with `PartitionShares`."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -36,11 +36,12 @@ class PartitionWork(NamedTuple):
 
 
 Begin = Callable[[str, str, RowLease, str], PartitionWork]
-"""The function that begins the work. It takes the row's name, the topic, the hold on the row, and the position."""
+"""The function that begins the work on a partition. Its parameters are the row's name, the topic, the hold on the row,
+and the position."""
 
 
 class PartitionShares:
-    """The share of one process. `work` is its whole life, in one thread."""
+    """The share of one process. `work` is the main loop, in one thread."""
 
     def __init__(
         self,
@@ -63,25 +64,25 @@ class PartitionShares:
 
     @property
     def is_working(self) -> bool:
-        """Whether this process has any partition."""
+        """Whether this process has at least one partition."""
         return bool(self._parts)
 
     @property
     def positions(self) -> dict[str, Position]:
-        """The positions of the partitions that this process has, by topic. May be read from any thread."""
+        """The positions of the partitions that this process has, by topic. Any thread may read them."""
         return {self._topics[k]: Position.parse(part.work.position) for k, part in list(self._parts.items())}
 
     def register(self, purpose: str, starts: Sequence[Position]) -> None:
-        """Make the partitions' rows, see `RowLease.register`."""
+        """Insert the rows of the partitions, see `RowLease.register`."""
         for hold, topic, start in zip(self._holds, self._topics, starts, strict=True):
             hold.register(topic, purpose, start)
 
     def work(self, most: int, ends: Sequence[Position] | None, beside: Callable[[], None]) -> None:
-        """Work until every partition has reached these ends, in this or another process, and nothing parked is due.
+        """Work until every partition has reached these ends, in this or another process, and no parked message is due.
 
-        Without ends, work until the stop is requested, which raises Stopped. The partitions take turns. A transaction
-        has at most `most` messages. `beside` is called between the turns. Raises Away, and the errors of the work and
-        of readers.
+        Without ends, work until a stop is requested, which raises Stopped. The partitions are processed in turn. A
+        transaction contains at most `most` messages. Between the turns, `beside` is called. Raises Away, and the errors
+        of the work and of readers.
         """
         while True:
             if time.monotonic() - self._looked_at >= LOOK_SECONDS:
@@ -112,10 +113,12 @@ class PartitionShares:
         return worked
 
     def _look(self) -> None:
-        """Release the partitions above this process's share, or take free ones if it has fewer than its share."""
+        """Release the partitions above this process's share. If the process has fewer partitions than its share, take
+        free partitions."""
         with database.reaching():
             self._processes.beat()
-            # In this order: a process that has a partition by now is among those that live.
+            # The order of these two queries matters: a process that has a partition by the second query is among the
+            # processes that are alive.
             rows = self._rows()
             living = self._processes.living()
             token = self._processes.token
@@ -143,8 +146,8 @@ class PartitionShares:
         return [found[name] for name in self._names]
 
     def _have_come_to(self, ends: Sequence[Position]) -> bool:
-        """Return whether all partitions have reached these ends, each with an owner that lives. A process that ended
-        may have left a partition in which messages are parked."""
+        """Return whether all partitions have reached these ends, and each has an owner that is alive. A process that
+        ended may have left a partition with parked messages."""
         with database.reaching():
             rows = self._rows()
         working = self._processes.shown | {self._processes.token}
@@ -165,13 +168,13 @@ class PartitionShares:
             part.arrivals.close()
 
     def drop_all(self) -> None:
-        """Close all partitions. They begin again later, at the stored positions."""
+        """Close all partitions. Later they restart from the stored positions."""
         self._looked_at = float("-inf")
         for k in list(self._parts):
             self._drop(k)
 
     def leave(self) -> None:
-        """Release everything, after `drop_all`. If the database cannot record that, the other processes find out
-        themselves."""
+        """Release all partitions, after `drop_all`. If the database cannot record this, the other processes detect it
+        by a timeout."""
         with suppress(SQLAlchemyError):
             self._processes.leave()

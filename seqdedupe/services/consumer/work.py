@@ -1,5 +1,5 @@
-"""The work of a process: it gives messages to the handler, and sets aside the messages that the handler cannot take.
-The options come first, then one transaction, then `Work`."""
+"""The work of a process: it passes messages to the handler, and sets aside the messages that the handler refuses. The
+options come first, then one transaction, then `Work`."""
 
 import inspect
 import time
@@ -25,6 +25,7 @@ from seqdedupe.services.consumer.consumer_row import Lost, RowLease
 from seqdedupe.services.consumer.database import check_mariadb_writes, not_transactional, reaching, refusing_writes
 from seqdedupe.services.consumer.dead_letters import BEHIND, SetAside, key_hash, message_of, why
 from seqdedupe.services.consumer.message_arrivals import Stop
+from seqdedupe.wording import counted
 
 Poison = Literal["stop", "dead letter", "retry later"]
 
@@ -33,35 +34,38 @@ _HINT = "docs/guides/consumer.md lists what a consumer takes."
 
 @dataclass(frozen=True, slots=True)
 class ConsumerConfig:
-    """The size of a transaction, and the handling of a message that the handler cannot take."""
+    """Options for the size of a transaction, and for the handling of a message that the handler refuses."""
 
     max_batch_messages: int = 1000
-    """The largest number of messages in a transaction. It never waits for more than are there."""
+    """The maximum number of messages in a transaction. A transaction never waits for more messages than have
+    arrived."""
 
     longest_transaction_ms: int = 5_000
-    """A transaction that has taken this long takes no further message. A call of the handler is not cut short; with
+    """After this time, a transaction accepts no further message. A call of the handler is not interrupted; with
     `in_batches` the next call gets fewer messages."""
 
     max_attempts: int = 5
-    """The number of attempts in place before a message is poison. All other messages wait meanwhile."""
+    """The number of immediate attempts after which a message counts as poison. All later messages wait during these
+    attempts."""
 
     first_backoff_ms: int = 100
-    """The pause before the second attempt; each one after that is twice as long, up to `longest_backoff_ms`."""
+    """The pause before the second attempt. Each later pause is twice as long, up to `longest_backoff_ms`."""
 
     longest_backoff_ms: int = 5_000
 
     poison: Poison = "stop"
-    """The handling of poison. The consumer stops; or the message goes to the dead letters; or it waits in a table to be
-    tried again, and later messages with its key wait behind it."""
+    """The handling of a poison message: stop the consumer, or move the message to the dead letters, or park the message
+    to try it again later. Later messages with the same key wait for a parked message."""
 
     dead_letter_topic: str = ""
-    """The topic of deduplication IDs to which dead letters go. Without one they stay in the table, for people."""
+    """The topic of deduplication IDs to which dead letters are published. Without a topic, they stay in the table until
+    a person handles them."""
 
     max_retries: int = 10
-    """With "retry later": the number of retries before the message goes to the dead letters."""
+    """With "retry later": the number of retries after which the message becomes a dead letter."""
 
     first_retry_delay_ms: int = 1_000
-    """The time until the first retry; each one after that is twice as long, up to `longest_retry_delay_ms`."""
+    """The time until the first retry. Each later delay is twice as long, up to `longest_retry_delay_ms`."""
 
     longest_retry_delay_ms: int = 600_000
 
@@ -79,7 +83,7 @@ class ConsumerConfig:
                 raise error("INVALID_OPTION", f"{name} is {getattr(self, name)}: it cannot be negative", hint=_HINT)
 
     def backoff_ms(self, failures: int) -> int:
-        """Return the pause after this number of failures in place."""
+        """Return the pause after this number of failed immediate attempts."""
         return _doubled(self.first_backoff_ms, failures, self.longest_backoff_ms)
 
     def retry_delay_ms(self, retries: int) -> int:
@@ -88,7 +92,7 @@ class ConsumerConfig:
 
 
 def _doubled(first: int, times: int, most: int) -> int:
-    # The power is bounded, or its digits would grow with the attempts of a year.
+    # The exponent is limited; otherwise the number would become huge after a year of attempts.
     return int(min(first << min(times - 1, 32), most))
 
 
@@ -100,17 +104,18 @@ _CHECK = text("RELEASE SAVEPOINT seqdedupe_begun")
 _NO_MARK_STATES = frozenset(("3B001", "25P01"))
 _NO_MARK_NUMBER = 1305
 _NO_MARK_TEXT = "no such savepoint"
-"""The ways in which PostgreSQL, MariaDB and SQLite report that the savepoint, and so the transaction, is gone."""
+"""The texts with which PostgreSQL, MariaDB and SQLite report that the savepoint does not exist any more, and so the
+transaction has ended."""
 
 
 def carry_out(
     engine: Engine, ownership: RowLease, position: str, refused: frozenset[str], do: Callable[[Connection], str]
 ) -> str:
-    """Run a transaction that calls `do`, moves the position to the one that `do` returns, and commits: all, or nothing.
-    Return the new position.
+    """Run a transaction that calls `do`, moves the position to the position that `do` returns, and commits. Either all
+    of this takes effect, or nothing. Return the new position.
 
-    Raises Lost if another process was faster; Away if the database fails before `do` has its turn; TRANSACTION_ENDED if
-    `do` has ended the transaction itself (by COMMIT, ROLLBACK, or a statement that commits, as DDL does in MariaDB);
+    Raises Lost if another process was faster; Away if the database fails before `do` is called; TRANSACTION_ENDED if
+    `do` itself has ended the transaction (by COMMIT, ROLLBACK, or a statement that commits, like DDL in MariaDB);
     NOT_TRANSACTIONAL.
     """
     with ExitStack() as stack:
@@ -121,7 +126,7 @@ def carry_out(
             connection.execute(_MARK)
         with refusing_writes(connection, refused):
             to = do(connection)
-        # A savepoint goes with its transaction: a transaction that has begun since does not have it.
+        # A savepoint ends with its transaction: a transaction that was begun later does not have it.
         if not connection.invalidated and (not transaction.is_active or connection.closed):
             raise _ended()
         try:
@@ -141,8 +146,8 @@ def carry_out(
 
 
 def check_deferred(connection: Connection) -> None:
-    """Raise now what a deferred constraint of PostgreSQL would raise at the COMMIT. The constraint stays deferred: the
-    savepoint undoes the check, and the effects of its triggers."""
+    """Raise now the errors that deferred constraints of PostgreSQL would raise at the COMMIT. The constraints stay
+    deferred: rolling back the savepoint undoes the check, and the effects of its triggers."""
     if connection.dialect.name == "postgresql":
         with connection.begin_nested() as look:
             connection.exec_driver_sql("SET CONSTRAINTS ALL IMMEDIATE")
@@ -159,35 +164,37 @@ def _says_no_mark(failure: DBAPIError) -> bool:
 
 
 MAX_RETRIES_IN_A_ROW = 32
-"""The largest number of parked messages tried before the main flow has its turn."""
+"""The maximum number of parked messages that are tried before new messages are handled again."""
 
 REPEATS = 5
-"""The number of times that a transaction blocked by another one is repeated whole, before it is cut."""
+"""How often a transaction that is blocked by another transaction is repeated unchanged, before it is cut."""
 
 LOST_ATTEMPTS = 3
-"""The lowest number of attempts, alone, after which a message with which the connection ends is to blame."""
+"""If the connection ends in this number of attempts in which a message is alone, the message is the cause."""
 
 FIRST_AWAY_SECONDS = 0.1
 LONGEST_AWAY_SECONDS = 5.0
-"""The first and longest pauses for a database that cannot be used."""
+"""The first and the longest pause while the database cannot be used."""
 
 _FATAL = frozenset(("TRANSACTION_ENDED", "NOT_TRANSACTIONAL", "INVALID_OPTION"))
-"""Mistakes of a handler that do not depend on the message. No other message could be given to it safely."""
+"""Mistakes of a handler that do not depend on the message. It would not be safe to pass any other message to such a
+handler."""
 
 
 class _Failure(NamedTuple):
-    """The failure of a transaction, on a database that takes other work now."""
+    """The failure of a transaction, while the database accepts other work."""
 
     cause: Exception
     fault: Fault
 
 
 class Work:
-    """The work from one position until the row is lost. After that, or after Away, another `Work` begins at the stored
-    position.
+    """The work from one position until the process loses the row. After that, or after Away, another `Work` begins at
+    the stored position.
 
-    Messages stand in groups, each for one transaction. A group that fails, for any reason, is cut in half until one
-    message is alone. Only that message can be to blame, and only for failures that are not the database's own.
+    Messages are in groups, one transaction for each group. A group that fails, for any reason, is cut in half until one
+    message is alone. Only a message that is alone can be the cause, and only of failures that are not the database's
+    own.
     """
 
     def __init__(
@@ -218,30 +225,33 @@ class Work:
         self._refused = refused
         self._on_waiting = on_waiting
         self._activity = activity
-        self._parked = 0  # by the transaction under way, behind earlier ones of their keys
+        self._parked = 0  # messages parked by the current transaction, which wait for earlier messages of their keys
         self._groups: deque[Sequence[Message]] = deque()
-        self._batch = config.max_batch_messages  # with in_batches: the number that fits into the time of a transaction
+        # with in_batches: the number of messages that can be handled within the time of a transaction
+        self._batch = config.max_batch_messages
         self._aside = SetAside(name, topic, topic_name(config.dead_letter_topic) if config.dead_letter_topic else None)
         self._kept_up = time.monotonic()
-        # Also when the option is no longer set: messages parked under it must be tried, in their order.
+        # This is also needed if the option is no longer set: messages that were parked under it must be tried, in
+        # order.
         with database.reaching():
             self._parks = config.poison == "retry later" or self._aside.has_parked(engine)
 
     @property
     def has_messages(self) -> bool:
-        """Whether some of the messages that it took are not applied yet."""
+        """Whether some of the messages passed to `take` are not applied yet."""
         return bool(self._groups)
 
     def take(self, messages: Sequence[Message]) -> None:
-        """Take the next messages, to be applied after those that are here."""
+        """Add the next messages, to be applied after the messages that were added before."""
         if messages:
             self._groups.append(messages)
 
     def apply(self, more: Callable[[], Sequence[Message]]) -> None:
-        """Run one transaction with the first group, or its first messages. If it fails, handle the failure.
+        """Run one transaction with the first group, or with the first messages of this group. If the transaction fails,
+        handle the failure.
 
-        `more` returns the messages that have come since. Raises HANDLER_FAILED and the other errors of `Consumer.run`;
-        Lost, Away, Stopped.
+        `more` returns the messages that have arrived meanwhile. Raises HANDLER_FAILED and the other errors of
+        `Consumer.run`; Lost, Away, Stopped.
         """
         group = self._groups[0]
         attempts = repeats = 0
@@ -275,13 +285,13 @@ class Work:
             self._pause(self._config.backoff_ms(attempts) / 1000)
 
     def _apply_together(self, more: Callable[[], Sequence[Message]]) -> bool:
-        """Apply the first message together with those behind it, and return whether that worked. The handler takes the
-        first message, but its COMMIT alone is refused: rows may refer to each other in a circle, by deferred
-        constraints."""
+        """Apply the first message together with later messages, and return whether that succeeded. This is for a
+        message that the handler accepts, but whose COMMIT fails if it is alone: with deferred constraints, rows may
+        refer to each other in a circle."""
         self.take(more())
         messages = [message for group in self._groups for message in group]
-        # `low`: the handler takes this number, and the COMMIT is refused. `high`: there are fewer, or the handler
-        # refuses one.
+        # With `low` messages, the handler accepts them and the COMMIT fails. `high` is the first number for which there
+        # are too few messages, or the handler refuses a message.
         low, high = 1, len(messages) + 1
         while low + 1 < high:
             some = messages[: min(2 * low, (low + high) // 2)]
@@ -293,7 +303,7 @@ class Work:
                 raise database.Away(failure.cause, f"; in hand: {self._shown(some)}")
             if not done or failure.fault is Fault.UNKNOWN:
                 high = len(some)
-            elif done < len(some):  # more of them take too long for a transaction
+            elif done < len(some):  # more messages would take too long for a transaction
                 break
             else:
                 low = done
@@ -311,7 +321,7 @@ class Work:
         try:
             failure = self._transaction(hand_over, self._shown(messages))
         except SeqdedupeError as e:
-            # In PostgreSQL nothing of it stayed: it is cut until one message is named.
+            # In PostgreSQL none of the transaction's effects remain. It is cut until one message is identified.
             is_cut = e.reason == "NOT_TRANSACTIONAL" and self._engine.dialect.name == "postgresql"
             if not is_cut or len(messages) == 1:
                 raise
@@ -335,8 +345,8 @@ class Work:
         return None
 
     def _fault(self, failure: Exception, began: float, shown: str) -> Fault:
-        """Return whose fault it is, as soon as the database takes other work. Raises Away if the fault is the
-        database's own and it takes no work; Lost, Stopped."""
+        """Decide what caused the failure, as soon as the database accepts other work. Raises Away if the cause is the
+        database itself and it accepts no work; Lost, Stopped."""
         fault = fault_of(failure)
         if fault in (Fault.MESSAGE, Fault.REPEAT):
             return fault
@@ -352,7 +362,7 @@ class Work:
             except database.Away:
                 if not is_lost:
                     raise database.Away(failure, f"; in hand: {shown}") from failure
-                # This message may have ended the server: its attempts are counted here.
+                # This message may have caused the server to end: its attempts are counted here.
                 self._tell(failure, f"; in hand: {shown}")
                 self._stop.pause(backoff.next_seconds())
         if is_lost and age_seconds < time.monotonic() - began:
@@ -360,7 +370,7 @@ class Work:
         return Fault.UNKNOWN if is_lost else fault
 
     def _hand_over(self, connection: Connection, messages: Sequence[Message]) -> int:
-        """Give messages to the handler until the time is over. Return their number."""
+        """Pass messages to the handler until the time has passed. Return the number of messages passed."""
         self._activity.runs()
         began = time.monotonic()
         most_seconds = self._config.longest_transaction_ms / 1000
@@ -395,7 +405,7 @@ class Work:
     def _give_up(self, message: Message, failure: Exception, attempts: int) -> None:
         what = (
             f"the consumer {self._name!r} cannot apply the message with index {message.index} of {self._topic} "
-            f"({message.message_id}, tried {attempts} times): {why(failure)}"
+            f"({message.message_id}, tried {counted(attempts, 'time')}): {why(failure)}"
         )
         if self._config.poison == "stop":
             raise error("HANDLER_FAILED", what, index=message.index) from failure
@@ -426,7 +436,8 @@ class Work:
         self._activity.done(0, set_aside=1)
 
     def _insist(self, set_aside: Callable[[Connection], str], message: Message) -> _Failure | None:
-        """Repeat until it is done, or the database has refused it for good. Raises Away."""
+        """Repeat setting the message aside until it succeeds, or the database has permanently refused it. Raises
+        Away."""
         for attempts in range(1, LOST_ATTEMPTS + 1):
             failure = self._transaction(set_aside, self._shown([message]))
             if failure is None or failure.fault is Fault.MESSAGE:
@@ -446,7 +457,7 @@ class Work:
             self._on_waiting(database.Away(failure, more).failure)
 
     def keep_up(self) -> None:
-        """Show, from time to time, that this process lives, and try the parked messages that are due."""
+        """At intervals, show that this process is alive, and try the parked messages that are due."""
         if time.monotonic() - self._kept_up < consumer_row.KEEP_UP_SECONDS:
             return
         self._kept_up = time.monotonic()
@@ -457,15 +468,16 @@ class Work:
             # A person may have parked a dead letter again.
             self._parks = self._parks or self._aside.has_parked(self._engine)
         if self._parks and self._retry_due():
-            self._kept_up = 0.0  # there may be more
+            self._kept_up = 0.0  # there may be more parked messages that are due
 
     def finish(self) -> None:
-        """Try the parked messages that are due until there are none. Call it at the end of a run."""
+        """Try the parked messages that are due until no more are due. Call this at the end of a run."""
         while self._retry_due():
             pass
 
     def _retry_due(self) -> bool:
-        """Try some of them, in the order of their times. Return whether there may be more."""
+        """Try some of the parked messages that are due, in the order of their times. Return whether there may be
+        more."""
         for _ in range(MAX_RETRIES_IN_A_ROW):
             self._stop.check()
             with database.reaching():
@@ -509,7 +521,7 @@ class Work:
                 raise failure.cause
 
     def _pause(self, seconds: float) -> None:
-        """Wait, and show meanwhile that this process lives, so that the others do not take over."""
+        """Wait, and show meanwhile that this process is alive, so that other processes do not take over."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._stop.pause(min(left, consumer_row.KEEP_UP_SECONDS))

@@ -1,7 +1,9 @@
-"""The outbox: the rows that a service writes in its own transaction are published if, and only if, it commits.
+"""The outbox: a service writes rows in its own transaction, and the rows are published if, and only if, this
+transaction commits.
 
-A service uses `table`. The relay begins with `steps`, which decide what to do, and `relay`, which does it. A `row_page`
-has its rows. `store` is the contract for databases; `postgres_outbox` and `sqlite_outbox` implement it.
+A service uses `table`. The relay begins with `steps`, which decide what to do, and `relay`, which carries the steps
+out. A `row_page` contains rows of the outbox. `store` is the contract for databases; `postgres_outbox` and
+`sqlite_outbox` implement it.
 """
 
 from seqdedupe.services.outbox.relay import Counters, Relay, run_relay

@@ -1,5 +1,5 @@
-"""An outbox in PostgreSQL. A page comes as one row of few long values, which the server makes. No row becomes an object
-here: the data stays in columns."""
+"""An outbox in PostgreSQL. The server builds each page as one row of a few long values. The relay makes no object for a
+row: the data stays in columns."""
 
 import secrets
 import threading
@@ -43,26 +43,27 @@ from seqdedupe.services.outbox.store import (
 from seqdedupe.services.outbox.table import CHANNEL, DELETED, ID_TYPES, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
 
 # -- The number up to which all rows of an outbox in PostgreSQL are there that ever will be.
+# A row takes its number from a sequence when it is inserted, and its transaction commits later. So row 7 may be
+# committed before row 6. A relay that has read row 7 would then miss row 6, unless the relay knows that no open
+# transaction has row 6.
 #
-# A row takes its number from a sequence when it is inserted, and its transaction commits later: 7 may be committed
-# while 6 is not. A relay that has read 7 never sees 6, unless it knows that no transaction has 6 any more.
+# A transaction gets an ID before it takes a number. So first read the last number taken, and then the next transaction
+# ID. All transactions that have taken a number up to the last number have IDs below this next ID. Once all transactions
+# with such IDs have ended, the committed rows among these numbers can be read, and no further rows appear among them.
 #
-# A transaction has an ID before it takes a number. So read first the last number taken, and then the next ID that will
-# be given. Then all transactions that have taken a number up to that number have IDs below that ID. Once all
-# transactions with such IDs have ended, the committed rows among these numbers can be read, and nothing comes later.
-#
-# The next ID is not the `xmax` of a snapshot. That is the ID after the highest ID that has ended, and transactions
-# above it may run.
+# The next ID is not the `xmax` of a snapshot. `xmax` is the ID after the highest ID that has ended, and transactions
+# with higher IDs may be running.
 
 NOTHING = -(2**63)
-"""Below all numbers."""
+"""A number below all row numbers."""
 
 MOST_NOTES = 1000
-"""The largest number of notes. If a transaction stays open for hours, the last note stands for all later ones."""
+"""The maximum number of notes. If a transaction stays open for hours, the last note is replaced by later notes."""
 
 
 class Horizon:
-    """The notes of a relay so far. It begins again with every connection: another server has another history."""
+    """The notes of a relay about numbers and transactions. With every new connection the relay begins without notes,
+    because the connection may lead to another server."""
 
     def __init__(self) -> None:
         self.bound = NOTHING
@@ -70,13 +71,14 @@ class Horizon:
         self._notes: deque[tuple[int, int]] = deque()
 
     def is_at(self, last_number: int) -> bool:
-        """Whether no more rows up to `last_number` can become readable."""
+        """Return whether all rows up to `last_number` can be read."""
         return last_number <= self.bound
 
     def note(self, last_number: int, next_transaction: int, oldest_running: int) -> bool:
-        """Note numbers that were read in this order, the first one before the statement that read the others.
+        """Record a note. `last_number` must be read before the statement that reads the other two numbers.
 
-        `oldest_running` is the lowest ID of a transaction that runs, or the next one. Return whether the bound rose.
+        `oldest_running` is the lowest ID of a running transaction; if none is running, the next ID. Return whether
+        `bound` has increased.
         """
         before = self.bound
         if last_number > (self._notes[-1][0] if self._notes else before):
@@ -89,12 +91,12 @@ class Horizon:
 
 
 LOCK_TIMEOUT_SECONDS = 30
-"""The longest wait for another transaction."""
+"""The maximum time to wait for another transaction."""
 
 _APPLICATION = {"application_name": "seqdedupe outbox relay"}
 
-# The order of the index is the order of the rows. Without these settings, a table with old statistics would get a plan
-# that sorts the whole table.
+# The order of the index is the order of the rows. Without these settings, the server could choose a plan that sorts the
+# whole table if the table's statistics are old.
 _SESSION = (
     f"SET {RELAY_SETTING} = 'on'; SET default_transaction_isolation = 'read committed'; "
     "SET standard_conforming_strings = on; SET enable_seqscan = off; SET enable_bitmapscan = off; SET jit = off; "
@@ -103,26 +105,26 @@ _SESSION = (
 
 _OLDEST_RUNNING = "pg_snapshot_xmin(pg_current_snapshot())"
 _XMAX = "pg_snapshot_xmax(pg_current_snapshot())"
-# The age of an ID is its distance from the next ID to be given, as of now, not as of the snapshot.
+# The age of a transaction ID is its distance from the next ID at this moment, not at the time of the snapshot.
 _TRANSACTIONS = f"SELECT {_XMAX}::text::bigint + age({_XMAX}::xid), {_OLDEST_RUNNING}::text::bigint"
 
 _SEQUENCE = f"pg_get_serial_sequence('{TABLE}', '{SEQUENCE_ID}')"
 
-# In a table that has no sequence yet, a row's number is its transaction's ID and an ordinal.
+# In a table that has no sequence yet, a row's number consists of its transaction's ID and an ordinal.
 _XMIN = f"(SELECT {_OLDEST_RUNNING}::text::bigint << {ORDINAL_BITS} WHERE {_SEQUENCE} IS NULL)"
 _XMAX_NUMBER = f"(SELECT {_XMAX}::text::bigint << {ORDINAL_BITS})"
 
 _ROOM = 1 << 32
-"""The numbers left free for others below the rows of a dump, while these are renumbered."""
+"""The numbers kept free for other rows below the rows of a dump while these rows are renumbered."""
 
 _NULL = b"\xff"
 
 _ROW_BYTES = 64
-"""The bytes that a row without payload counts in a page."""
+"""The number of bytes counted for a row in addition to its payload."""
 
-# One statement has one snapshot: the bound is that of the rows it reads. The number of rows that fit is found before
-# any payload is read, mostly by one sum. A payload that is too large is never sent. Texts in UTF-8 have neither the
-# byte between two values nor the byte in place of NULL.
+# One statement has one snapshot, so the bound belongs to the rows that the statement reads. The number of rows that fit
+# is computed before any payload is read, usually from one sum. A payload that is too large is never sent. Texts in
+# UTF-8 contain neither the byte that separates two values nor the byte that represents NULL.
 _PAGE = (
     "SELECT string_agg(int8send(s), ''), {texts}, string_agg(int4send(coalesce(n, -1)), ''), "
     "string_agg(CASE WHEN n <= {most} THEN p END, '') "
@@ -149,7 +151,7 @@ _TRIGGERS = (
     "SELECT tgname, proname FROM pg_trigger JOIN pg_proc ON pg_proc.oid = tgfoid "
     "WHERE tgrelid = to_regclass(%s) AND tgenabled IN ('O', 'A')"
 )
-# A column of text takes any type, as PostgreSQL assigns.
+# A column of text accepts any type, as in PostgreSQL's assignments.
 _UNLIKE = (
     "SELECT attname, format_type(ours.atttypid, ours.atttypmod), format_type(wanted.atttypid, wanted.atttypmod) "
     "FROM pg_attribute AS ours JOIN pg_attribute AS wanted USING (attname) JOIN pg_type ON pg_type.oid = ours.atttypid "
@@ -161,7 +163,7 @@ _UNSAFE = POSTGRESQL_UNSAFE_TABLES.format(names="%s")
 _TABLES = (TABLE, TOKEN_TABLE, ASIDE_TABLE)
 _SAME_ROWS = "FROM unnest(%s::bigint[], %s::text[]) AS given(s, i)"
 
-# The transaction with the lowest ID in all databases of the server: it has written, and is not over.
+# The transaction with the lowest ID in all databases of the server: it has written, and has not ended.
 _HOLDER = (
     "SELECT concat_ws(', ', 'process ' || pid, 'database ' || datname, nullif(application_name, ''), "
     "'user ' || usename, state), "
@@ -171,7 +173,8 @@ _HOLDER = (
     "extract(epoch FROM clock_timestamp() - prepared)::float8, age(transaction) "
     "FROM pg_prepared_xacts ORDER BY 3 DESC LIMIT 1"
 )
-# These certainly wait: a relay has noted them when their transactions had ended, and the open one had not.
+# These rows certainly wait: a relay has noted their numbers when their own transactions had ended, and the open
+# transaction had not.
 _WAITING = f"age(xmin) <= age({_OLDEST_RUNNING}::xid)"
 
 
@@ -195,9 +198,9 @@ class PostgresOutbox(OutboxStore):
         self._is_elsewhere = self._is_readable = ""
         self._next_sequence_id = self._has_had = self._noting = ""
         self._sequence: str | None = None
-        """The sequence as the statements name it, if the table has one."""
+        """The name of the sequence as it is written in statements, if the table has a sequence."""
         self._horizon = Horizon()
-        self._is_told = False  # since the last read
+        self._is_told = False  # notifications since the last read
 
     def open(self) -> None:
         self.close()
@@ -213,7 +216,7 @@ class PostgresOutbox(OutboxStore):
             self._reading.execute(f"LISTEN {CHANNEL}".encode())
 
     def close(self) -> None:
-        with self._read_lock, self._lock:  # a call whose caller does not wait any more ends first
+        with self._read_lock, self._lock:  # first wait for an earlier call whose caller no longer waits
             for connection in (self._reading, self._removing):
                 if connection is not None:
                     with suppress(psycopg.Error):
@@ -227,7 +230,7 @@ class PostgresOutbox(OutboxStore):
         kinds = _columns(connection, TABLE, (*COLUMNS, SEQUENCE_ID))
         _columns(connection, TOKEN_TABLE, ("token", "producer", "topic"))
         check_names(kinds)
-        # A row is set aside whole, with all additional columns of its table.
+        # A row is set aside completely, with all additional columns of its table.
         _columns(connection, ASIDE_TABLE, (*kinds, "reason", "set_aside_at"))
         for table, kind in connection.execute(_UNSAFE, (list(_TABLES),)).fetchall():
             what = f"the table {table} is {kind}: after a crash it would not hold what the other tables hold"
@@ -259,7 +262,7 @@ class PostgresOutbox(OutboxStore):
         self._page_elsewhere = _page_query(self._id, payload, self._is_elsewhere)
 
     def _use_numbers(self, connection: Connection, function: str) -> None:
-        """Use the numbers of a sequence, or numbers as an older version gave them."""
+        """Use numbers from a sequence, or numbers as an older version assigned them."""
         [(found,)] = connection.execute(f"SELECT {_SEQUENCE}::regclass::oid".encode()).fetchall()
         self._horizon = Horizon()
         self._sequence = None if found is None else f"{found}::oid::regclass"
@@ -275,22 +278,22 @@ class PostgresOutbox(OutboxStore):
                 f"the trigger outbox_number of {TABLE} calls {function}, which numbers rows as an older version did"
             )
         self._next_sequence_id = f"{self._last_number()} + 1"
-        # After a crash a sequence continues above the numbers that it had logged ahead. So its number does not show a
-        # loss.
+        # After a crash a sequence continues above the numbers that were logged ahead. So the sequence's number does not
+        # show that rows were lost.
         self._has_had = f"%(number)s <= {DELETED} OR EXISTS (SELECT FROM {TABLE} WHERE {SEQUENCE_ID} = %(number)s)"
         _columns(connection, TOKEN_TABLE, (DELETED,))
         self._noting = f"WITH noted AS (UPDATE {TOKEN_TABLE} SET {DELETED} = greatest({DELETED}, %(last)s)), "
         self._is_readable = f"{SEQUENCE_ID} <= %(bound)s"
-        # The statement has its snapshot before: no row in it has a number that was taken later.
+        # The statement's snapshot is older: no row in it has a number that was taken later.
         self._is_elsewhere = f"{SEQUENCE_ID} > (SELECT {self._last_number()})"
 
     def _last_number(self) -> str:
-        # The sequence's own row, if selected, may show a number that is not taken yet: it is changed in place, and
-        # first to the number that is logged ahead. This function locks it.
+        # The sequence's own row, if selected, may show a number that is not taken yet. The row is changed in place,
+        # first to the number that is logged ahead. This function locks the row.
         return f"pg_sequence_last_value({self._sequence})"
 
     def _advance(self) -> bool:
-        """Find out how far rows can be read now. Return whether that is further than before."""
+        """Find out up to which number rows can be read now. Return whether this number has increased."""
         if self._sequence is None:
             [(is_older,)] = self._read(f"SELECT {_SEQUENCE} IS NULL").fetchall()
             if not is_older:
@@ -349,7 +352,7 @@ class PostgresOutbox(OutboxStore):
         with self._reader():
             found = self._read(f"SELECT 1 FROM {TABLE} WHERE {SEQUENCE_ID} > %s LIMIT 1", (after,)).fetchone()
             if self._reading is not None:
-                # A notification that came with the answer does not make the connection readable again.
+                # A notification that arrived together with the answer does not make the connection readable again.
                 self._reading.pgconn.consume_input()
                 self._is_told |= self._reading.pgconn.notifies() is not None
         return found is not None or self._is_told
@@ -366,8 +369,9 @@ class PostgresOutbox(OutboxStore):
             self._delete_each(rest)
 
     def _delete_range(self, page: RowPage) -> bool:
-        """Delete the rows between a page's first and last row, if these are exactly its rows: a third of the work.
-        Return whether they are. If not, nothing is changed."""
+        """Delete the rows between the first and the last row of a page, if they are exactly the rows of the page. This
+        takes a third of the work of deleting single rows. Return whether the rows were deleted; if not, nothing has
+        changed."""
         query = (
             f"{self._noting}gone AS (DELETE FROM {TABLE} WHERE {SEQUENCE_ID} BETWEEN %(first)s AND %(last)s "
             f"RETURNING {SEQUENCE_ID} AS s, {self._id} AS i) SELECT 1 / (string_agg(int8send(s), '') = %(numbers)b "
@@ -386,7 +390,7 @@ class PostgresOutbox(OutboxStore):
         numbers = np.concatenate([page.sequence_ids for page in pages])
         ids = [one for page in pages for one in page.ids()]
         with self._using() as connection:
-            # Between its bounds, or it might go through the whole table.
+            # Limit the range to the page, because the server might otherwise read the whole table.
             all_numbers, all_ids = _arrays(numbers, ids)
             connection.execute(
                 f"{self._noting}gone AS (SELECT * FROM unnest(%(numbers)s::bigint[], %(ids)s::text[]) AS given(s, i)) "
@@ -419,7 +423,7 @@ class PostgresOutbox(OutboxStore):
         with self._using() as connection:
             if self._sequence is not None:
                 numbers = numbers + self._make_room(connection)
-                # As in the trigger, the transaction has an ID before it takes a number.
+                # As in the trigger, the transaction gets an ID before it takes a number.
                 number = f"nextval(CASE WHEN pg_current_xact_id() IS NOT NULL THEN {self._sequence} END)"
             connection.execute(
                 f"WITH old AS MATERIALIZED (SELECT s, i, {number} AS number "
@@ -430,7 +434,8 @@ class PostgresOutbox(OutboxStore):
             )
 
     def _make_room(self, connection: Connection) -> int:
-        """Move all rows above the sequence further up, if they are in its way. Return the distance."""
+        """If rows have numbers above the sequence, move these rows further up, so that the sequence cannot reach them.
+        Return the distance."""
         [(first, last)] = connection.execute(
             f"SELECT min({SEQUENCE_ID}) - n, max({SEQUENCE_ID}) - n FROM {TABLE}, "
             f"(SELECT {self._last_number()} AS n OFFSET 0) AS taken WHERE {SEQUENCE_ID} > n GROUP BY n".encode()
@@ -480,7 +485,7 @@ def _id_text(kind: str) -> str:
 
 
 def _columns(connection: Connection, table: str, wanted: Sequence[str]) -> dict[str, tuple[str, bool]]:
-    """Return each column's type, and whether it is NOT NULL."""
+    """Return the type of each column, and whether the column is NOT NULL."""
     found = {row[0]: (row[1], row[2]) for row in connection.execute(_COLUMNS, (table,))}
     if not found:
         raise bad_outbox(f"there is no table {table}")
@@ -491,7 +496,7 @@ def _columns(connection: Connection, table: str, wanted: Sequence[str]) -> dict[
 
 
 def _page_query(id_text: str, payload: str, where: str) -> str:
-    # For jsonb too: a number of a few bytes may have a hundred thousand digits as text.
+    # This applies to jsonb too: a number of a few bytes may have a hundred thousand digits as text.
     size = "octet_length(payload)" if payload == "bytea" else "octet_length(payload::text)"
     rows = f"FROM {TABLE} WHERE {where} ORDER BY {SEQUENCE_ID}"
     return _PAGE.format(
@@ -530,7 +535,7 @@ def _page(row: Any) -> RowPage:
 
 
 def _lengths(column: bytes) -> Int64s:
-    """Return the lengths of the texts of a column; -1 for NULL."""
+    """Return the lengths of the texts in a column; -1 for NULL."""
     data = np.frombuffer(column, np.uint8)
     ends = np.append(np.flatnonzero(data == 0), len(data))
     lengths = np.diff(ends, prepend=-1) - 1
@@ -544,7 +549,8 @@ def _values(column: bytes) -> list[bytes]:
 
 
 def _arrays(numbers: Int64s, ids: list[bytes]) -> tuple[str, list[str] | str]:
-    """Return both as text that the server reads. That takes a fraction of the time of a list of parameters."""
+    """Return the numbers and the IDs as text that the server can read. This takes a fraction of the time of a list of
+    parameters."""
     joined = b'","'.join(ids)
     plain = b"\\" not in joined and joined.count(b'"') == 2 * (len(ids) - 1)
     texts: list[str] | str = '{"' + joined.decode() + '"}' if plain else [one.decode() for one in ids]
@@ -553,7 +559,7 @@ def _arrays(numbers: Int64s, ids: list[bytes]) -> tuple[str, list[str] | str]:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Raise the driver's errors as errors of seqdedupe. None quotes the URL."""
+    """Convert the driver's errors to errors of seqdedupe. No error contains the URL."""
     try:
         yield
     except psycopg.Error as e:

@@ -1,5 +1,6 @@
-"""The relay: it publishes the outbox's rows to a topic, each once, and the rows of an aggregate in the order of
-commits. It carries out `steps`. The search for rows in a topic by their `id` comes last."""
+"""The relay: it publishes the rows of the outbox to a topic. Each row is published once, and the rows of an aggregate
+are published in the order of their commits. The relay carries out `steps`. The search for rows in a topic by their `id`
+comes last."""
 
 import asyncio
 import logging
@@ -22,43 +23,45 @@ from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import FencedError, NotFoundError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
-from seqdedupe.services import Stillness
+from seqdedupe.services import Retries, Stillness
 from seqdedupe.services.activity import Activity, Service, State
 from seqdedupe.services.activity import Lag as ServiceLag
 from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.row_page import Route, RowPage
 from seqdedupe.services.outbox.steps import FoundRows
 from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
+from seqdedupe.wording import counted
 
 # -- The work of a relay: it does the steps. Meanwhile it waits for receipts and deletes the rows that they prove.
 
 SWEEP_SECONDS = 10.0
-"""The time between two looks at the whole table: for rows that were restored, or have no NotDup receipt."""
+"""The time between two looks at the whole table. Such a look finds rows that were restored, or that have no NotDup
+receipt."""
 
 ONCE_SECONDS = 10.0
-"""A relay that does not follow waits for this time, since it last read rows, for open transactions that keep the
-remaining rows from being read."""
+"""A relay without `follow` waits for open transactions that prevent it from reading the remaining rows. It ends when it
+has read no rows for this time."""
 
 _BATCH_BYTES = 4 * 1024 * 1024
 """The approximate size of the batches in which a page is sent."""
 
 _PAGES_IN_FLIGHT = 16
 _DELETED_TOGETHER = 4
-"""Pages."""
+"""The number of pages that are deleted together."""
 
 _CONFIG = ProducerConfig(
     max_batch_rows=MAX_BATCH_ROWS, max_batch_bytes=MAX_BATCH_BYTES, delivery_timeout_seconds=None
-)  # no program is there to get an error: rows that cannot be sent now stay in the table
+)  # no caller receives the error; rows that cannot be sent now stay in the table
 
 
 @dataclass(slots=True)
 class Counters:
-    """The counts of a relay since it was made."""
+    """The counts of a relay since the relay was created."""
 
     published: int = 0
-    """Rows with a NotDup receipt."""
+    """The number of rows with a NotDup receipt."""
     found: int = 0
-    """Rows that were in the topic already."""
+    """The number of rows that were already in the topic."""
     set_aside: int = 0
     renumbered: int = 0
     tokens_replaced: int = 0
@@ -71,7 +74,7 @@ class _SentPage(NamedTuple):
 
 
 class RelayWork:
-    """The work of one relay, from opening its topics until it is fenced, fails or is done."""
+    """The work of one relay, from the opening of its topics until the relay is fenced, fails or has finished."""
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class RelayWork:
         counters: Counters,
         report: Callable[[str], None],
         activity: Activity,
+        retries: Retries,
     ) -> None:
         self._client = client
         self._store = store
@@ -88,6 +92,7 @@ class RelayWork:
         self._counters = counters
         self._report = report
         self._activity = activity
+        self._retries = retries
         self._producers: dict[str, Producer] = {}
         self.has_begun = False
         """Whether a sidecar has answered, or the relay has waited because there were no rows."""
@@ -101,7 +106,7 @@ class RelayWork:
         self._read_at = time.monotonic()
 
     async def drive(self, work: steps.Steps, only_topic: str | None) -> None:
-        """Run the steps to their end. Raises the errors of the steps and of receipts."""
+        """Run all steps. Raises the errors of the steps and of receipts."""
         self._only_topic = only_topic
         collecting = asyncio.create_task(self._collect())
         stepping = asyncio.create_task(self._step(work))
@@ -135,6 +140,7 @@ class RelayWork:
             case steps.Wait():
                 self.has_begun = True
                 self._activity.runs()
+                self._retries.works()
                 return await self._wait()
             case steps.AwaitLeft():
                 is_over = time.monotonic() - self._read_at >= ONCE_SECONDS
@@ -157,12 +163,12 @@ class RelayWork:
                 self._activity.done(0, duplicates=len(page))
             case steps.SetRowsAside(page, reason):
                 self._counters.set_aside += len(page)
-                self._report(f"{len(page)} rows are set aside: {reason}")
+                self._report(f"{counted(len(page), 'row is', 'rows are')} set aside: {reason}")
                 await asyncio.to_thread(store.set_aside, page, reason)
                 self._activity.done(0, set_aside=len(page))
             case steps.Renumber(page):
                 self._counters.renumbered += len(page)
-                self._report(f"{len(page)} rows that were restored are published again")
+                self._report(f"publishing {counted(len(page), 'restored row')} again")
                 await asyncio.to_thread(store.renumber, page)
             case steps.Tell(line):
                 self._report(line)
@@ -176,7 +182,7 @@ class RelayWork:
         return None
 
     async def _read(self, after: int) -> RowPage:
-        """Return the page after this row. While the caller works on it, the database makes the next one."""
+        """Return the page after this row. While the caller works on the page, the database prepares the next page."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and after == self._after:
             page = await ahead
@@ -210,8 +216,8 @@ class RelayWork:
         return steps.OpenedProducer(own, tuple(one.sequence_id for one in producer.persisted), highest)
 
     async def _fence(self, topic: str, own: str) -> int:
-        """Open the other names of this relay, so that their owners publish nothing more. Return the highest sequence ID
-        that they have persisted."""
+        """Open all other producer names of this relay, which fences their owners: they cannot publish any more. Return
+        the highest sequence ID that is persisted under these names."""
         is_ours = is_one_of(self._name)
         highest = -1
         for name in await self._known_names(topic):
@@ -226,7 +232,7 @@ class RelayWork:
         try:
             partitions = (await self._client.admin.topic(topic)).partitions
         except NotFoundError:
-            return set()  # the topic is made when it is opened, or does not exist
+            return set()  # the topic is created when it is opened, or does not exist
         return await _names_of(self._client, topic, partitions)
 
     async def _publish(self, producer: Producer, page: RowPage) -> None:
@@ -240,8 +246,8 @@ class RelayWork:
             self._changed.notify_all()
 
     async def _collect(self) -> None:
-        """Wait for receipts, in order, and delete the rows that they prove. A Dup receipt proves nothing about
-        the row."""
+        """Wait for receipts, in order, and delete the rows whose receipts prove that they are in the topic. A Dup
+        receipt does not prove that."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: bool(self._sent))
@@ -259,6 +265,7 @@ class RelayWork:
             if proven:
                 await asyncio.to_thread(self._store.delete, proven)
                 self._activity.done(sum(map(len, proven)))
+                self._retries.works()
             self._counters.published += sum(map(len, proven))
             async with self._changed:
                 for _ in range(done):
@@ -266,7 +273,7 @@ class RelayWork:
                 self._changed.notify_all()
 
     async def _wait(self) -> bool:
-        """Wait until there may be more rows. Return whether to look at the table from its beginning."""
+        """Wait until there may be more rows. Return whether to read the table from its beginning."""
         if self._must_sweep or time.monotonic() - self._swept_at >= SWEEP_SECONDS:
             self._must_sweep = False
             self._swept_at = time.monotonic()
@@ -280,13 +287,13 @@ class RelayWork:
 
 
 async def _names_of(client: Client, topic: str, partitions: int) -> set[str]:
-    """Return the names of the producers that a topic, or one of its partitions, knows."""
+    """Return the names of all producers of a topic or of its partitions."""
     parts = [partition_name(topic, k) for k in range(partitions)] if partitions else [topic]
     return {one.name for part in parts for one in await client.admin.producers(part)}
 
 
 async def _until_readable(file_number: int | None, seconds: float) -> None:
-    """Wait until the file is readable, or this time has passed."""
+    """Wait until the file is readable, or until this time has passed."""
     if file_number is None:
         await asyncio.sleep(seconds)
         return
@@ -303,7 +310,7 @@ async def _until_readable(file_number: int | None, seconds: float) -> None:
 
 
 STANDBY_SECONDS = 5.0
-"""A relay that was fenced takes over if the oldest row has not been deleted for this time."""
+"""A fenced relay takes over if the oldest row has not been deleted for this time."""
 
 _LOOK_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
@@ -316,14 +323,16 @@ T = TypeVar("T")
 
 
 class Relay:
-    """Publishes the rows of an outbox, in the order of their numbers, and deletes them. Each row is published once, if
-    and only if its transaction committed, after any kill. It belongs to one event loop.
+    """Publishes the rows of an outbox in the order of their numbers, and deletes the published rows. Each row is
+    published once if its transaction committed, and otherwise never. This holds after any kill. A relay belongs to one
+    event loop.
 
-    `database` is a URL of SQLAlchemy. The topic may contain `{aggregatetype}`, which is replaced by the row's own. The
-    producer names are `name`/token. Any number of relays may run for one outbox, under the same name. One works, the
-    others stand by until the oldest row has not been deleted for `standby_seconds`.
+    `database` is a URL of SQLAlchemy. The topic may contain `{aggregatetype}`, which is replaced by the row's aggregate
+    type. The producer names are `name`/token. Any number of relays may run for one outbox, with the same name. One
+    relay works. The other relays stand by until the oldest row has not been deleted for `standby_seconds`.
 
-    `report` gets lines with news for a person. By default each is a warning of the logger `seqdedupe.outbox`.
+    `report` is called with lines of text for a person. By default each line is logged as a warning of the logger
+    `seqdedupe.outbox`.
     """
 
     def __init__(
@@ -341,7 +350,7 @@ class Relay:
         self.activity = Activity("outbox", name)
         """The counts and state, for `seqdedupe.services.metrics`."""
         self._oldest: tuple[int | None, float] = None, 0.0
-        """The row that a relay would look at first, and the time since which it has been that row."""
+        """The row that a relay would read first, and the time since which it has been this row."""
         self._client = client
         self._topic = topic if _KIND in topic else topic_name(topic)
         self._route: Route | None = None
@@ -353,16 +362,18 @@ class Relay:
         self._store: OutboxStore = open_store(database)
         self._standby_seconds = standby_seconds
         self._has_begun = False
-        """Whether a sidecar has answered, or there were no rows. After that, a server that is no sidecar is
-        waited out."""
+        """Whether a sidecar has answered, or there were no rows. From then on, the relay waits if a server that is not
+        a sidecar answers."""
         self._report = report or _log.warning
+        self._retries = Retries(self._report)
 
     async def run(self, *, follow: bool = True) -> None:
-        """Relay for ever; without `follow` until all readable rows are published and deleted.
+        """Relay without end. Without `follow`, end when all readable rows are published and deleted.
 
         Raises ConfigurationError (INVALID_OUTBOX, OUTBOX_CHANGED) for an outbox that it cannot work with; DataLossError
         if the topic has lost messages that it acknowledged; NotFoundError if there is no topic; UnavailableError if, at
-        the start, something other than a sidecar answers, there is no such database, or it does not let the user in.
+        the start, something other than a sidecar answers, there is no such database, or it does not let the user in;
+        AccessDeniedError if the sidecar does not know the caller, or the caller lacks a right.
         Without `follow` also FencedError if another relay took over, and any UnavailableError. With `follow` it stands
         by or tries again (for a database, also at the start).
         """
@@ -388,23 +399,24 @@ class Relay:
                 except UnavailableError as e:
                     if not follow or (e.reason == NOT_A_SIDECAR and not self._has_begun):
                         raise
-                    self._report(f"trying again: {e}")
+                    self._retries.failed(e)
                     self.activity.waits(e)
                     await asyncio.sleep(_RETRY_SECONDS)
                     await self._open_at_last()
                 else:
                     return
         finally:
-            # At once: after Ctrl-C no other thread can be started.
+            # Start the thread at once: after Ctrl-C no other thread can be started.
             self._store.close()
 
     async def _check_sidecar(self, *, follow: bool) -> None:
-        """Ask the sidecar. While the outbox is empty nothing else asks it, and a wrong address or token would show only
-        with the first row.
+        """Make a call to the sidecar. While the outbox is empty, no other call is made, and a wrong address or token
+        would be noticed only with the first row.
 
-        Raises NOT_A_SIDECAR, UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics; without `follow` any
-        UnavailableError. With `follow` a sidecar that does not answer is reported. All other problems show with the
-        rows: the relay need not have the right to read."""
+        Raises NOT_A_SIDECAR, UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics; NOT_ALLOWED if the caller may
+        not read the topic, as a relay must after a crash; without `follow` any UnavailableError. With `follow` a
+        sidecar that does not answer is reported. All other problems show with the rows. If the topic depends on the
+        row, so does the right to read."""
         try:
             await self._client.ends(self._route("any") if self._route else self._topic)
         except UnavailableError as e:
@@ -413,18 +425,18 @@ class Relay:
             self._report(f"the sidecar does not answer yet: {e}")
             return
         except SeqdedupeError as e:
-            if e.reason in ("UNKNOWN_CALL", "UNAUTHENTICATED"):
+            if e.reason in ("UNKNOWN_CALL", "UNAUTHENTICATED") or (e.reason == "NOT_ALLOWED" and self._route is None):
                 raise
         self._has_begun = True
 
     async def lag(self) -> Lag:
-        """Return how far behind the relay is, while it runs."""
+        """Return the lag of the relay, while the relay runs."""
         return await self._blocking(self._store.lag)
 
     def look_at_lag(self) -> ServiceLag | None:
-        """Return the number of rows that wait; None if another relay works. No row has its time of insertion: so the
-        age of the oldest is the time for which it has been the first one, or more. This asks the database and blocks.
-        Raises UnavailableError."""
+        """Return the number of rows that wait, and the age of the oldest; None if another relay works. The table does
+        not contain the time of insertion. So the age of the oldest row is the time since which it has been the first
+        row, and its real age may be higher. The call asks the database and blocks. Raises UnavailableError."""
         if self.activity.state is State.STANDBY:
             return None
         rows, oldest = self._store.lag().rows, self._store.oldest()
@@ -437,7 +449,7 @@ class Relay:
         self._store.bind(self._name, self._topic)
 
     async def _open_at_last(self, is_final: Callable[[UnavailableError], bool] = lambda _: False) -> None:
-        """Wait for the database, and open it again. Rows read by connections that are gone are not deleted."""
+        """Wait for the database, and open it again. Rows that were read over the old connections are not deleted."""
         while True:
             try:
                 await self._blocking(self._open)
@@ -445,7 +457,7 @@ class Relay:
                 if is_final(e):
                     raise
                 self.activity.waits(e)
-                self._report(f"trying again: {e}")
+                self._retries.failed(e)
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 return
@@ -457,16 +469,19 @@ class Relay:
             try:
                 oldest = await self._blocking(self._store.oldest)
             except UnavailableError as e:
-                self._report(f"trying again: {e}")
+                self._retries.failed(e)
                 await asyncio.sleep(_RETRY_SECONDS)
                 await self._open_at_last()
                 continue
+            self._retries.works()
             if stillness.has_lasted(oldest) and oldest is not None:
                 return
             await asyncio.sleep(min(_LOOK_SECONDS, self._standby_seconds))
 
     async def _relay(self, *, follow: bool) -> None:
-        work = RelayWork(self._client, self._store, self._name, self.counters, self._report, self.activity)
+        work = RelayWork(
+            self._client, self._store, self._name, self.counters, self._report, self.activity, self._retries
+        )
         try:
             await work.drive(steps.relay(self._topic, self._route, follow=follow), None if self._route else self._topic)
         finally:
@@ -488,8 +503,8 @@ def run_relay(
     report: Callable[[str], None] | None = None,
     serving: Callable[[Service], AbstractContextManager[object]] = nullcontext,
 ) -> Counters:
-    """Run `Relay.run` with a separate client, for threads. This blocks until it ends, and returns the counts. The relay
-    runs within the context that `serving` makes of it."""
+    """Run `Relay.run` with a separate client, for threads. Blocks until the relay ends, and returns the counts. The
+    relay runs within the context manager that `serving` makes for it."""
 
     async def work() -> Counters:
         async with Client(address, credentials) as client:
@@ -504,28 +519,28 @@ def run_relay(
 # -- The comparison, by `id`, of a topic's message at a sequence ID with the row that has this ID.
 
 _NEAR_END = 65_536
-"""The number of messages at the end that are read first: the messages of a relay that was killed are there."""
+"""The number of messages at the end of the topic that are read first: the messages of a killed relay are there."""
 
 _ID = "id"
 
 ANYWHERE = -1
-"""A stand-in for a sequence ID."""
+"""A stand-in for a sequence ID: the message may have any sequence ID."""
 
 
 def token_name(name: str, token: str) -> str:
-    """Return the producer name of the relay NAME under a token."""
+    """Return the producer name of the relay NAME with a token."""
     return f"{name}/{token}"
 
 
 def is_one_of(name: str) -> Callable[[str], bool]:
-    """Return a test whether a producer name is the relay's, under any token."""
+    """Return a function that tests whether a producer name belongs to the relay, with any token."""
     pattern = re.compile(re.escape(name) + "/[0-9a-f]{16}")
     return lambda producer: pattern.fullmatch(producer) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The rows to look for, anywhere in a page."""
+    """The rows to look for, at any places in a page."""
 
     page: RowPage
     at_any_number: bool
@@ -533,7 +548,7 @@ class Wanted:
     ids: frozenset[bytes]
 
     def there(self, seen: Sequence["SeenTopic"]) -> Int64s:
-        """Return the places of the rows that were found."""
+        """Return the places in the page of the rows that were found."""
         rows = [
             row
             for row, (number, one) in enumerate(zip(self.page.sequence_ids.tolist(), self.page.ids(), strict=True))
@@ -544,19 +559,19 @@ class Wanted:
 
 @dataclass(slots=True)
 class SeenTopic:
-    """The messages read from one topic, or from one partition."""
+    """The messages read from one topic or partition."""
 
     is_whole: bool = False
-    """Whether its log still begins with its first message."""
+    """Whether the log still contains its first message."""
     ids: dict[int, set[bytes]] = field(default_factory=dict)
-    """The `id`s at the wanted sequence IDs. If any sequence ID will do: the wanted `id`s, at ANYWHERE."""
+    """The `id`s found at the wanted sequence IDs. If the sequence ID does not matter: the wanted `id`s, at ANYWHERE."""
     lowest: dict[str, int] = field(default_factory=dict)
-    """The lowest sequence ID that each of the names has in it."""
+    """The lowest sequence ID in the log for each producer name."""
     persisted: dict[str, int] = field(default_factory=dict)
-    """The highest sequence ID that each of the names ever had."""
+    """The highest sequence ID that was ever persisted under each producer name."""
 
     def take(self, batch: Batch, wanted: Wanted) -> None:
-        """Note the wanted `id`s of a batch."""
+        """Note the wanted `id`s in a batch."""
         for place, name in enumerate(batch.names()):
             if not wanted.is_ours(name):
                 continue
@@ -574,8 +589,9 @@ class SeenTopic:
                     self.ids.setdefault(number, set()).add(one)
 
     def lacks(self, number: int) -> bool:
-        """Whether it is certain that a sequence ID that was not found was never published under any of the names. For
-        ANYWHERE: that nothing was. It is certain if the messages around the ID's place are all there."""
+        """Return whether it is certain that a sequence ID that was not found was never published under any of the
+        producer names. For ANYWHERE: whether it is certain that the row was never published. It is certain if the log
+        still contains all messages at and after this sequence ID."""
         if self.is_whole:
             return True
         return all(
@@ -586,15 +602,15 @@ class SeenTopic:
 
 
 async def find(client: Client, topic: str, name: str, page: RowPage, *, at_any_number: bool) -> FoundRows:
-    """Find the rows of a page that the topic holds, and the rows for which that cannot be decided.
+    """Find the rows of a page that the topic contains, and the rows for which this cannot be decided.
 
-    Read the topic's end. If some rows are not there, read all of the topic.
+    Read the last messages of the topic first. If some rows are not among them, read the whole topic.
     """
     while True:
         try:
             return await _find(client, topic, Wanted(page, at_any_number, is_one_of(name), frozenset(page.ids())))
         except PositionError as e:
-            if e.reason != "POSITION_TRIMMED":  # retention was faster: there is less to read now
+            if e.reason != "POSITION_TRIMMED":  # retention has removed messages meanwhile: there is less to read now
                 raise
 
 

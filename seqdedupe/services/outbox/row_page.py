@@ -1,6 +1,7 @@
-"""A page of the outbox in columns, which go unchanged into a batch of the client: no object per row.
+"""A page of rows of the outbox, as columns. The columns go unchanged into a batch of the client, without an object for
+each row.
 
-Table and columns have the names of Debezium's outbox router, so that its users can switch.
+The table and its columns have the names of Debezium's outbox router, so that users of Debezium can switch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,24 +22,25 @@ COLUMNS = ("id", "aggregatetype", "aggregateid", "type", "payload")
 """The columns of Debezium. `aggregateid` becomes the key, `payload` the payload."""
 
 SEQUENCE_ID = "sequence_id"
-"""The column that is added: the order and the sequence IDs in which rows are published."""
+"""The column that is added to Debezium's columns. It determines the order and the sequence IDs in which rows are
+published."""
 
 PROPERTIES = ("id", "aggregatetype", "type")
-"""The columns that become properties with these names, unless they are NULL."""
+"""The columns whose values become properties with the same names, unless the value is NULL."""
 
 ORDINAL_BITS = 24
-"""The low bits of a sequence ID in a PostgreSQL table that an older version made: the row's number in its transaction.
-The transaction's ID is above them."""
+"""The number of low bits of a sequence ID in a PostgreSQL table that an older version made. These bits are the row's
+number in its transaction. The bits above are the transaction's ID."""
 
 MAX_REST_BYTES = 1024 * 1024
-"""The largest size of a row's key and properties. With the largest payload they still fit into a batch."""
+"""The maximum size of a row's key and properties. Together with a payload of maximum size they fit into a batch."""
 
 _NAMES = [name.encode() for name in PROPERTIES]
 _ALL_NAMES = b"".join(_NAMES)
 _NAME_ENDS = np.cumsum([len(name) for name in _NAMES]).astype(np.int32)
 
 Route = Callable[[str], str]
-"""The function that returns the topic of an aggregate type. Raises InvalidRequestError if there is none."""
+"""The function that returns the topic of an aggregate type. Raises InvalidRequestError if there is no topic."""
 
 
 @dataclass(slots=True)
@@ -49,14 +51,14 @@ class RowPage:
     keys: Binary
     payloads: Binary
     sizes: Int64s
-    """The bytes of each payload, also of a payload too large to be read; 0 for NULL."""
+    """The size of each payload in bytes, even if the payload is too large to be read; 0 for NULL."""
     values: Binary
     """The values of the properties, row by row, in the order of `PROPERTIES`. NULLs are omitted."""
     there: npt.NDArray[np.bool_]
     """Whether each row has each property, one column per property."""
     ids_as_read: bytes | None = None
-    """The `id`s with a NUL between them, if no other rows were between the first and the last one when they were
-    read."""
+    """The `id`s, separated by NUL. Set only if the table had no other rows between the first and the last row when the
+    page was read."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -68,7 +70,7 @@ class RowPage:
     def column(self, name: str) -> list[bytes | None]:
         """Return the values of a property."""
         place = PROPERTIES.index(name)
-        starts = np.cumsum(self.there.ravel())  # the place of the value after each
+        starts = np.cumsum(self.there.ravel())  # the end offset of each value
         places = starts.reshape(self.there.shape)[:, place] - 1
         offsets, data = self.values.offsets, self.values.data
         firsts, lasts = offsets[places].tolist(), offsets[places + 1].tolist()
@@ -80,7 +82,7 @@ class RowPage:
         ]
 
     def ids(self) -> list[bytes]:
-        """Return the rows' `id`s as text. A row without one is never published, and its text is empty."""
+        """Return the `id`s of the rows as text. A row without an `id` is never published, and its text is empty."""
         return [one or b"" for one in self.column("id")]
 
     def properties(self) -> PropertyColumns:
@@ -96,7 +98,7 @@ class RowPage:
         return PropertyColumns(offsets, Binary.of_all(names), self.values)
 
     def take(self, rows: Int64s) -> "RowPage":
-        """Return the page of these rows, which are in ascending order."""
+        """Return a page of the rows at these places, which are in ascending order."""
         if len(rows) == len(self):
             return self
         ends = np.concatenate(([0], np.cumsum(self.there.sum(axis=1))))
@@ -148,7 +150,7 @@ class RowPage:
         return found
 
     def _without_id(self) -> list[int]:
-        """Return the rows whose `id` is there, and empty."""
+        """Return the rows whose `id` is an empty text."""
         there = self.there.ravel()
         sizes = np.zeros(len(there), np.int64)
         sizes[there] = np.diff(self.values.offsets)
@@ -173,7 +175,7 @@ class RowPage:
         return bad
 
     def by_topic(self, route: Route | None, topic: str) -> list[tuple[str, "RowPage"]]:
-        """Return the page cut by topics. Without a route there is one topic."""
+        """Return the page divided by topics. Without a route there is one topic."""
         if route is None:
             return [(topic, self)]
         rows: dict[bytes, list[int]] = {}
@@ -208,7 +210,8 @@ def page_of(
 
 
 def payload_column(payloads: Sequence[bytes | None]) -> Binary:
-    """Return a column as for keys, but never omitted: if no row has a payload, it has a NULL for each row."""
+    """Return a payload column. In contrast to a key column it is never omitted: if no row has a payload, the column
+    contains a NULL for each row."""
     column = Binary.of(payloads)
     if column or not payloads:
         return column if column else Binary.of_all([])
@@ -216,7 +219,7 @@ def payload_column(payloads: Sequence[bytes | None]) -> Binary:
 
 
 def column_of(lengths: Int64s, data: bytes, *, may_be_left_out: bool) -> Binary:
-    """Return a column whose values stand one after the other in `data`. A length below 0 is a NULL."""
+    """Return a column whose values are adjacent in `data`. A negative length means NULL."""
     present = lengths >= 0
     if may_be_left_out and not present.any():
         return Binary()
@@ -227,7 +230,7 @@ def column_of(lengths: Int64s, data: bytes, *, may_be_left_out: bool) -> Binary:
 
 
 def _keys_of(keys: Binary) -> Binary:
-    """Return the column of keys, omitted if it has no key."""
+    """Return the column of keys, or an omitted column if no row has a key."""
     return Binary() if keys.validity and not any(keys.validity) else keys
 
 

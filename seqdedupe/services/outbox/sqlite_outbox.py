@@ -1,4 +1,5 @@
-"""An outbox in SQLite: one writer at a time, so numbers follow the order of commits, and no row has to wait."""
+"""An outbox in SQLite. SQLite allows one writer at a time, so numbers follow the order of commits, and no row has to
+wait for an open transaction."""
 
 import os
 import secrets
@@ -27,10 +28,10 @@ from seqdedupe.services.outbox.table import SQLITE_TRIGGERS
 
 BUSY_TIMEOUT_SECONDS = 30.0
 
-# An id is compared as the text that is published; a number may come again with another row.
+# An id is compared in the text form that is published. A number may be used again for another row.
 _ID = "CASE typeof(id) WHEN 'blob' THEN lower(hex(id)) WHEN 'text' THEN id END"
 _ID_BYTES = f"CAST({_ID} AS BLOB)"
-"""The bytes to compare: a text that is not UTF-8 has bytes, too."""
+"""The bytes to compare: also a text that is not valid UTF-8 has bytes."""
 
 _PAGE = (
     f"SELECT {SEQUENCE_ID}, {_ID_BYTES}, CAST(aggregatetype AS BLOB), CAST(aggregateid AS BLOB), "
@@ -179,7 +180,7 @@ class SqliteOutbox(OutboxStore):
 
 
 def _named(page: RowPage) -> list[tuple[int, bytes | None]]:
-    """Return number and `id` of each row."""
+    """Return the number and the `id` of each row."""
     there = page.there[:, 0].tolist()
     return [
         (number, one if is_there else None)
@@ -188,7 +189,7 @@ def _named(page: RowPage) -> list[tuple[int, bytes | None]]:
 
 
 def _quoted_columns(connection: sqlite3.Connection, table: str) -> list[str]:
-    """Return the names of the columns, also of computed ones."""
+    """Return the names of the columns, including computed columns."""
     return ['"' + row[1].replace('"', '""') + '"' for row in connection.execute(f"PRAGMA table_xinfo({table})")]
 
 

@@ -1,13 +1,15 @@
-"""The steps of a relay, without any I/O: what to read, publish, compare and delete, and when to take a new token.
+"""The steps of a relay, without any I/O. They decide what to read, publish, compare and delete, and when to take a new
+token.
 
-A number alone never proves that a row was published. After a fail-over or a restore, old numbers come again with other
-rows. So a row is deleted only with a NotDup receipt in this run, or after the relay has read the topic's message at its
-number and found the row's `id` in it.
+A number alone never proves that a row was published. After a fail-over or a restore, other rows may get numbers that
+were used before. So the relay deletes a row in two cases only. The row has a NotDup receipt in this run. Or the relay
+has read the topic's message at the row's number, and that message contains the row's `id`.
 
-The producer is NAME/token. If two relays have one token, the later one to open it fences the other. With different
-tokens neither fences the other. So before a relay publishes to a topic, it opens all names NAME/… that the topic knows,
-and thereby fences their owners. Then it reads the token once more. A relay that opened an older name before that is
-fenced. A relay that opens it later finds that its token is no longer the current one.
+The producer name is NAME/token. If two relays use the same token, the relay that opens the name later fences the other
+relay. With different tokens neither relay fences the other. So before a relay publishes to a topic, it opens all names
+NAME/… that the topic knows, which fences their owners. Then the relay reads the token again. Another relay that opened
+an older name before that time is fenced. Another relay that opens an older name later finds that its token is no longer
+the current token.
 """
 
 from collections.abc import Generator
@@ -22,7 +24,7 @@ from seqdedupe.names import partition_of
 from seqdedupe.services.outbox.row_page import Route, RowPage
 
 BEGINNING = -(2**63)
-"""The place before all rows, including rows whose number cannot be published."""
+"""A number below all rows, including rows whose number cannot be published."""
 
 
 class OutboxState(NamedTuple):
@@ -30,22 +32,23 @@ class OutboxState(NamedTuple):
 
     token: str
     next_sequence_id: int
-    """Every row inserted from now on is at or above it. Every row that was inserted here is below it."""
+    """All rows inserted from now on have numbers at or above this one. All rows inserted before in this database have
+    numbers below it."""
     has_had: bool
-    """Whether there has been a row with the number in question, as far as the database knows."""
+    """Whether a row with the number in question has ever existed, as far as the database knows."""
 
 
 class ReadState(NamedTuple):
-    """Answer: `OutboxState`, read now."""
+    """Read the state of the outbox now. Answer: `OutboxState`."""
 
     number: int = NO_SEQUENCE_ID
-    """The number for `OutboxState.has_had`."""
+    """The number to which `OutboxState.has_had` refers."""
 
 
 class OpenTopic(NamedTuple):
-    """Open all names NAME/… that the topic knows, which fences their owners, and NAME/token for publishing.
+    """Open all names NAME/… that the topic knows, which fences their owners, and open NAME/token for publishing.
 
-    Answer: `OpenedProducer`; or text, the reason why this topic cannot be published to now.
+    Answer: `OpenedProducer`, or the reason, as text, why the relay cannot publish to this topic now.
     """
 
     topic: str
@@ -54,76 +57,79 @@ class OpenTopic(NamedTuple):
 
 class OpenedProducer(NamedTuple):
     producer: str
-    """NAME/token."""
+    """The producer name NAME/token."""
     persisted: tuple[int, ...]
-    """The highest sequence ID under NAME/token, for each partition. A row that is not above it cannot be published
-    there under this name. A topic without partitions counts as one."""
+    """The highest sequence ID under NAME/token, for each partition. A row whose number is not above this ID cannot be
+    published to the partition under this name. A topic without partitions has one value."""
     highest: int
-    """The highest sequence ID that any of the names NAME/… has persisted; -1 if there is none."""
+    """The highest sequence ID that is persisted under any of the names NAME/…; -1 if there is none."""
 
 
 class ReadRows(NamedTuple):
-    """Answer: a `RowPage` of the next committed rows after a sequence ID; empty if there are none. It ends before the
-    first row that an open transaction may still precede."""
+    """Read the next committed rows after a sequence ID. Answer: a `RowPage`, empty if there are no such rows. The page
+    ends before the first row that might be preceded by a row of an open transaction."""
 
     after: int
 
 
 class ReadElsewhere(NamedTuple):
-    """Answer: a `RowPage` of rows that this database cannot have numbered: they were restored from a dump."""
+    """Read rows whose numbers this database cannot have assigned, because the rows were restored from a dump. Answer: a
+    `RowPage`."""
 
 
 class Find(NamedTuple):
-    """Look in the topic for these rows. Answer: `FoundRows`."""
+    """Look for these rows in the topic. Answer: `FoundRows`."""
 
     topic: str
     page: RowPage
     at_any_number: bool
-    """Whether to compare the `id` alone: these rows may have had other numbers before."""
+    """Whether to compare only the `id`, because these rows may have had other numbers before."""
 
 
 class FoundRows(NamedTuple):
     """The places of rows in a page."""
 
     there: Int64s
-    """The rows that the topic holds. The message at the row's sequence ID (or any), under any name NAME/…, has its
-    `id`."""
+    """The rows that the topic contains. The message at the row's sequence ID (or at any), under any name NAME/…, has
+    the row's `id`."""
     untold: Int64s
-    """The rows that were not found, but retention has removed messages where they might have been."""
+    """The rows that were not found, although they may have been published: retention has removed messages among which
+    they might have been."""
 
 
 class Publish(NamedTuple):
-    """Queue these rows under NAME/token. Each is deleted once it has a NotDup receipt and is durable. No answer."""
+    """Queue these rows for publishing under NAME/token. Each row is deleted once it has a NotDup receipt and is
+    durable. No answer."""
 
     topic: str
     page: RowPage
 
 
 class Settle(NamedTuple):
-    """Wait until all queued rows have receipts, and the rows that these prove are deleted. No answer."""
+    """Wait until all queued rows have receipts, and until the rows that these receipts prove are deleted. No answer."""
 
 
 class Delete(NamedTuple):
-    """Delete these rows, which are in the topic. They are identified by number and `id`. No answer."""
+    """Delete these rows, which are in the topic. A row is identified by its number and `id`. No answer."""
 
     page: RowPage
 
 
 class SetRowsAside(NamedTuple):
-    """Move a row into the other table, in one transaction, if it is still there. No answer."""
+    """Move a row that still exists into the table of rows set aside, in one transaction. No answer."""
 
     page: RowPage
     reason: str
 
 
 class Renumber(NamedTuple):
-    """Give these rows new numbers, above all present ones, in their order, in one transaction. No answer."""
+    """Give these rows new numbers above all present numbers, in the same order, in one transaction. No answer."""
 
     page: RowPage
 
 
 class ReplaceToken(NamedTuple):
-    """Commit another token in place of this one, unless that has been done. No answer."""
+    """Commit a new token in place of this token, unless the token has been replaced already. No answer."""
 
     token: str
 
@@ -135,11 +141,11 @@ class Tell(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait, as there is nothing to do. Answer: whether to look at the table from its beginning."""
+    """Wait, because there is nothing to do. Answer: whether to read the table from its beginning."""
 
 
 class AwaitLeft(NamedTuple):
-    """All readable rows are published. Answer: whether to look again, for rows that may soon be readable."""
+    """Wait for rows that cannot be read yet; all readable rows are published. Answer: whether to read again."""
 
 
 Step = (
@@ -162,7 +168,8 @@ class _Topic:
         self.doubtful_up_to = max(self.doubtful_up_to, *self.opened.persisted)
 
     def takes(self, rows: RowPage) -> bool:
-        """Whether all of these can be published under the name: each is above the highest ID of its partition."""
+        """Return whether all of these rows can be published under the name: the number of each row is above the highest
+        ID of its partition."""
         if not len(rows):
             return True
         producer, persisted = self.opened.producer.encode(), self.opened.persisted
@@ -175,16 +182,16 @@ class _Topic:
 
 
 def relay(topic: str, route: Route | None, *, follow: bool) -> Steps:
-    """Yield the steps of a relay. Without `follow` they end when all readable rows are published and deleted.
+    """Yield the steps of a relay. Without `follow` the steps end when all readable rows are published and deleted.
 
-    An exception of a step ends them. They may begin again after any step.
+    An exception in a step ends the steps. They may be started again after any step.
     """
     while not (yield from _RelayRun(topic, route, follow=follow).steps()):
         pass
 
 
 class _RelayRun:
-    """The steps from reading the token until it has changed, or must change."""
+    """The steps from the reading of the token until the token has changed, or must be changed."""
 
     def __init__(self, topic: str, route: Route | None, *, follow: bool) -> None:
         self._topic = topic
@@ -194,13 +201,13 @@ class _RelayRun:
         self._token = ""
 
     def steps(self) -> Steps:
-        """Yield the steps. Return whether all is done."""
+        """Yield the steps. Return whether the relay has finished."""
         state: OutboxState = yield ReadState()
         self._token = state.token
         after = BEGINNING
         is_at_end = True
         while True:
-            # With every page, this would cost a tenth of the page's own work.
+            # Doing this with every page would cost a tenth of the page's own work.
             if is_at_end and not (yield from self._rows_from_elsewhere()):
                 return False
             page: RowPage = yield ReadRows(after)
@@ -218,10 +225,10 @@ class _RelayRun:
                     return True
             else:
                 yield Settle()
-                after = BEGINNING  # the rows left have no NotDup receipt, or appeared meanwhile
+                after = BEGINNING  # the remaining rows have no NotDup receipt, or have appeared meanwhile
 
     def _rows(self, page: RowPage) -> Steps:
-        """Publish the rows that are not published. Return whether the run goes on."""
+        """Publish the rows that are not in the topic yet. Return whether the run continues."""
         page = yield from self._without(page, page.unpublishable(self._route))
         for name, rows in page.by_topic(self._route, self._topic) if len(page) else ():
             topic = yield from self._opened(name)
@@ -232,7 +239,7 @@ class _RelayRun:
                 continue
             doubtful = rows.sequence_ids <= max(topic.doubtful_up_to, topic.published_up_to)
             if doubtful.any():
-                # The rows in flight may be the very same rows.
+                # The rows in flight may be the same rows as these.
                 yield Settle()
                 kept = yield from self._missing(name, rows.take(np.flatnonzero(doubtful)), at_any_number=False)
                 if not topic.takes(rows.take(np.flatnonzero(np.isin(rows.sequence_ids, kept)))):
@@ -245,7 +252,8 @@ class _RelayRun:
         return True
 
     def _rows_from_elsewhere(self) -> Steps:
-        """Give numbers of this database to restored rows that are not published. Return whether the run goes on."""
+        """Give numbers of this database to restored rows that are not in the topic. Return whether the run
+        continues."""
         page: RowPage = yield ReadElsewhere()
         while len(page):
             yield Settle()
@@ -264,7 +272,7 @@ class _RelayRun:
         return True
 
     def _opened(self, name: str) -> Generator[Step, Any, _Topic | str | None]:
-        """Return the topic, or the reason why there is none; None if the token has changed."""
+        """Return the opened topic, or the reason why it cannot be opened; None if the token has changed."""
         if name not in self._topics:
             opened: OpenedProducer | str = yield OpenTopic(name, self._token)
             highest = NO_SEQUENCE_ID if isinstance(opened, str) else opened.highest
@@ -272,19 +280,19 @@ class _RelayRun:
             if state.token != self._token:
                 return None
             if isinstance(opened, str):
-                return opened  # asked again for the next rows: the topic may exist by then
+                return opened  # try to open the topic again for the next rows: it may exist by then
             if not state.has_had:
                 yield Tell(
                     f"{name} has messages with sequence IDs up to {highest}, and the database knows of no such row: it "
                     "was restored or failed over, and has lost rows that are published"
                 )
-            # Rows inserted after the other relays were fenced have not been published by any of them.
+            # Rows inserted after the other relays were fenced cannot have been published by these relays.
             doubtful_up_to = min(highest, state.next_sequence_id - 1)
             self._topics[name] = _Topic(opened, doubtful_up_to)
         return self._topics[name]
 
     def _missing(self, name: str, rows: RowPage, *, at_any_number: bool) -> Generator[Step, Any, Int64s]:
-        """Delete the rows that the topic has. Return the sequence IDs of the others."""
+        """Delete the rows that the topic contains. Return the sequence IDs of the other rows."""
         found: FoundRows = yield Find(name, rows, at_any_number)
         if len(found.there):
             yield Delete(rows.take(found.there))
@@ -293,7 +301,7 @@ class _RelayRun:
         return np.delete(rows.sequence_ids, np.concatenate((found.there, found.untold)).astype(np.int64))
 
     def _without(self, page: RowPage, bad: dict[int, str]) -> Generator[Step, Any, RowPage]:
-        """Set these rows aside. Return the page of the others."""
+        """Set these rows aside. Return a page of the remaining rows."""
         if not bad:
             return page
         for reason in dict.fromkeys(bad.values()):

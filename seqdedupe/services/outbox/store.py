@@ -15,7 +15,7 @@ from seqdedupe.services.outbox.steps import OutboxState
 
 PAGE_ROWS = 5000
 PAGE_BYTES = 2 * 1024 * 1024
-"""A page ends after the row with which it reaches this number of bytes or rows."""
+"""A page ends with the row that brings the page to this number of bytes or rows."""
 
 _DRIVERS = {"postgresql": "psycopg", "sqlite": "sqlite3"}
 _MODULES = {"postgresql": "postgres_outbox", "sqlite": "sqlite_outbox"}
@@ -28,27 +28,28 @@ class Lag:
     rows: int
     """The number of rows committed and not deleted yet."""
     unreadable_rows: int
-    """The number of these that wait for an open transaction, which might have rows before them. Their transactions
-    began to write after that one. Rows that no relay has seen since it began wait, too, but are not counted."""
+    """The number of unpublished rows that wait for an open transaction, which might have rows before them. (Their own
+    transactions began to write after the open transaction.) Rows that no relay has seen since this relay began also
+    wait, but are not counted."""
     held_by: str
-    """The transaction that they wait for, of all databases of the server, as far as the server tells. Empty if there
-    are no rows, or if no transaction is open that has written."""
+    """The transaction for which these rows wait, in any database of the server, as far as the server reports it. Empty
+    if no rows wait, or if no open transaction has written."""
     held_seconds: float
     set_aside_rows: int
 
 
 class OutboxStore(ABC):
-    """The outbox in a database. Its methods block. Threads may share it, and `delete` may run while another thread
-    reads.
+    """The outbox in a database. Its methods block. Threads may share the object, and `delete` may run while another
+    thread reads.
 
-    They raise UnavailableError (OUTBOX_UNAVAILABLE) when the database cannot be used now. `open` then begins again with
-    all connections, so that rows are read and deleted in the same database.
+    The methods raise UnavailableError (OUTBOX_UNAVAILABLE) when the database cannot be used now. `open` then replaces
+    all connections, so that rows are read from and deleted in the same database.
     """
 
     poll_seconds: float
-    """The time between two looks while there may be rows that the database does not notify of."""
+    """The time between two reads while there may be rows of which the database does not notify the relay."""
     idle_poll_seconds: float
-    """The time between two looks when the database notifies of new rows."""
+    """The time between two reads while the database notifies the relay of new rows."""
 
     @abstractmethod
     def open(self) -> None:
@@ -60,8 +61,8 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def bind(self, producer: str, topic: str) -> None:
-        """Record that the outbox is published under this name to this topic from now on. Raises ConfigurationError
-        (OUTBOX_CHANGED) if another name or topic is recorded: its rows would be published twice."""
+        """Record that the outbox is published under this producer name to this topic from now on. Raises
+        ConfigurationError (OUTBOX_CHANGED) if another name or topic is recorded: the rows would be published twice."""
 
     @abstractmethod
     def state(self, number: int = NO_SEQUENCE_ID) -> OutboxState:
@@ -77,15 +78,15 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def oldest(self) -> int | None:
-        """Return the sequence ID of the first row that a relay would look at now, including rows from elsewhere."""
+        """Return the sequence ID of the row that a relay would read first now, including restored rows."""
 
     @abstractmethod
     def has_more(self, after: int) -> bool:
-        """Whether there is a row after this one, which may have to wait."""
+        """Return whether there is a row after this one, even if that row must wait for an open transaction."""
 
     @abstractmethod
     def delete(self, pages: Sequence[RowPage]) -> None:
-        """Delete these rows, identified by sequence ID and `id`."""
+        """Delete these rows, each identified by its sequence ID and `id`."""
 
     @abstractmethod
     def set_aside(self, page: RowPage, reason: str) -> None:
@@ -101,18 +102,18 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def lag(self) -> Lag:
-        """Return the lag, counted now. This reads the whole table."""
+        """Return the current lag. This reads the whole table."""
 
     @property
     def file_number(self) -> int | None:
-        """The number of the file that becomes readable when rows were inserted; None if there is none."""
+        """The number of the file descriptor that becomes readable when rows were inserted; None if there is none."""
         return None
 
 
 def open_store(database: str) -> OutboxStore:
-    """Return the outbox at a URL of SQLAlchemy, `postgresql://…` or `sqlite:///…`. Nothing is connected yet.
+    """Return the outbox at a URL of SQLAlchemy, `postgresql://…` or `sqlite:///…`. The function does not connect yet.
 
-    Raises ConfigurationError (INVALID_CONFIGURATION), which does not quote the password.
+    Raises ConfigurationError (INVALID_CONFIGURATION), whose text does not contain the password.
     """
     url = database_url(database)
     kind = url.get_backend_name()
@@ -131,8 +132,8 @@ def open_store(database: str) -> OutboxStore:
 
 
 def database_url(database: str) -> URL:
-    """Return the URL as SQLAlchemy reads it. Raises ConfigurationError (INVALID_CONFIGURATION), which does not quote
-    it."""
+    """Return the URL as parsed by SQLAlchemy. Raises ConfigurationError (INVALID_CONFIGURATION), whose text does not
+    contain the URL."""
     hint = "Write it as SQLAlchemy does: postgresql://user@host/database, sqlite:///path."
     try:
         url = url_of(database)
@@ -153,7 +154,7 @@ def bad_outbox(what: str, hint: str | None = None) -> SeqdedupeError:
 
 
 def check_names(columns: Iterable[str]) -> None:
-    """Raise INVALID_OUTBOX for a column of the outbox that would be twice in the table of rows set aside."""
+    """Raise INVALID_OUTBOX for a column of the outbox whose name already exists in the table of rows set aside."""
     for name in sorted({"reason", "set_aside_at"}.intersection(columns)):
         raise bad_outbox(f"{TABLE} has a column {name}, which {ASIDE_TABLE} needs for itself: rename it")
 

@@ -1,5 +1,5 @@
-"""The outbox in a service's database: the statements that make its tables and triggers, and `Outbox`, which adds rows.
-The statements may be run again, and on the table of a Debezium user."""
+"""The outbox in a service's database: the statements that create its tables and triggers, and `Outbox`, which adds
+rows. The statements may be run again. They may also be run on the existing table of a Debezium user."""
 
 import json
 import uuid
@@ -19,19 +19,20 @@ CHANNEL = "seqdedupe_outbox"
 """The channel on which PostgreSQL notifies of inserted rows."""
 
 RELAY_SETTING = "seqdedupe.outbox_relay"
-"""The setting of a relay's session. With `on` the session may delete."""
+"""The setting of a relay's database session. With `on`, the session may delete rows."""
 
 NUMBERS = "outbox_numbers"
-"""The sequence in PostgreSQL from which rows take their numbers. It belongs to their column."""
+"""The sequence in PostgreSQL from which rows take their numbers. It is owned by the column of the numbers."""
 
 DELETED = "deleted_up_to"
-"""The column in PostgreSQL that has the highest number of a row that a relay has deleted."""
+"""The column in PostgreSQL that contains the highest number of a row that a relay has deleted."""
 
 NUMBERING = "outbox_take_number"
-"""The function of the trigger that numbers rows. A table of an older version has another one."""
+"""The function of the trigger that numbers rows. A table made by an older version has a different function."""
 
 ID_TYPES = ("uuid", "text", "varchar", "bpchar", "bytea")
-"""The types that the column `id` may have in PostgreSQL. Numbers would come again, with other rows, after a restore."""
+"""The types that the column `id` may have in PostgreSQL. Numeric types are excluded: after a restore, other rows would
+get the same numbers again."""
 
 POSTGRES_TRIGGERS = ("outbox_number", "outbox_notify", "outbox_guard", "outbox_guard_truncate")
 SQLITE_TRIGGERS = ("outbox_guard_delete", "outbox_guard_update")
@@ -40,20 +41,21 @@ _ONLY_THE_RELAY = (
     "only the relay deletes from outbox: it would never see a row that the transaction which inserts it deletes, too"
 )
 
-# A row takes its number when it is inserted. Its transaction has an ID before that: the expression asks for the ID
-# first. Otherwise a number could be taken while no snapshot shows its transaction (`Horizon` relies on that). Numbers
-# that sessions cache would be taken in any order: hence CACHE 1. A number that is given stays. It is on a row of a
-# dump, which may have been published under it.
+# A row takes its number when it is inserted. Its transaction must have an ID before that, so the expression first asks
+# for the ID. Otherwise a number could be taken while no snapshot shows the row's transaction (`Horizon` relies on
+# that). Numbers that sessions cache would be taken in any order, hence CACHE 1. A number that is given explicitly is
+# kept. It is on a row of a dump, which may have been published under this number.
 #
-# Numbers of an older version were made of transactions' IDs. The lock waits until all rows that have such a number are
-# committed. No other transaction gives one afterwards. The sequence continues above them. IDs of ended transactions are
-# below a snapshot's `xmax`, if that is taken now, and this transaction may have inserted rows itself.
+# Numbers of an older version were made from the IDs of transactions. The lock waits until all rows with such numbers
+# are committed. Afterwards no other transaction assigns such a number, and the sequence continues above them. The IDs
+# of ended transactions are below the `xmax` of a snapshot taken now, but this transaction may have inserted rows
+# itself.
 #
-# Every role that may insert a row may take a number: a service needs no other right than INSERT.
+# Every role that may insert a row may take a number. So a service needs no permission except INSERT.
 #
-# It is one statement, so it is done as a whole or not at all, in every way to run it: by `psql` without a transaction,
-# which goes on after a statement that fails, and within the transaction of a migration. The token's table comes first,
-# because a relay that deletes rows locks it first.
+# All of this is one statement, so it is executed completely or not at all in every way to run it: by `psql` without a
+# transaction, which continues after a statement that fails, and within the transaction of a migration. The token's
+# table comes first, because a relay that deletes rows locks that table first.
 POSTGRES = f"""\
 DO $outbox$
 DECLARE
@@ -169,7 +171,7 @@ BEGIN
 {{lock}}END $outbox$;
 """
 
-# Its name comes before that of the trigger that numbers rows: so it is fired first.
+# The trigger's name sorts before the name of the trigger that numbers rows, so it is fired first.
 _POSTGRES_LOCK = f"""
     CREATE OR REPLACE FUNCTION outbox_lock() RETURNS trigger LANGUAGE plpgsql AS $$
     BEGIN
@@ -181,9 +183,9 @@ _POSTGRES_LOCK = f"""
     CREATE OR REPLACE TRIGGER outbox_lock BEFORE INSERT ON {TABLE} FOR EACH ROW EXECUTE FUNCTION outbox_lock();
 """
 
-# There is one writer at a time, so numbers follow the order of commits. No session has settings that a trigger could
-# look at. Instead, the relay's transaction writes into the token's row and undoes it. No other connection ever sees
-# that.
+# SQLite allows one writer at a time, so numbers follow the order of commits. SQLite's sessions have no settings that a
+# trigger could read. Instead, the relay's transaction writes into the token's row, and undoes this change before the
+# commit. No other connection ever sees the change.
 SQLITE = f"""\
 CREATE TABLE IF NOT EXISTS {TABLE} (
     {SEQUENCE_ID} INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -220,17 +222,18 @@ END;
 
 DATABASES = ("postgresql", "sqlite")
 PAYLOADS = ("bytea", "jsonb", "json", "text")
-"""The types that the payload's column may have in PostgreSQL."""
+"""The types that the column `payload` may have in PostgreSQL."""
 
 
 def ddl(database: str, *, payload: str = "bytea", lock_aggregates: bool = False) -> str:
-    """Return the statements that make an outbox in a database of this kind, `postgresql` or `sqlite`, as a script.
+    """Return the statements that create an outbox in a database of this kind, `postgresql` or `sqlite`, as a script.
 
-    In PostgreSQL the column `payload` may have another type of `PAYLOADS`, if the table is not there yet. With
-    `lock_aggregates` each insert of a row locks the row's aggregate until the transaction ends. Then the rows of an
-    aggregate are in the order of the commits also if the transaction itself did not write or lock the aggregate before.
+    In PostgreSQL the column `payload` may have another type of `PAYLOADS`, if the table does not exist yet. With
+    `lock_aggregates`, each insert of a row locks the row's aggregate until the transaction ends. Then the rows of an
+    aggregate are in the order of the commits, even if the transaction itself did not write or lock the aggregate
+    before.
 
-    Raises ConfigurationError (INVALID_CONFIGURATION) for another kind.
+    Raises ConfigurationError (INVALID_CONFIGURATION) for any other kind of database.
     """
     if database not in DATABASES:
         raise error(
@@ -259,10 +262,10 @@ _KINDS = text(
 )
 _JSON_KINDS = ("json", "jsonb")
 _WRONG_TYPE = "42804"
-"""PostgreSQL's SQLSTATE for a value of another type than its column."""
+"""PostgreSQL's SQLSTATE for a value whose type differs from its column's type."""
 
 _kinds: WeakKeyDictionary[Engine, dict[str, str]] = WeakKeyDictionary()
-"""The types of the columns `id` and payload in PostgreSQL databases, as far as they were looked at."""
+"""The types of the columns `id` and `payload` in PostgreSQL databases, as far as they were looked up."""
 
 Id = uuid.UUID | str | bytes
 
@@ -274,8 +277,8 @@ class Executing(Protocol):
 
 
 class Outbox:
-    """The outbox of a database, by a connection or session of SQLAlchemy. A row that `add` inserts is published if, and
-    only if, its transaction commits.
+    """The outbox of a database, used over a connection or session of SQLAlchemy. A row that `add` inserts is published
+    if, and only if, its transaction commits.
 
     With an `AsyncConnection` or `AsyncSession`: `await session.run_sync(lambda session: Outbox(session).add(…))`.
     """
@@ -292,13 +295,18 @@ class Outbox:
         *,
         id: Id | None = None,
     ) -> Id:
-        """Insert a row and return its `id`, by default a new UUID. An `id` must never come a second time.
+        """Insert a row and return its `id`, by default a new UUID. Every `id` must be used only once.
 
-        `aggregateid` becomes the message's key. Text and JSON are UTF-8 if the column is bytes. Bytes are taken for
-        UTF-8 if the column is text or JSON. Raises INVALID_REQUEST, and inserts nothing, for an invalid `id` or
-        payload, for one that does not fit its column, and for text that is not valid Unicode. NaN, and keys that are
-        the same in JSON, are invalid. Raises NOT_TRANSACTIONAL on a connection that commits each statement. The caller
-        handles all other exceptions of SQLAlchemy, and the transaction.
+        `aggregateid` becomes the message's key. If the column is bytes, text and JSON are stored as UTF-8. If the
+        column is text or JSON, bytes are interpreted as UTF-8. Raises INVALID_REQUEST, and inserts nothing, in these
+        cases:
+
+        - The `id` or the payload is invalid, or does not fit its column.
+        - A text is not valid Unicode.
+        - The payload contains NaN, or an object with two keys that are the same in JSON.
+
+        Raises NOT_TRANSACTIONAL on a connection that commits each statement. The caller handles all other exceptions of
+        SQLAlchemy, and the transaction.
         """
         given: Id = uuid.uuid4() if id is None else id
         values: dict[str, Any] = {
@@ -309,7 +317,7 @@ class Outbox:
             "payload": _json(payload) if isinstance(payload, dict | list) else payload,
         }
         _check(values)
-        # A session knows the connection's engine only when it is bound to one.
+        # A session knows the engine of a connection only if the session is bound to an engine.
         connection: Any = self._connection
         bind = connection.get_bind() if hasattr(connection, "get_bind") else connection
         _check_transaction(connection.connection() if callable(connection.connection) else connection)
@@ -327,7 +335,7 @@ class Outbox:
         if engine not in _kinds:
             found: dict[str, str] = dict(self._connection.execute(_KINDS).all())
             if not found:
-                return {}  # there is no such table: the insert says so
+                return {}  # the table does not exist: the insert will report this
             _kinds[engine] = found
         return _kinds[engine]
 
@@ -343,7 +351,8 @@ def _json(payload: dict[str, Any] | list[Any]) -> str:
 
 
 def _check_names(pairs: list[tuple[str, Any]]) -> None:
-    """Raise ValueError for a name that an object has twice. JSON has only text as keys, so `1` is `"1"`."""
+    """Raise ValueError if an object has the same name twice. JSON's keys are texts, so `1` is the same name as
+    `"1"`."""
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
         [(name, _)] = Counter(names).most_common(1)
@@ -351,7 +360,7 @@ def _check_names(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _id_for(kind: str | None, value: str | bytes) -> str | bytes:
-    """Return the `id` as the column takes it. Raises INVALID_REQUEST."""
+    """Return the `id` in a form that the column accepts. Raises INVALID_REQUEST."""
     if kind == "bytea":
         return value.encode() if isinstance(value, str) else value
     if kind == "uuid":
@@ -364,8 +373,9 @@ def _id_for(kind: str | None, value: str | bytes) -> str | bytes:
 
 
 def _payload_for(kind: str | None, values: dict[str, Any]) -> str:
-    """Return the payload's expression in the statement. Without a cast, PostgreSQL would read text for a column of
-    bytes as escapes, and write bytes into a column of text as hexadecimal digits. Raises INVALID_REQUEST."""
+    """Return the payload's expression in the statement. Without a cast, PostgreSQL would interpret text for a column of
+    bytes as escape sequences, and would write bytes into a column of text as hexadecimal digits. Raises
+    INVALID_REQUEST."""
     value = values["payload"]
     if value is None or kind is None:
         return ":payload"
@@ -382,7 +392,7 @@ def _payload_for(kind: str | None, values: dict[str, Any]) -> str:
 
 
 def _check_transaction(connection: Connection) -> None:
-    """Raise NOT_TRANSACTIONAL, before a row is inserted that would stay."""
+    """Raise NOT_TRANSACTIONAL before a row is inserted that a rollback would not remove."""
     proxied = connection.connection
     for raw in (proxied.dbapi_connection, proxied.driver_connection):
         if _commits_each_statement(raw):
@@ -397,7 +407,7 @@ def _check_transaction(connection: Connection) -> None:
 
 
 def _commits_each_statement(raw: Any) -> bool:
-    """Whether a driver's connection commits each statement, and has no transaction that was begun by hand."""
+    """Return whether a driver's connection commits each statement, and no transaction was begun manually."""
     if hasattr(raw, "get_autocommit"):  # MariaDB and MySQL
         return bool(raw.get_autocommit())
     if hasattr(raw, "in_transaction"):  # SQLite
@@ -419,7 +429,7 @@ def _check(values: dict[str, Any]) -> None:
         )
         raise error("INVALID_REQUEST", what)
     for name in ("aggregatetype", "aggregateid", "type"):
-        # PostgreSQL would keep the hexadecimal digits of the bytes, which are another key.
+        # PostgreSQL would store the hexadecimal digits of the bytes, which are a different key.
         if isinstance(values[name], bytes | bytearray | memoryview):
             what = f"the {name} of an outbox's row is {values[name]!r:.80}: it should be text"
             raise error("INVALID_REQUEST", what, hint="Decode it.")

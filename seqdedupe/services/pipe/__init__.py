@@ -1,4 +1,5 @@
-"""From topic to topic: a Python function between two of them, exactly once, with no state but the target."""
+"""The pipe: it applies a Python function to the messages of one topic, and publishes the results to another topic
+exactly once. The only state is in the target topic."""
 
 from seqdedupe.services.pipe.outputs import MAX_OUTPUTS, Function, Output
 from seqdedupe.services.pipe.pipe import BlockingPipe, Pipe

@@ -1,4 +1,5 @@
-"""The results of a pipe's function: outputs with their sequence IDs, in frames of whole inputs. No I/O."""
+"""The results of a pipe's function: outputs with their sequence IDs, combined into frames that contain complete inputs.
+No I/O."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
@@ -17,9 +18,11 @@ from seqdedupe.limits import (
     MAX_SEQUENCE_ID,
     MIN_EVENT_TIME_MS,
 )
+from seqdedupe.wording import counted
 
 NUMBER_BITS = 10
-"""The bits of a sequence ID for the output's number among those of its input. The input's index is above them."""
+"""The low bits of a sequence ID, which contain the output's number among the outputs of its input. The higher bits
+contain the input's index."""
 
 MAX_OUTPUTS = 1 << NUMBER_BITS
 """The largest number of outputs of one input."""
@@ -28,11 +31,12 @@ MAX_INPUT_INDEX = MAX_SEQUENCE_ID >> NUMBER_BITS
 
 FULL_FRAME_BYTES = 128 * 1024
 FULL_FRAME_ROWS = 4096
-"""A frame of this size takes no further input: a larger one gains nothing."""
+"""A frame with this number of rows accepts no further input, because a larger frame has no advantage."""
 
 
 class Output(NamedTuple):
-    """A message for the target. The key is bytes or text, the event time milliseconds since 1970, 0 for none."""
+    """A message for the target. The key is bytes or text; the event time is in milliseconds since 1970, 0 if there is
+    none."""
 
     payload: bytes | None
     key: bytes | str | None = None
@@ -42,8 +46,9 @@ class Output(NamedTuple):
 
 Given = bytes | Output | Message
 Function = Callable[[Message], Given | Iterable[Given] | None]
-"""The function that a pipe calls for each message. It returns one output, several, or None for none. Bytes are a
-payload that keeps the input's key. A message is passed on with its payload, key, event time and properties."""
+"""The function that a pipe calls for each message. It returns one output, several outputs, or None for no output. An
+output may be bytes: a payload, which keeps the key of the input. An output may also be the message itself, which is
+passed on with its payload, key, event time and properties."""
 
 
 def index_of(sequence_id: int) -> int:
@@ -52,7 +57,7 @@ def index_of(sequence_id: int) -> int:
 
 
 class OutputBatch(NamedTuple):
-    """Outputs as columns for `Producer.send_batch`: all those of some inputs."""
+    """The outputs of one or several complete inputs, as columns for `Producer.send_batch`."""
 
     payloads: Binary | list[bytes | None]
     sequence_ids: np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -62,9 +67,10 @@ class OutputBatch(NamedTuple):
 
 
 class Calling:
-    """Calls the function for the messages of stored batches, in order, and cuts its outputs into frames.
+    """Calls the function for the messages of stored batches, in order, and divides the outputs into frames.
 
-    `failure` is set after a message failed. Frames then hold the outputs before it, and nothing comes after.
+    After a message has failed, `failure` is set. Frames then contain the outputs before that message, and no outputs
+    follow.
     """
 
     def __init__(self, function: Function, topic: str) -> None:
@@ -72,7 +78,7 @@ class Calling:
         self.is_done = True
         """Whether the function has been called for all messages."""
         self.last: Message | None = None
-        """If not done: the last message whose outputs are all in a frame, as far as that is known."""
+        """If `is_done` is false: the last message whose outputs are all in a frame, as far as it is known."""
         self._is_due = False
         self._function = function
         self._topic = topic
@@ -83,23 +89,24 @@ class Calling:
 
     def _clear(self) -> None:
         self._payloads: list[bytes | None] = []
-        self._taken = 0  # the number of rows that are in a frame already
-        self._is_adding = False  # while the outputs of one input are added
+        self._taken = 0  # the number of rows that are already in a frame
+        self._is_adding = False  # true while the outputs of one input are added
         self._has_none = False
         self._sequence_ids: list[int] = []
         self._size_bytes = BATCH_OVERHEAD_BYTES
-        # By row, for the rows that have any.
+        # Indexed by row, for the rows that have the value.
         self._keys: dict[int, bytes] = {}
         self._event_times_ms: dict[int, int] = {}
         self._properties: dict[int, Mapping[str, str]] = {}
 
     def take(self, batches: Iterable[StoredBatch]) -> None:
-        """Take the next batches. All earlier ones must be done."""
+        """Add the next batches. The caller ensures that all earlier batches are done."""
         self.is_done, self.last = False, None
         self._messages = chain.from_iterable(map(self._rows_of, batches))
 
     def _rows_of(self, stored: StoredBatch) -> Iterator[tuple[Message, int, bytes | None]]:
-        """Return each message with the sequence ID of its first output and its key. Raises INVALID_SEQUENCE_ID."""
+        """Return each message with the sequence ID of its first output, and with its key. Raises
+        INVALID_SEQUENCE_ID."""
         past = stored.base_index + len(stored)
         if past > MAX_INPUT_INDEX:
             what = (
@@ -113,17 +120,17 @@ class Calling:
         return zip(map(Message, repeat(stored), rows), ids, keys, strict=False)
 
     def stop(self) -> None:
-        """Begin no further message. For another thread."""
+        """Start no further message. To be called from another thread."""
         self._is_stopped = self._is_due = True
 
     def hurry(self) -> None:
-        """Let `fill` end after the message under way. For another thread."""
+        """Make `fill` end after the current message. To be called from another thread."""
         self._is_due = True
 
     def fill(self) -> bool:
-        """Call the function until the frame is full or `hurry` was called (return true), or no message is left. It may
-        be called in any thread."""
-        # This loop is the cost of a pipe per message: it handles common outputs directly.
+        """Call the function for the next messages. Return true if the frame is full or `hurry` was called, and false if
+        no message is left. Any thread may call this."""
+        # This loop determines the cost of a pipe per message, so it handles common outputs directly.
         if self._held is not None:
             held, self._held = self._held, None
             self._add_all(*held)
@@ -187,8 +194,8 @@ class Calling:
         return failure
 
     def _add_all(self, outputs: list[Output], sequence_id: int) -> bool:
-        """Add all outputs of an input, or none. Return false if they are held for the next frame. Raises ValueError for
-        outputs that cannot be published."""
+        """Add all outputs of an input, or none. Return false if the outputs are kept for the next frame. Raises
+        ValueError for outputs that cannot be published."""
         size_bytes = sum(map(_size_bytes, outputs))
         if BATCH_OVERHEAD_BYTES + size_bytes > MAX_BATCH_BYTES:
             raise _TooLarge(len(outputs), size_bytes)
@@ -212,13 +219,13 @@ class Calling:
         return True
 
     def ready(self) -> OutputBatch | None:
-        """Return the outputs of whole inputs so far. Another thread calls it while `fill` runs. Lists only grow
-        meanwhile, and a row's sequence ID comes last."""
+        """Return the outputs of complete inputs so far. Another thread calls this while `fill` runs. That is safe,
+        because the lists only grow meanwhile, and a row's sequence ID is added last."""
         count = len(self._sequence_ids)
         return None if self._is_adding or len(self._sequence_ids) != count else self._frame(count)
 
     def frame(self) -> OutputBatch | None:
-        """Return the outputs that are in no frame yet; None if there are none."""
+        """Return the outputs that are not in any frame yet; None if there are none."""
         frame = self._frame(len(self._sequence_ids))
         self._clear()
         return frame
@@ -242,10 +249,13 @@ class Calling:
 
 
 class _TooLarge(ValueError):
-    """The outputs of an input have no room in one frame."""
+    """The outputs of one input do not fit into one frame."""
 
     def __init__(self, outputs: int, size_bytes: int) -> None:
-        super().__init__(f"its {outputs} outputs take {size_bytes} bytes: all of them go in one frame of 8 MiB")
+        super().__init__(
+            f"its {counted(outputs, 'output takes', 'outputs take')} {size_bytes} bytes: "
+            "all of them go in one frame of 8 MiB"
+        )
         self.size_bytes = size_bytes
 
 
@@ -275,13 +285,13 @@ def _output(given: Any, key: bytes | None) -> Output:
 
 
 def _size_bytes(output: Output) -> int:
-    """Return the size in a frame. Raises ValueError for an output that is too large, or an invalid key, time or
-    property."""
+    """Return the size of an output in a frame. Raises ValueError for an output that is too large, and for an invalid
+    key, time or property."""
     size = len(output.payload or b"")
     if size > MAX_PAYLOAD_BYTES:
         raise ValueError(f"an output's payload has {size} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
     size += len(key_bytes(output.key) or b"") + ROW_OVERHEAD_BYTES
-    # The checks of the client, but before any other output of the input is taken.
+    # The client makes the same checks. Here they run before any other output of the input is accepted.
     time_ms = output.event_time_ms
     if not isinstance(time_ms, int) or not MIN_EVENT_TIME_MS <= time_ms <= MAX_EVENT_TIME_MS:
         raise ValueError(f"an output's event time is {time_ms!r}, and not milliseconds since 1970")

@@ -1,7 +1,7 @@
-"""The pipe: all partitions of a source, each copied to the target, and the processes that stand by.
+"""The pipe: it copies all partitions of a source to the target, and has standby processes.
 
-Begin with `Pipe`. A `Lane` copies one source, and `start_of` finds where it continues. `BlockingPipe` is a pipe for
-threads.
+Begin with `Pipe`. A `Lane` copies one source topic or partition, and `start_of` finds the position where the lane
+continues. `BlockingPipe` is a pipe for threads.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from seqdedupe.names import new_producer_name, partition_name, source_name, topi
 from seqdedupe.services import Stillness
 from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
 from seqdedupe.services.pipe.outputs import Calling, Function, OutputBatch, index_of
+from seqdedupe.wording import counted
 
 T = TypeVar("T")
 
@@ -36,14 +37,14 @@ _ANOTHER_NAME = "If the lost messages do not matter, give the pipe another name.
 
 
 def start_of(source: str, ends: TopicEnds, complete_up_to: int, persisted: Sequence[Persisted]) -> Position:
-    """Return the position to read on from. `complete_up_to` and `persisted` are the target's answers when it was
-    opened.
+    """Return the position after which the lane continues to read. `complete_up_to` and `persisted` are the target's
+    answers when the lane opened its producer.
 
-    The last input is asked for again. Its outputs were one frame, but a log that stores each message separately may
-    hold only the first of them. The outputs that are there are DUP.
+    The lane processes the last input again. The outputs of that input were one frame, but a log that stores each
+    message separately may contain only the first of them. Outputs that are already in the target are answered DUP.
 
-    Raises POSITION_TRIMMED if messages are gone that the pipe has not read, POSITION_AFTER_END if the source has lost
-    messages that it has read.
+    Raises POSITION_TRIMMED if messages that the pipe has not read are trimmed, and POSITION_AFTER_END if the source has
+    lost messages that the pipe has read.
     """
     incarnation, first_index = ends.last.incarnation, ends.first_index
     if complete_up_to < 0:
@@ -77,10 +78,10 @@ def start_of(source: str, ends: TopicEnds, complete_up_to: int, persisted: Seque
 
 
 def later(start: Position, kept: Kept | None, persisted: Sequence[Persisted]) -> Position:
-    """Return the position that a cursor keeps, if it is usable; else `start`.
+    """Return the position in a cursor if the position is usable; otherwise `start`.
 
-    It must be of this source and not before `start`. The target must still have all that it had when the position was
-    kept.
+    The position must belong to this source and must not be before `start`. The target must still contain everything
+    that it contained when the cursor was moved.
     """
     if kept is None or kept.position.incarnation != start.incarnation or kept.position.index < start.index:
         return start
@@ -88,64 +89,75 @@ def later(start: Position, kept: Kept | None, persisted: Sequence[Persisted]) ->
 
 
 def note_of(persisted: Sequence[Persisted], sequence_id: int) -> str:
-    """Return a note for a cursor: the incarnation of a target that is one topic, and the last output in it."""
+    """Return a note for a cursor: the incarnation of a target without partitions, and the last output in this
+    target."""
     return f"{persisted[0].incarnation}:{sequence_id}"
 
 
 def _holds(persisted: Sequence[Persisted], note: str) -> bool:
     incarnation, _, sequence_id = note.partition(":")
     if not (incarnation.isdecimal() and sequence_id.removeprefix("-").isdecimal()):
-        return False  # from another owner of the cursor
+        return False  # the note comes from another owner of the cursor
     return persisted[0].incarnation == int(incarnation) and persisted[0].sequence_id >= int(sequence_id)
 
 
-async def piped_up_to(client: Client, source: str, target: str, name: str) -> dict[str, Position]:
+async def piped_up_to(
+    client: Client, source: str, target: str, name: str, cursor: str | None = None
+) -> dict[str, Position]:
     """Return, for the source or each of its partitions, the position up to which the target holds outputs of the pipe
-    NAME.
+    NAME; or the later position of the pipe's cursor, which is also after messages without outputs.
 
-    The pipe may have read further where messages have no outputs. Raises NotFoundError; INVALID_REQUEST if the target
-    is partitioned: only the pipe itself can find out then.
+    Without a cursor, the pipe may have read further than this. Raises NotFoundError; INVALID_NAME for the cursor;
+    INVALID_REQUEST if the target is partitioned: only the pipe itself can find out then.
     """
-    if partitions := (await client.admin.topic(target)).partitions:
-        what = f"{topic_name(target)} has {partitions} partitions: which outputs it holds of a pipe is not known"
+    there = await client.admin.topic(target)
+    if there.partitions:
+        what = (
+            f"{there.name} has {counted(there.partitions, 'partition')}: which outputs it holds of a pipe is not known"
+        )
         raise error("INVALID_REQUEST", what, hint="The metrics of the running pipe show its lag: --metrics-listen.")
     source = topic_name(source)
-    partitions = (await client.admin.topic(source)).partitions
+    partitions = await client.partitions(source)
     sources = [partition_name(source, k) for k in range(partitions)] or [source]
     positions = {}
     for one in sources:
         ends = await client.ends(one)
-        index = ends.first_index
+        index, persisted = ends.first_index, -1
         with suppress(NotFoundError):  # no output yet
             producer = await client.admin.producer(target, source_name(name, one, ends.last.incarnation))
-            index = index_of(producer.persisted) + 1
+            persisted = producer.persisted
+            index = index_of(persisted) + 1
         positions[one] = Position.before(ends.last.incarnation, index)
+        if cursor is not None:
+            kept = await client.cursor(one, cursor).read()
+            last = Persisted(there.name, persisted, None, there.incarnation)
+            positions[one] = later(positions[one], kept, [last])
     return positions
 
 
 # -- One source, a topic or a partition, on its way to the target.
 
 IDLE_SECONDS = 1.0
-"""After this time without a message, the pipe makes sure that all outputs are durable, and moves the cursor."""
+"""After this time without a message, the pipe waits until all outputs are durable, and moves the cursor."""
 
 CURSOR_SECONDS = 5.0
-"""The time between two moves of the cursor while messages come."""
+"""The time between two moves of the cursor while messages arrive."""
 
 READ_TIMEOUT_SECONDS = 120.0
-"""The time without progress after which a pipe that does not follow fails, although there are messages to read."""
+"""A pipe without `follow` fails if it makes no progress for this time although there are messages to read."""
 
 SEND_SECONDS = 1.0
-"""The longest time that outputs wait for others, however slow the function is."""
+"""The maximum time that outputs wait to be sent together with other outputs, even if the function is slow."""
 
 GATHERED_ROWS = 4096
-"""The number of waiting messages that are taken to the function's thread together, at most."""
+"""The maximum number of waiting messages that are passed to the function's thread together."""
 
 _FOLLOWING = ProducerConfig(delivery_timeout_seconds=None)
 
 
 class Lane:
-    """The way from a source to a target under one producer name. Its state is the outputs in the target under that
-    name."""
+    """Copies one source topic or partition to a target, under one producer name. Its only state is the outputs in the
+    target under this name."""
 
     def __init__(
         self,
@@ -160,25 +172,26 @@ class Lane:
         self.source = source
         self.target = target
         self.producer_name = ""
-        """The producer name of the outputs; known once `run` has looked at the source."""
+        """The producer name of the outputs. It is known after `run` has looked up the source."""
         self.counts = {"inputs": 0, "outputs": 0, "outputs_again": 0}
-        """The counts of all runs: messages for which the function was called, outputs sent, and outputs sent again that
-        the target was known to hold."""
+        """The counts of all runs: the messages for which the function was called, the outputs sent, and the outputs
+        that were sent again although the target was known to contain them."""
         self.position: Position | None = None
-        """The position up to which all outputs have been sent; None before `run` knows where it begins."""
+        """The position up to which all outputs have been sent. None until `run` has determined where it begins."""
         self._activity = activity
         self._client = client
         self._function = function
         self._name = name
         self._cursor = None if cursor is None else CursorMoves(cursor)
-        self._next: Kept | None = None  # the position to keep there once all outputs up to it are durable
-        self._next_id = -1  # the last of these outputs
+        # the position to store in the cursor once all outputs up to this position are durable
+        self._next: Kept | None = None
+        self._next_id = -1  # the sequence ID of the last of these outputs
         self._look_at = 0.0
-        self._calling: Calling | None = None  # while messages are copied
+        self._calling: Calling | None = None  # set while messages are copied
         self._stopped = asyncio.Event()
 
     def stop(self) -> bool:
-        """End `run` after the message under way, with all outputs so far durable. Return False if nothing is being
+        """End `run` after the current message. All outputs so far are then durable. Return False if no message is being
         copied: then the run may be cancelled."""
         self._stopped.set()
         if self._calling is None:
@@ -187,10 +200,10 @@ class Lane:
         return True
 
     async def run(self, executor: Executor, *, follow: bool) -> None:
-        """Read on, call the function and publish, up to the present end of the source or, with `follow`, for ever. The
-        outputs are durable on return.
+        """Read, call the function and publish: up to the current end of the source, or with `follow` without end. When
+        this returns, the outputs are durable.
 
-        Raises the error that ends it. It may be called again, and continues from the outputs in the target.
+        Raises the error that ends the run. It may be called again, and continues from the outputs in the target.
         """
         ends = await self._client.ends(self.source)
         self.producer_name = source_name(self._name, self.source, ends.last.incarnation)
@@ -242,8 +255,8 @@ class Lane:
             self._calling = None
 
     async def _fill(self, calling: Calling, executor: Executor, producer: Producer) -> bool:
-        """Return whether there may be more. While the function is called, the outputs that are ready are sent from time
-        to time."""
+        """Call the function for the next messages, and send outputs that are ready at intervals meanwhile. Return
+        whether there may be more outputs."""
         loop = asyncio.get_running_loop()
         filling = loop.run_in_executor(executor, calling.fill)
         try:
@@ -265,10 +278,10 @@ class Lane:
             await producer.send_batch(payloads, sequence_ids, keys=keys, event_times_ms=times, properties=properties)
 
     async def _next_batches(self, reader: Reader, producer: Producer, wait_seconds: float | None) -> list[StoredBatch]:
-        """Return the batches that are there, and wait for the first one; none at the end.
+        """Return the batches that have arrived, and wait for the first of them. Return no batches at the end.
 
-        Raises an error of the producer as soon as it fails, since its outputs would wait for the next message
-        otherwise; UNREACHABLE if no message comes for `wait_seconds`.
+        Raises an error of the producer as soon as the producer fails; otherwise the error would be noticed only with
+        the next message. Raises UNREACHABLE if no message arrives for `wait_seconds`.
         """
         if self._stopped.is_set():
             return []
@@ -302,8 +315,8 @@ class Lane:
         return batches
 
     async def _move_cursor(self, reader: Reader, producer: Producer, *, now: bool) -> None:
-        """Move the cursor to the position up to which all outputs are durable, if it is time. With `now`, all outputs
-        sent are durable."""
+        """Move the cursor to the position up to which all outputs are durable, if the interval has passed. `now` means:
+        all outputs sent are durable, so move the cursor at once."""
         if self._cursor is None or not (now or asyncio.get_running_loop().time() >= self._look_at):
             return
         if self._next is None or now:
@@ -316,7 +329,8 @@ class Lane:
         self._next = None
 
     def _sent_up_to(self, reader: Reader) -> Position | None:
-        """Return the position of the last message whose outputs have all been sent; None if there was none."""
+        """Return the position of the last message whose outputs have all been sent; None if there is no such
+        message."""
         position, calling = reader.position, self._calling
         if calling is not None and not calling.is_done:
             position = None if calling.last is None else calling.last.position
@@ -339,33 +353,33 @@ class Lane:
 
 STANDBY_FIRST_SECONDS = 5.0
 STANDBY_LONGEST_SECONDS = 300.0
-"""A fenced pipe takes over if no new output has come under its name for this time. The time doubles each time that the
-pipe is fenced again before it has published anything."""
+"""A fenced pipe takes over if no new output has been published under its name for this time. If the pipe is fenced
+again before it has published any output, the time doubles."""
 
 _LOOK_SECONDS = 1.0
 _FIRST_DELAY_SECONDS = 0.1
 _LONGEST_DELAY_SECONDS = 5.0
 _LARGEST_NUMBER = 10**19 - 1
-"""A stand-in for an incarnation that is not known yet: no name is longer."""
+"""A stand-in for an unknown incarnation. No name is longer than a name with this number."""
 
 
 class Pipe:
     """A Python function between two topics: `await Pipe(client, "orders", "invoices", function, name="billing").run()`.
 
-    The function gets each message of the source, in order, in a separate thread of the pipe, one call at a time. It
-    returns bytes (a payload, which keeps the key), an `Output`, several of these, or None. The target holds each output
-    of a message exactly once and in order, after any kill. For that the function must return the same number of
-    outputs, in the same order, when it is called again for a message. For a partitioned target the keys must be the
-    same, too. All other effects of the function happen at least once.
+    The pipe calls the function for each message of the source, in order, in a separate thread, one call at a time. The
+    function returns bytes (a payload, which keeps the key), an `Output`, several of these, or None. The target contains
+    each output of a message exactly once and in order, after any kill. This requires that the function returns the same
+    number of outputs, in the same order, when it is called again for a message. For a partitioned target the keys must
+    be the same, too. All other effects of the function happen at least once.
 
-    The pipe's name is its identity. It must be the same at every start, and no other pipe into that target may have it.
-    The target is the only state. Outputs have the producer name `NAME/SOURCE/INCARNATION`, where SOURCE is the full
-    name of the topic or partition. Their sequence ID is the message's index << 10 | the output's number. Each partition
-    of a partitioned source is read separately, with a separate producer name.
+    The pipe's name is its identity. The name must be the same at every start, and no other pipe into the same target
+    may use it. The target is the only state. Outputs have the producer name `NAME/SOURCE/INCARNATION`, where SOURCE is
+    the full name of the topic or partition. The sequence ID of an output is the message's index << 10 | the output's
+    number. Each partition of a partitioned source is read separately, with a separate producer name.
 
-    `cursor` makes a cursor for the full name of the source or of each of its partitions. It saves reading messages
-    without outputs again. It is never needed. The pipe uses it only while the target holds what it held when the cursor
-    moved.
+    `cursor` is an optional function that makes a cursor for the full name of the source or of each of its partitions.
+    With a cursor, the pipe need not read messages without outputs again after a restart. The pipe uses the cursor only
+    while the target still contains what it contained when the cursor was moved.
 
     Raises INVALID_TOPIC_NAME, INVALID_NAME, INVALID_REQUEST for invalid names.
     """
@@ -397,40 +411,46 @@ class Pipe:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts of the last run: messages read (`inputs`), outputs sent (`outputs`), and outputs sent that the
-        target was known to hold already (`outputs_again`). The last message's outputs are sent again, to find the
-        place."""
+        """The counts of the last run: messages read (`inputs`), outputs sent (`outputs`), and outputs sent although the
+        target was known to contain them (`outputs_again`). To find the position to continue from, the pipe sends the
+        outputs of the last message again."""
         counted = ("inputs", "outputs", "outputs_again")
         return {what: sum(lane.counts[what] for lane in self._lanes) for what in counted}
 
     def look_at_lag(self) -> Lag | None:
-        """Return the number of messages of the source whose outputs are not sent yet. None if it is not known, or
-        another pipe works. This asks the sidecar and blocks: call it from a separate thread. Raises SeqdedupeError,
-        TimeoutError."""
+        """Return the number of messages of the source whose outputs are not sent yet. Return None if the number is not
+        known, or another pipe works. The call asks the sidecar and blocks: make it from a separate thread. Raises
+        SeqdedupeError, TimeoutError."""
         positions = {lane.source: lane.position for lane in list(self._lanes) if lane.position is not None}
         return None if self._loop is None else answer_of(lag_of_all(self._client, positions), self._loop)
 
     async def run(self, *, follow: bool = False, executor: Executor | None = None) -> None:
-        """Pipe the present messages of the source: all their outputs are durable on return. With `follow`, pipe for
-        ever.
+        """Process the messages that the source contains now. When this returns, all outputs are durable. With `follow`,
+        process messages without end.
 
-        If two pipes have one name, the one that was started later works. The other one raises FencedError. With
-        `follow` it stands by, and takes over when no output has come from the other for some seconds. They may take
-        turns then while there is nothing to do.
+        If two pipes have the same name, the pipe that was started later works. The other pipe raises FencedError. With
+        `follow` it stands by instead, and takes over when the working pipe has published no output for some seconds. So
+        while there is nothing to do, the two pipes may take turns.
 
-        Raises FUNCTION_FAILED, with the message, if the function raises or returns something that cannot be published;
-        MESSAGE_TOO_LARGE for a message that is passed on and has no room for the pipe's additions. The outputs before
-        it are durable then. Raises PositionError if messages are gone that were not read, or were read and are gone
-        (POSITION_TRIMMED, POSITION_AFTER_END, POSITION_DIVERGED), and if the source is deleted and created again
-        meanwhile; NotFoundError, DataLossError if the target is. A pipe that is started again then continues with the
-        present topics: a new source from its beginning; into a new target, all that the source still holds. Raises
-        NOT_A_SIDECAR if something else answers at the start. Without `follow` raises UnavailableError for a sidecar
-        that does not answer, or accepts nothing, for long.
+        Raises:
 
-        Outputs are sent as soon as there are enough, and after a second at the latest. `stop` ends it.
+        - FUNCTION_FAILED, which identifies the message, if the function raises or returns something that cannot be
+          published.
+        - MESSAGE_TOO_LARGE if a message is passed on and has no room for the pipe's additions. After this error and
+          FUNCTION_FAILED, the outputs of earlier messages are durable.
+        - PositionError (POSITION_TRIMMED, POSITION_AFTER_END, POSITION_DIVERGED) if messages were trimmed before the
+          pipe read them, if messages that the pipe has read no longer exist, or if the source was deleted and recreated
+          meanwhile.
+        - NotFoundError, DataLossError if the target was deleted and recreated. If the pipe is started again, it
+          continues with the present topics. It reads a new source from the beginning. Into a new target it copies
+          everything that the source still contains.
+        - NOT_A_SIDECAR if another server answers at the start.
+        - Without `follow`: UnavailableError if the sidecar does not answer or accepts nothing for a long time.
 
-        After a cancellation, outputs that were sent may be in the target or not; a later run finds that out. `executor`
-        calls the function; by default, a thread of this run.
+        Outputs are sent as soon as there are enough for a frame, and after a second at the latest. `stop` ends the run.
+
+        After a cancellation, outputs that were sent may or may not be in the target; a later run finds out. `executor`
+        calls the function; by default it is a thread of this run.
         """
         self._loop, self._lanes = asyncio.get_running_loop(), []
         with self.activity.life():
@@ -452,8 +472,8 @@ class Pipe:
                 own.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
-        """End `run` for good after the message under way. All outputs so far are durable when `run` returns. May be
-        called from any thread, and from a signal's handler."""
+        """End `run` permanently after the current message. All outputs so far are durable when `run` returns. May be
+        called from any thread, and from a signal handler."""
         self._is_stopped = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end)
@@ -464,8 +484,8 @@ class Pipe:
             task.cancel()
 
     async def _all(self, tasks: list[asyncio.Task[T]]) -> list[T]:
-        """Return the results of all tasks; nothing if the pipe was stopped. When this ends, for any reason, the tasks
-        end, too."""
+        """Return the results of all tasks; nothing if the pipe was stopped. When this function ends, for any reason, it
+        also ends the tasks."""
         self._tasks = list(tasks)
         if self._is_stopped:
             self._end()
@@ -506,15 +526,15 @@ class Pipe:
         await lane.run(executor, follow=False)
 
     async def _follow(self, lane: Lane, executor: Executor) -> None:
-        """Run the lane until it fails for good. Wait out failures that pass, and stand by while another pipe of the
-        name works."""
+        """Run the lane until it fails permanently. Wait until temporary failures are over, and stand by while another
+        pipe with the same name works."""
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         standby_seconds = STANDBY_FIRST_SECONDS
         while True:
             before = lane.counts["outputs"]
             try:
                 await lane.run(executor, follow=True)
-                return  # it was stopped
+                return  # the lane was stopped
             except FencedError as e:
                 if lane.counts["outputs"] > before:
                     standby_seconds = STANDBY_FIRST_SECONDS
@@ -531,7 +551,7 @@ class Pipe:
                 await _wait(backoff, lane.source, e)
 
     async def _stand_by(self, lane: Lane, seconds: float) -> None:
-        """Wait until no new output has come under the name for this time."""
+        """Wait until no new output has been published under the lane's name for this time."""
         stillness = Stillness(seconds)
         while True:
             if stillness.has_lasted(await self._last_sequence_id(lane)):
@@ -539,7 +559,8 @@ class Pipe:
             await asyncio.sleep(min(_LOOK_SECONDS, seconds))
 
     async def _last_sequence_id(self, lane: Lane) -> int | None:
-        """Return the last sequence ID that the target holds; None if it cannot be known. Then only the time counts."""
+        """Return the last sequence ID that the target contains; None if it cannot be determined. In that case only the
+        time decides."""
         try:
             return (await self._client.admin.producer(lane.target, lane.producer_name)).persisted
         except SeqdedupeError:
@@ -570,8 +591,8 @@ async def _wait(backoff: Backoff, source: str, why: UnavailableError) -> None:
 
 
 class CallerThread(Executor):
-    """Runs, in the thread that waits in `run`, the calls that coroutines on the client's event loop submit
-    meanwhile."""
+    """Executes calls that coroutines on the client's event loop submit. The calls run in the thread that waits in
+    `run`."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -590,8 +611,8 @@ class CallerThread(Executor):
         return future
 
     def run(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Start the coroutine on the client's event loop, and wait for its end while running calls. If this is
-        interrupted, the coroutine is cancelled, and has ended when this raises."""
+        """Start the coroutine on the client's event loop, and wait for its end while executing submitted calls. If the
+        wait is interrupted, the coroutine is cancelled, and has ended when `run` raises."""
 
         async def all_of_it() -> T:
             try:
@@ -612,8 +633,8 @@ class CallerThread(Executor):
 
 
 class BlockingPipe:
-    """A `Pipe` with a client of `seqdedupe.client.blocking`. Its `run` blocks, and calls the function in the thread of
-    its caller."""
+    """A `Pipe` with a client of `seqdedupe.client.blocking`. Its `run` blocks, and calls the function in the caller's
+    thread."""
 
     def __init__(
         self,
@@ -647,6 +668,6 @@ class BlockingPipe:
         self._pipe.stop()
 
     def run(self, *, follow: bool = False) -> None:
-        """See `Pipe.run`. An exception of a signal handler, such as Ctrl-C's, ends it."""
+        """See `Pipe.run`. An exception from a signal handler, such as Ctrl-C's, ends the run."""
         caller = CallerThread()
         caller.run(lambda: self._pipe.run(follow=follow, executor=caller))

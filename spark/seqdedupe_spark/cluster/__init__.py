@@ -1,15 +1,15 @@
-"""Reading straight from Pulsar's brokers, without the sidecar: topics that a sidecar has written, and all others.
+"""Reading directly from Pulsar's brokers, without a sidecar: topics that a sidecar has written, and all other topics.
 
-Begin with `cluster_client`, which planning asks instead of a sidecar, or with `broker_reader`, which reads a range in a
-worker. It reads a sidecar's topic itself, and any other with `stock_reader`. All use a `broker_connection`. This folder
-needs additional packages, and is imported only where it is used.
+Begin with `cluster_client`, which planning uses instead of a sidecar's client, or with `broker_reader`, which reads a
+range in a worker. `broker_reader` reads the topics of a sidecar itself, and other topics with `stock_reader`. All of
+them use a `broker_connection`. This folder needs additional packages, and is imported only where it is used.
 """
 
 
 def prepare() -> None:
-    """Prepare the imports of this folder. Raises ImportError if packages for it are missing.
+    """Prepare the imports of this folder. Raises ImportError if packages are missing.
 
-    Kernels are compiled once on a machine. Otherwise every Python process of Spark would take seconds for them.
+    Kernels are compiled once on a machine. Otherwise every Python process of Spark would need seconds to compile them.
     """
     from broker_sidecar import kernels
 

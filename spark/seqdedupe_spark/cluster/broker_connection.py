@@ -1,4 +1,4 @@
-"""A connection to a cluster for the time of a call or a task, and its credentials: begin with `connected`."""
+"""A connection to a cluster, for the duration of a call or a task, and its credentials. Begin with `connected`."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ _TOKEN = "token:"
 
 
 def token_of(cluster: PulsarCluster) -> Token | None:
-    """Return the function that returns the token; None if there is none. Raises INVALID_OPTION."""
+    """Return the function that provides the token; None if there is no token. Raises INVALID_OPTION."""
     params = cluster.credentials
     if cluster.authentication == "AuthenticationOAuth2":
         return _oauth2(params)
@@ -62,7 +62,8 @@ def _wrong(should_be: str) -> SeqdedupeError:
 
 
 def tls_of(cluster: PulsarCluster) -> ssl.SSLContext | None:
-    """Return the TLS context for the admin calls, as strict as the client for messages. Raises INVALID_OPTION."""
+    """Return the TLS context for admin calls. It is as strict as the configuration of the client for messages. Raises
+    INVALID_OPTION."""
     if not cluster.admin_url.startswith("https:"):
         return None
     try:
@@ -78,9 +79,9 @@ def tls_of(cluster: PulsarCluster) -> ssl.SSLContext | None:
 
 OPERATION_TIMEOUT_SECONDS = 10
 CLOSE_TIMEOUT_SECONDS = 5.0
-"""The time limit for a close. If a cluster does not answer, the connection is left without it."""
+"""The time limit for closing. If a cluster does not answer, the connection is abandoned."""
 READ_TIMEOUT_SECONDS = 10.0
-"""The time limit for an existing entry. If it takes longer, Pulsar is in trouble."""
+"""The time limit for reading an existing entry. If it takes longer, the cluster has a problem."""
 QUICK_SECONDS = 2.0
 
 QUEUE_BYTES = 8 * 1024 * 1024
@@ -92,34 +93,34 @@ _LOOK_ENTRIES = 4
 
 
 class BrokerConnection:
-    """A connection, made by `connected`. Its methods raise LOG_UNREADABLE for failures that may pass."""
+    """A connection, made by `connected`. Its methods raise LOG_UNREADABLE for temporary failures."""
 
     def __init__(
         self, client: pulsar.asyncio.Client, admin: PulsarAdmin, quick_admin: PulsarAdmin, subscription: str
     ) -> None:
         self.admin = admin
         self.quick_admin = quick_admin
-        """The client for calls that a broker may not answer at all."""
+        """The client for calls to which a broker may not answer at all."""
         self._client = client
         self._subscription = subscription
 
     async def is_log(self, topic: str) -> bool:
-        """Whether a sidecar writes the topic. Raises TOPIC_NOT_FOUND."""
+        """Return whether a sidecar writes the topic. Raises TOPIC_NOT_FOUND."""
         return INCARNATION in await self.admin.properties(topic)
 
     async def incarnation(self, topic: str) -> int:
-        """Return the incarnation of a topic that a sidecar writes, STOCK for another one. Raises TOPIC_NOT_FOUND."""
-        # A reader of a topic that is gone would create it again.
+        """Return the incarnation of a topic that a sidecar writes, or STOCK for any other topic. Raises
+        TOPIC_NOT_FOUND."""
+        # Opening a reader on a topic that was deleted would recreate the topic.
         found = (await self.admin.properties(topic)).get(INCARNATION, "")
         return int(found) if found.isdecimal() else STOCK
 
     async def finder(self, topic: str, incarnation: int) -> Finder:
-        """Return a finder for the topic as it is now."""
+        """Return a finder for the topic in its current state."""
         return Finder(topic, incarnation, await self.admin.ledgers(topic), partial(self.entries, topic))
 
     async def finder_of(self, topic: str, incarnation: int) -> Finder:
-        """Return the same, for a reader of this incarnation. Raises TOPIC_NOT_FOUND,
-        POSITION_OF_ANOTHER_INCARNATION."""
+        """Return a finder for a reader of this incarnation. Raises TOPIC_NOT_FOUND, POSITION_OF_ANOTHER_INCARNATION."""
         now = await self.incarnation(topic)
         if now != incarnation:
             raise error(
@@ -138,7 +139,7 @@ class BrokerConnection:
         return StockEnds(ledgers, first_ledger, let_go, len(ledgers))
 
     async def entries(self, topic: str, first: MessageId, last: MessageId) -> list[PulsarEntry]:
-        """Return the entries that a reader gets from one to the other, without their payloads."""
+        """Return the entries that a reader receives from `first` to `last`, without their payloads."""
         reader = await open_reader(self._client, topic, first, _LOOK_ENTRIES)
         found, seen = list[PulsarEntry](), NOWHERE
         try:
@@ -154,7 +155,7 @@ class BrokerConnection:
 
 
 async def next_entries(reader: EntryReader, topic: str) -> list[PulsarEntry]:
-    """Return the next entries of a topic, which must exist. Raises LOG_UNREADABLE."""
+    """Return the next entries of a topic. The caller ensures that they exist. Raises LOG_UNREADABLE."""
     try:
         async with asyncio.timeout(READ_TIMEOUT_SECONDS):
             return await reader.read()
@@ -164,7 +165,7 @@ async def next_entries(reader: EntryReader, topic: str) -> list[PulsarEntry]:
 
 @asynccontextmanager
 async def connected(cluster: PulsarCluster) -> AsyncGenerator[BrokerConnection, None]:
-    """Open a connection for the length of a block. Raises INVALID_OPTION, PULSAR_FORBIDS."""
+    """Open a connection for the duration of a `with` block. Raises INVALID_OPTION, PULSAR_FORBIDS."""
     token, tls = token_of(cluster), tls_of(cluster)
     client = PulsarClient(
         cluster.service_url,

@@ -1,7 +1,7 @@
-"""Reading of a topic's range from its brokers, in the process that needs its messages.
+"""Reads a topic's range from the topic's brokers, in the process that needs the messages.
 
-Begin with `read_stored`. `_LogReading` reads what a sidecar has written, judged by the rule of terms. `StockReading` of
-`stock_reader` reads all other topics, entry by entry.
+Begin with `read_stored`. `_LogReading` reads topics that a sidecar has written, and judges the entries by the rule of
+terms. `StockReading` of `stock_reader` reads all other topics, entry by entry.
 """
 
 import asyncio
@@ -41,18 +41,19 @@ from seqdedupe_spark.stock import STOCK
 
 
 class RangeReading(Protocol):
-    """The progress of a read of a range: it can continue from there with another connection."""
+    """The progress of reading a range. Reading can continue from this progress with another connection."""
 
     @property
     def is_done(self) -> bool:
         """Whether all of the range was read."""
 
     def steps(self, connection: BrokerConnection, /) -> AsyncGenerator[Sequence[StoredBatch], None]:
-        """Yield the messages that are still to be read. Raises UnavailableError for failures that may pass."""
+        """Yield the messages that are still to be read. Raises UnavailableError for temporary failures."""
 
 
 def read_stored(cluster: PulsarCluster, span: TopicRange, timeout_seconds: float | None) -> Iterator[StoredBatch]:
-    """Do the same as `seqdedupe_spark.range_reader.read_stored`. The rule of terms judges a sidecar's entries."""
+    """Do the same as `seqdedupe_spark.range_reader.read_stored`. The rule of terms decides which of a sidecar's entries
+    are valid."""
     reading = StockReading(span, cluster.tells_keys) if span.incarnation == STOCK else _LogReading(span)
     steps = _read_on(cluster, span, reading, timeout_seconds)
     try:
@@ -65,7 +66,7 @@ def read_stored(cluster: PulsarCluster, span: TopicRange, timeout_seconds: float
 async def _read_on(
     cluster: PulsarCluster, span: TopicRange, reading: RangeReading, timeout_seconds: float | None
 ) -> AsyncGenerator[Sequence[StoredBatch], None]:
-    """Yield the messages of the range. Failures that may pass are tried again, from the place of the reading."""
+    """Yield the messages of the range. After a temporary failure, try again from the place that was reached."""
     backoff, heard = Backoff(0.05, 5.0), time.monotonic()
     while not reading.is_done:
         try:
@@ -82,7 +83,7 @@ async def _read_on(
 
 
 class _LogReading:
-    """The progress of a read of a range, in a topic that a sidecar writes."""
+    """The progress of reading a range of a topic that a sidecar writes."""
 
     def __init__(self, span: TopicRange) -> None:
         self._span = span
@@ -90,7 +91,7 @@ class _LogReading:
         self._at: MessageId | None = None
         """The last valid entry that was read."""
         self._standing: TermStanding | None = None
-        """The state of the terms after it."""
+        """The state of the terms after that entry."""
 
     @property
     def is_done(self) -> bool:
@@ -133,8 +134,8 @@ class _LogReading:
             raise await self._explained(connection, failure)
 
     async def _start(self, finder: Finder) -> tuple[MessageId, TermStanding | None]:
-        """Return the entry at which to begin, and the state of the terms before it; None if the entry itself has
-        that."""
+        """Return the entry at which to begin, and the state of the terms before it. The state is None if the entry
+        itself contains it."""
         if self._at is not None and finder.ledgers.ordinal(self._at) is not None:
             return self._at, self._standing
         position = self._span.start
@@ -149,8 +150,8 @@ class _LogReading:
         return finder.ledgers.message_id(before.at + 1), before.standing
 
     def _standing_before(self, entry: PulsarEntry, start: MessageId) -> TermStanding:
-        """Return the state before the entry of the position after which to read. The entry is valid if it is the right
-        one."""
+        """Return the state of the terms before the entry that contains the start position. If the entry is the right
+        one, it is valid."""
         position = self._span.start
         place = EntryPlace.parse(entry.message.properties.get(ENTRY, ""))
         if entry.message_id != start or place is None or not _holds(entry, place, position):
@@ -166,8 +167,8 @@ class _LogReading:
         return [] if entries is None else list(_batches(entries, first_index, span.stop_index, span.incarnation))
 
     async def _explained(self, connection: BrokerConnection, failure: DamagedError) -> SeqdedupeError:
-        """Return the error for a failure. Messages that Pulsar has trimmed are no damage, nor is a topic created
-        again."""
+        """Return the error for a failure. If Pulsar has trimmed the messages, or the topic was recreated, the failure
+        is not damage."""
         span = self._span
         finder = await connection.finder_of(span.topic, span.incarnation)
         first_index = (await finder.beginning()).standing.next_index
@@ -175,7 +176,7 @@ class _LogReading:
 
 
 def _holds(entry: PulsarEntry, place: EntryPlace, position: Position) -> bool:
-    """Whether an entry, if it is valid, holds the message of a position."""
+    """Return whether an entry, if it is valid, contains the message of a position."""
     terms = Terms(TermStanding(*place[:3]))
     last = last_of(entry, terms.standing) if terms.judge(entry.message, entry.message_id) is TermVerdict.VALID else None
     return (

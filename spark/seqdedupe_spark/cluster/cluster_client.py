@@ -1,4 +1,5 @@
-"""The questions of planning to a sidecar, answered from the brokers by a look at a few entries of each topic."""
+"""Answers the questions of planning from the brokers, instead of asking a sidecar. It reads a few entries of each
+topic."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -24,16 +25,16 @@ from seqdedupe_spark.service import PulsarCluster
 from seqdedupe_spark.stock import STOCK, StockEnds
 
 AT_ONCE = 16
-"""The number of topics that are looked at at the same time."""
+"""The number of topics that are examined at the same time."""
 
 T = TypeVar("T")
 
 
 class ClusterClient:
-    """Has the methods of `seqdedupe.client.blocking.Client` that planning calls. Each call makes its own connection.
+    """Has the methods of `seqdedupe.client.blocking.Client` that planning uses. Each call opens a separate connection.
 
-    Every reader can tell where a topic ends: a valid entry stays valid. More entries may follow at any moment. The
-    owner of the topic knows them, and a reader does not.
+    Every reader can determine where a topic ends, because a valid entry stays valid. More entries may follow at any
+    moment. Only the owner of the topic knows them.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class ClusterClient:
         skips: bool,
         may_lose: bool,
     ) -> None:
-        """Take the topics of the namespaces that are wanted, by their full names.
+        """Use the topics of the namespaces for which `is_wanted` returns true, given their full names.
 
-        A topic that no sidecar writes is skipped or read. A job reads it with its subscription, others only if they
-        `may_lose`.
+        A topic that no sidecar writes is skipped or read. A job reads such a topic with its subscription. Other callers
+        read it only with `may_lose`.
         """
         self.admin = self
         self._cluster = cluster
@@ -57,9 +58,9 @@ class ClusterClient:
         self._skips = skips
         self._may_lose = may_lose
         self._kept: dict[str, Position] = {}
-        """The position from which the subscription keeps each topic, as this client has moved it."""
+        """By topic: the position from which the subscription keeps messages, as this client has set it."""
         self._readable: dict[str, tuple[MessageId, MessageId | None]] = {}
-        """The last entry that a reader gets, by the last one of all."""
+        """By the last entry of a topic: the last entry that a reader receives."""
 
     def __enter__(self) -> Self:
         return self
@@ -79,11 +80,11 @@ class ClusterClient:
 
             async def one(topic: str) -> admin_pb2.Topic | None:
                 async with places:
-                    # It may have been deleted meanwhile.
+                    # The topic may have been deleted meanwhile.
                     with suppress(NotFoundError):
                         incarnation = await connection.incarnation(topic)
                         if due.get(topic, incarnation) != incarnation:
-                            # Pulsar has created it again automatically: its earlier messages are lost.
+                            # Pulsar has recreated the topic automatically: its earlier messages are lost.
                             return None
                         if incarnation != STOCK:
                             return await _listed(connection, topic)
@@ -132,24 +133,25 @@ class ClusterClient:
         return self._find(topic, lambda finder: finder.position_of(index))
 
     def subscribe(self, topic: str) -> None:
-        """Make the job's subscription of a topic that no sidecar writes. Pulsar then keeps all that is left of the
-        topic."""
+        """Create the job's subscription of a topic that no sidecar writes. From then on Pulsar keeps all messages that
+        are still stored."""
         self._call(lambda connection: connection.admin.create_subscription(topic, self._cluster.subscription))
 
     def keep_from(self, topic: str, position: Position) -> None:
-        """Move the subscription. Pulsar keeps the entry before the position, and all after it."""
+        """Move the subscription. Pulsar keeps the entry before the position, and all later entries."""
         entry = stock.entry_before(position)
         if entry.entry_id < 0 or self._kept.get(topic) == position:
             return
-        # If the subscription was removed, the next look makes it again.
+        # If the subscription was removed, the next look-up creates it again.
         with suppress(NotFoundError):
             self._call(lambda connection: connection.admin.keep_from(topic, self._cluster.subscription, entry))
             self._kept[topic] = position
 
     async def _names(self, admin: PulsarAdmin) -> tuple[list[str], list[Whole]]:
-        """Return the wanted topics, and the partitioned topics that sidecars have made, with their partitions.
+        """Return the wanted topics, and the partitioned topics that sidecars have created, with their partitions.
 
-        Such a topic has no partitions while it is being made or deleted. Partitions that Pulsar has added never count.
+        A partitioned topic has no partitions while it is being created or deleted. Partitions that Pulsar has added are
+        ignored.
         """
         names, found = list[str](), list[Whole]()
         for namespace in self._namespaces:
@@ -224,7 +226,7 @@ async def _ends(finder: Finder) -> TopicEnds:
 
 
 async def _looked(connection: BrokerConnection, topic: str, find: Callable[[Finder], Awaitable[T]]) -> T:
-    """Return the result of `find` in a topic as it is now. Raises TOPIC_NOT_FOUND."""
+    """Return the result of `find` for a topic in its current state. Raises TOPIC_NOT_FOUND."""
     incarnation = await connection.incarnation(topic)
     finder = await connection.finder(topic, incarnation)
     while True:

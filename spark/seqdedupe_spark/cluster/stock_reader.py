@@ -1,7 +1,7 @@
-"""Reading of a range in a topic that no sidecar writes: every entry of it, as the topic's ledgers count them.
+"""Reads a range of a topic that no sidecar writes: every entry, as the topic's ledgers count the entries.
 
-Begin with `StockReading`. The reader asks a broker why it does not give readers an entry (`explain`), and which keys
-are bytes (`exact_keys`).
+Begin with `StockReading`. If a broker does not deliver an entry to readers, the reader asks the broker for the reason
+(`explain`). It also asks which keys are bytes (`exact_keys`).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.stock import STOCK, StockBatch, StockEnds
 
 ASKED_AT_ONCE = 8
-"""The number of entries that are asked about at the same time."""
+"""The number of entries about which brokers are asked at the same time."""
 
 _HINT_OF_ENTRY = (
     "No sidecar writes this topic, so nothing of a sidecar has to be restored. Examine the entry and its origin with "
@@ -44,23 +44,24 @@ _KEY, _PAYLOAD_SIZE, _KEY_IS_BASE64, _NO_KEY = 2, 3, 6, 10
 """Fields of Pulsar's `SingleMessageMetadata`, which comes before each message of a batch."""
 
 MAX_STEPS_BACK = 4096
-"""The largest distance, in entries, from the begin of a chunked message to the begin of a task. Within it the message
-is assembled; others are refused."""
+"""The maximum distance, in entries, from the beginning of a chunked message to the beginning of a task. Up to this
+distance the message is assembled; beyond it, the message is refused."""
 _FIRST_STEPS_BACK = 16
 
 T = TypeVar("T")
 
 
 class StockReading:
-    """The progress of a read of a range. The reader asks about entries that a broker does not give to readers. They are
-    no gap only if the broker gives a reason."""
+    """The progress of reading a range. If a broker does not deliver some entries to readers, the reader asks the broker
+    for the reason. Without a reason, the entries are a gap."""
 
     def __init__(self, span: TopicRange, tells_keys: bool = False) -> None:
         self._span = span
         self._at = span.start
         self._tells_keys = tells_keys
         self._steps_back = 0
-        """The number of entries before the range at which the reading begins, for a message that has begun there."""
+        """The number of entries before the range at which the reading begins. This is needed for a chunked message that
+        begins there."""
 
     @property
     def is_done(self) -> bool:
@@ -100,7 +101,7 @@ class StockReading:
             return await next_entries(reader, self._span.topic)
         except UnavailableError:
             # A client stops silently at an entry that it cannot read. It drops the end of a message that began before
-            # the reading.
+            # the start of the reading.
             entry = run.ends.ledgers.message_id(run.due)
             if (part := await part_at(connection, self._span.topic, entry)) is not ChunkPart.NONE:
                 self._go_back(entry, part)
@@ -109,8 +110,8 @@ class StockReading:
     async def _explain(
         self, connection: BrokerConnection, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
     ) -> None:
-        """Explain as `explain`. If a chunked message began before the reading and ends here, let the reading begin
-        earlier."""
+        """Explain missing entries, like `explain`. If a chunked message began before the reading and ends here, make
+        the reading begin earlier."""
         topic = self._span.topic
         try:
             ends = await explain(connection, topic, ledgers, numbers, first_chunk)
@@ -125,21 +126,22 @@ class StockReading:
             )
 
     def _go_back(self, entry: MessageId, part: "ChunkPart") -> None:
-        """Let the next try begin earlier. Raises UNSUPPORTED_MESSAGE if that has not helped."""
+        """Make the next attempt begin earlier. Raises UNSUPPORTED_MESSAGE if an earlier beginning has not helped."""
         if self._steps_back >= MAX_STEPS_BACK and part is ChunkPart.LAST:
             raise not_whole(self._span.topic, entry)
         self._steps_back = min(max(_FIRST_STEPS_BACK, self._steps_back * 16), MAX_STEPS_BACK)
 
 
 class ChunkPart(Enum):
-    """The part of a chunked message that an entry is."""
+    """The part of a chunked message that an entry contains."""
 
     NONE = 0
     INNER = 1
     LAST = 2
-    """The message counts at this place."""
+    """The last part. The position of the message is here."""
     UNTOLD = 3
-    """The broker does not answer, as for parts of compressed messages, which it fails to decompress."""
+    """The broker does not answer. This happens for parts of compressed messages, which the broker fails to
+    decompress."""
 
 
 def _part(said: Mapping[str, str]) -> ChunkPart:
@@ -151,8 +153,8 @@ def _part(said: Mapping[str, str]) -> ChunkPart:
 
 
 async def part_at(connection: BrokerConnection, topic: str, entry: MessageId) -> ChunkPart:
-    """Return the part of a chunked message that an entry is. Raises UNSUPPORTED_MESSAGE for one that cannot be read
-    here."""
+    """Return the part of a chunked message that an entry contains. Raises UNSUPPORTED_MESSAGE for a part that cannot be
+    read here."""
     try:
         said = (await connection.quick_admin.entry(topic, entry)).headers
     except NotFoundError:
@@ -173,20 +175,20 @@ def not_whole(topic: str, entry: MessageId) -> SeqdedupeError:
 
 
 class _EntryRun:
-    """The entries that one reader gives, in their order. Whole entries are taken."""
+    """The entries that one reader returns, in order. Only complete entries are accepted."""
 
     def __init__(self, ends: StockEnds, first: int, stop: int, rows: int) -> None:
-        """Take the numbering of `ends`. `rows` messages of the first entry were read before."""
+        """Use the numbering of `ends`. `rows` messages of the first entry were read earlier."""
         self.ends = ends
         self.due = first
         """The number of the next entry."""
         self.size_bytes = 0
         self._stop = stop
         self._rows = rows
-        """The number of its messages that are not wanted any more."""
+        """The number of messages of the next entry that are not wanted any more."""
         self._found: list[PulsarEntry] = []
         self._whole = 0
-        """The number of these messages that belong to whole entries."""
+        """The number of collected messages that belong to complete entries."""
 
     def number(self, entry: PulsarEntry) -> int:
         """Return the number of an entry. An entry after the range has the number after the range's last entry."""
@@ -194,7 +196,7 @@ class _EntryRun:
         return self._stop if number is None else min(number, self._stop)
 
     def check_is_between(self) -> None:
-        """Raise LOG_UNREADABLE if the run is within an entry: that entry must be read again."""
+        """Raise LOG_UNREADABLE if the run has stopped within an entry: that entry must be read again."""
         if len(self._found) > self._whole:
             raise error(
                 "LOG_UNREADABLE",
@@ -202,7 +204,7 @@ class _EntryRun:
             )
 
     def take(self, entry: PulsarEntry, number: int) -> None:
-        """Take a message, unless it was taken before: after a broker's crash some come again."""
+        """Add a message, unless it was added before: after a broker's crash some messages are delivered again."""
         if number > self.due:
             self.due, self._rows = number, 0
         if number < self.due or number >= self._stop:
@@ -222,21 +224,21 @@ class _EntryRun:
             self.due, self._rows, self._whole = self.due + 1, 0, len(self._found)
 
     def taken(self) -> list[PulsarEntry]:
-        """Return the messages of whole entries, once."""
+        """Return the messages of complete entries. Each message is returned once."""
         found, self._found = self._found[: self._whole], self._found[self._whole :]
         self._whole, self.size_bytes = 0, sum(size_of(entry.message) for entry in self._found)
         return found
 
 
 async def last_readable(connection: BrokerConnection, topic: str, ledgers: Ledgers) -> MessageId | None:
-    """Return the last entry that readers get, of a topic that has entries. After it there are none, or only such as
-    `explain` knows.
+    """Return the last entry that readers receive, of a topic that has entries. After it there are no entries, or only
+    entries that `explain` can explain.
 
-    None if there is none. Raises UNSUPPORTED_MESSAGE.
+    Return None if there is no such entry. Raises UNSUPPORTED_MESSAGE.
     """
     count, part = len(ledgers), ChunkPart.INNER
     while count and (part := await part_at(connection, topic, ledgers.message_id(count - 1))) is ChunkPart.INNER:
-        # Its message is still being written.
+        # The message of this entry is still being written.
         count -= 1
     if not count:
         return None
@@ -262,12 +264,13 @@ async def last_readable(connection: BrokerConnection, topic: str, ledgers: Ledge
 async def explain(
     connection: BrokerConnection, topic: str, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
 ) -> list[MessageId]:
-    """Return if no reader gets these entries: of aborted transactions, markers, or parts of chunked messages. The list
-    has the entries that end a message, which the client has dropped.
+    """Return if there is a reason why no reader receives these entries: they belong to aborted transactions, or are
+    markers or parts of chunked messages. The returned list contains the entries that end a message, which the client
+    has dropped.
 
-    `first_chunk` is the begin of a message that the client has given after them. Raises POSITION_TRIMMED if an entry is
-    gone, UNSUPPORTED_MESSAGE for one that cannot be read here, LOG_UNREADABLE if its transaction is not over,
-    LOG_DAMAGED for any other one.
+    `first_chunk` is the beginning of a message that the client has delivered after these entries. Raises
+    POSITION_TRIMMED if an entry is trimmed, UNSUPPORTED_MESSAGE for an entry that cannot be read here, LOG_UNREADABLE
+    if the entry's transaction has not ended, LOG_DAMAGED for any other entry.
     """
     ends: list[MessageId] = []
 
@@ -283,7 +286,8 @@ async def explain(
             raise stock.trimmed(topic, f"from {entry} on") from e
         except UnavailableError:
             if is_within:
-                # A broker does not answer for a part of a compressed message, and this one was given whole.
+                # A broker does not answer for a part of a compressed message, but this message was delivered
+                # completely.
                 return
             raise
         _check_supported(topic, entry, said)
@@ -308,10 +312,10 @@ def _check_supported(topic: str, entry: MessageId, said: Mapping[str, str]) -> N
 
 
 async def exact_keys(connection: BrokerConnection, topic: str, entries: Sequence[PulsarEntry]) -> list[bytes | None]:
-    """Return the keys as their producers set them. Raises POSITION_TRIMMED if an entry is gone.
+    """Return the keys as their producers set them. Raises POSITION_TRIMMED if an entry is trimmed.
 
-    Pulsar's client shows bytes in base64, and no key as an empty one. If a key may be either, the broker is asked for
-    its entry.
+    Pulsar's client returns bytes in base64, and no key as an empty key. If a key may have either meaning, the broker is
+    asked for the entry.
     """
     keys: list[bytes | None] = [entry.message.key.encode() for entry in entries]
     unclear: dict[MessageId, list[int]] = {}
@@ -377,7 +381,7 @@ def _key(key: bytes, is_bytes: bool) -> bytes:
 
 
 async def _each(call: Callable[[T], Awaitable[None]], several: Sequence[T]) -> None:
-    """Call some at the same time. Raises the exception of the first one that fails."""
+    """Make several calls at the same time. Raises the exception of the first call that fails."""
     for first in range(0, len(several), ASKED_AT_ONCE):
         await asyncio.gather(*map(call, several[first : first + ASKED_AT_ONCE]))
 

@@ -1,4 +1,5 @@
-"""Messages that a job cannot write: kept in a separate table, in the transaction that moves over them."""
+"""Messages that a job cannot write. They are stored in a separate table, in the same transaction that moves the
+position past them."""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +9,15 @@ import pyarrow.compute as pc
 
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.message_id import MessageId
+from seqdedupe.wording import counted
 from seqdedupe_spark.message_columns import TIME, column_of
 
 SUFFIX = "_dead_letters"
 """The suffix of the table of dead letters, after the name of the job's table."""
 
 MAX_DEAD_LETTERS = 100
-"""The largest number in one transaction, unless the job has another. More of them count as a fault of the job."""
+"""The default for the maximum number of dead letters in one transaction. More dead letters count as a fault of the
+job."""
 
 MAX_ERROR_CHARACTERS = 4_000
 
@@ -41,35 +44,38 @@ Key = tuple[str, bytes]
 
 @dataclass
 class DeadLetterRows:
-    """The dead letters of one transaction, while it is tried. Messages that the store refused in an earlier try are
-    known."""
+    """The dead letters of one transaction while it is attempted. Messages that the store refused in an earlier attempt
+    are remembered."""
 
     job: str
     most: int
     refused: dict[Key, SeqdedupeError] = field(default_factory=dict)
     ended: set[Key] = field(default_factory=set)
-    """The refused messages that ended the connection. Their letters have neither key nor value, which may end it too,
-    for instance if they are too large for the server."""
+    """The refused messages that ended the connection. Their dead letters contain neither key nor value, which might end
+    the connection again, for instance if they are too large for the server."""
     _letters: list[dict[str, object]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self._letters)
 
     def begin(self) -> None:
-        """Begin another try of the transaction."""
+        """Begin another attempt of the transaction."""
         self._letters.clear()
 
     def bury(self, messages: pa.RecordBatch, row: int, why: SeqdedupeError) -> None:
-        """Keep a message. If there are too many, raise the error why it cannot be written."""
+        """Add a message to the dead letters. If there are too many, raise the error because of which the message cannot
+        be written."""
         if len(self._letters) >= self.most:
-            what = f"{why.message}; this transaction already has {self.most} dead letters, the most that are allowed"
+            has = f"this transaction already has {counted(self.most, 'dead letter')}"
+            what = f"{why.message}; {has}, and no more are allowed"
             raise error(why.reason, what, hint=why.hint, topic=why.numbers.get("topic")) from why
         letter = _letter(self.job, messages, row, why)
         key = (str(letter["topic"]), column_of(messages, "messageId")[row].as_py())
         self._letters.append(letter | {"key": None, "value": None} if key in self.ended else letter)
 
     def bury_refused(self, messages: pa.RecordBatch) -> pa.RecordBatch:
-        """Keep the messages of a topic that the store has refused. Return the others."""
+        """Add the messages of a topic that the store has refused earlier to the dead letters. Return the other
+        messages."""
         if not self.refused or not len(messages):
             return messages
         topic = column_of(messages, "topic")[0].as_py()
@@ -81,7 +87,7 @@ class DeadLetterRows:
         return messages.filter(pc.invert(is_refused))
 
     def rows(self) -> pa.RecordBatch:
-        """Return all letters, as the table has them."""
+        """Return all dead letters, as rows of the table."""
         return pa.RecordBatch.from_pylist(self._letters, SCHEMA)
 
 
@@ -104,6 +110,7 @@ def _letter(job: str, messages: pa.RecordBatch, row: int, why: SeqdedupeError) -
 
 
 def _storable(text: str) -> str:
-    """Return the text as databases take it: without NUL, and without surrogates, which no encoding has."""
+    """Return the text in a form that databases accept: without NUL, and without surrogates, which no encoding can
+    represent."""
     whole = text.encode(errors="backslashreplace").decode()
     return whole.replace("\0", "\\0")[:MAX_ERROR_CHARACTERS]

@@ -1,4 +1,4 @@
-"""A job's positions: the driver's view, checked before anything is planned; and the actions of an operator on them.
+"""A job's positions: the driver checks them before it plans anything, and an operator can show and reset them.
 
 Begin with `Positions.look`. The functions for an operator are `positions_of` and `reset_position`.
 """
@@ -25,29 +25,29 @@ from seqdedupe_spark.stock import StockEnds
 from seqdedupe_spark.stores.contract import Advance, Binding, OutputStore, Stored, StoreFactory, check_name
 
 FIRST_START = "*"
-"""A topic name, stored when the first start has given every topic its position. Topics found later begin at their
-earliest message. No topic has this name."""
+"""A topic name that is stored when the first start has given every topic a position. Topics that are found later begin
+at their earliest message. No topic has this name."""
 
 MAX_MESSAGES = 250_000
-"""The most that a round takes of all topics together, unless the source has limits."""
+"""The maximum number of messages in a round, for all topics together, unless the source has limits."""
 
 MAX_BYTES = 64 * 1024 * 1024
-"""The approximate limit in bytes."""
+"""The approximate maximum number of bytes in a round, unless the source has limits."""
 
 _log = logging.getLogger(__name__)
 
 
 class TopicStanding(NamedTuple):
-    """The position of a topic, and its end."""
+    """The position of a job in a topic, and the end of the topic."""
 
     stored: Stored
     end: Position
     entries: int | None = None
-    """The number of entries left to read of a topic that no sidecar writes."""
+    """The number of entries still to be read, for a topic that no sidecar writes."""
 
     @property
     def lag(self) -> int:
-        """The number of messages left to read; or of entries, if entries are counted."""
+        """The number of messages still to be read, or of entries if entries are counted."""
         return self.end.index - self.stored.position.index if self.entries is None else self.entries
 
     def after(self, step: RangeStep) -> "TopicStanding":
@@ -58,9 +58,9 @@ class TopicStanding(NamedTuple):
 
 @dataclass
 class Positions:
-    """The positions of one job, for one run of it.
+    """The positions of one job, for one run of the job.
 
-    It remembers the stored positions that it has seen, and the ends of the topics. None of them may go back.
+    The object remembers the stored positions and the ends of the topics that it has seen. None of them may go back.
     """
 
     job: str
@@ -69,13 +69,14 @@ class Positions:
     seen: dict[str, Stored] = field(default_factory=dict)
     ends: dict[str, Position] = field(default_factory=dict)
     accepted: set[str] = field(default_factory=set)
-    """Topics that were deleted, and for which a warning was logged."""
+    """Deleted topics for which a warning was logged."""
 
     def bind(self, store: OutputStore, binding: Binding, schema: pa.Schema) -> None:
-        """Bind the job to its table and mode. Make the table for rows of this schema if it is missing.
+        """Bind the job to its table and mode. If the table is missing, create it for rows of this schema.
 
-        Raises JOB_CHANGED if the job is bound to others, OUTPUT_MISSING if it has positions and its table is gone,
-        INVALID_OUTPUT if the existing table does not take the rows. Then the job is not bound to it.
+        Raises JOB_CHANGED if the job is bound to another table or mode. Raises OUTPUT_MISSING if the job has positions
+        and its table does not exist. Raises INVALID_OUTPUT if the existing table does not accept the rows. After these
+        errors the job is not bound to the table.
         """
         is_there = store.has_table(binding.table)
         if is_there:
@@ -88,8 +89,8 @@ class Positions:
             store.prepare(binding.table, schema)
 
     def check_have_producers(self, client: PlanningClient, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Raise INVALID_OPTION if a selected topic has deduplication IDs. For a topic that recovers, or comes later,
-        the task that reads it finds out."""
+        """Raise INVALID_OPTION if a selected topic has deduplication IDs. For a topic that is recovering, or appears
+        later, the task that reads the topic makes this check."""
         listing = TopicListing(client, should_stop)
         # `look` decides whether a topic may be missing.
         with suppress(NotFoundError):
@@ -99,12 +100,13 @@ class Positions:
     def look(
         self, client: PlanningClient, store: OutputStore, should_stop: Callable[[], bool] = lambda: False
     ) -> tuple[TopicListing, dict[str, TopicStanding]]:
-        """Return the listing, and the standing of each selected topic. A topic without a position gets one first.
+        """Return the listing, and the standing of each selected topic. A topic without a position first gets a
+        position.
 
-        Raises POSITION_WENT_BACK if the database has become an older one, POSITION_RESET if an operator has reset a
-        position, POSITION_AFTER_END if a topic has lost its end. Unless `fail_on_data_loss` is off, also PositionError
-        or NotFoundError for a topic that cannot be read on from its position. With it off, a warning is logged and the
-        position is moved, for good, to the messages left.
+        Raises POSITION_WENT_BACK if the database was replaced by an older copy, POSITION_RESET if an operator has reset
+        a position, POSITION_AFTER_END if a topic has lost its end. With `fail_on_data_loss`, also raises PositionError
+        or NotFoundError for a topic that cannot be read from its position. Without it, a warning is logged, and the
+        position is permanently moved to the messages that are still stored.
         """
         stored = store.positions(self.job)
         self._check_against_seen(stored)
@@ -126,7 +128,7 @@ class Positions:
         return [RangeStep(span, standings[span.topic].stored.epoch) for span in planned]
 
     def committed(self, step: RangeStep) -> None:
-        """Note a step that was taken. Call this for each."""
+        """Note a committed step. Call this for each step."""
         self.seen[step.range.topic] = Stored(step.range.end, step.epoch)
 
     def _check_against_seen(self, stored: dict[str, Stored]) -> None:
@@ -154,7 +156,7 @@ class Positions:
     def _start(
         self, listing: TopicListing, store: OutputStore, names: list[str], stored: dict[str, Stored]
     ) -> dict[str, Stored]:
-        """Insert the missing positions. If another run has inserted some meanwhile, those count."""
+        """Insert the missing positions. If another run has inserted some of them meanwhile, those are used."""
         is_first = FIRST_START not in stored
         missing = [name for name in names if name not in stored]
         for name in missing:
@@ -170,13 +172,14 @@ class Positions:
         return store.positions(self.job)
 
     def _check_start(self, listing: TopicListing, topic: str, start: Position) -> None:
-        """Raise INVALID_OPTION for a place that the topic lacks. Once stored, it would win over a correct one."""
+        """Raise INVALID_OPTION for a start position that the topic does not have. Once stored, it would have precedence
+        over a corrected option."""
         loss = listing.find_loss(topic, start)
         if loss is not None and (self.source.fail_on_data_loss or not loss.may_be_accepted):
             raise error("INVALID_OPTION", f"startingOffsets: the job cannot begin after {start}: {loss.message}")
 
     def _look_at(self, listing: TopicListing, store: OutputStore, topic: str, stored: Stored) -> TopicStanding | None:
-        """Return the standing of one topic; None if it was deleted and that is accepted."""
+        """Return the standing of one topic. Return None if the topic was deleted and data loss is accepted."""
         found = listing.look(topic, stored.position)
         if isinstance(found, Position):
             if listing.hold(topic, stored.position):
@@ -195,7 +198,8 @@ class Positions:
         listing.hold(topic)
         moved = Stored(found.next, stored.epoch)
         if found.reason == "POSITION_TRIMMED":
-            # A transaction without rows: a job that drops duplicates keeps its knowledge of the producers.
+            # Move the position in a transaction without rows: a job that drops duplicates keeps its watermarks of the
+            # producers.
             store.write(
                 self.job,
                 self.table,
@@ -209,8 +213,9 @@ class Positions:
 
 
 def _is_before(now: Stored, before: Stored) -> bool:
-    """Whether an earlier stored position is above the present one. Positions of two incarnations have no order: another
-    run may have moved on to the next incarnation. If it has not, the position does not fit the topic."""
+    """Return whether an earlier stored position is above the current stored position. Positions of two incarnations
+    have no order: another run may have moved on to the next incarnation. If it has not, the position does not fit the
+    topic."""
     return now.position.incarnation == before.position.incarnation and now.position.index < before.position.index
 
 
@@ -218,7 +223,7 @@ def _is_before(now: Stored, before: Stored) -> bool:
 
 
 def positions_of(store: StoreFactory, job: str) -> dict[str, Stored]:
-    """Return the stored positions of a job, by topic. Raises INVALID_OPTION if the store does not know the job."""
+    """Return the stored positions of a job, by topic. Raises INVALID_OPTION if the job does not exist in the store."""
     with store() as opened:
         return {topic: stored for topic, stored in sorted(_stored(opened, job).items()) if topic != FIRST_START}
 
@@ -240,11 +245,11 @@ def _stored(store: OutputStore, job: str) -> dict[str, Stored]:
 def reset_position(
     store: StoreFactory, job: str, topic: str, place: str, service: Service
 ) -> tuple[Stored | None, Stored]:
-    """Store a topic's position again, in the next epoch, and drop its watermarks. Return the old and the new position.
+    """Set a topic's position, in the next epoch, and drop its watermarks. Return the old and the new position.
 
-    `place` is earliest, latest, a number (the index of the first message to read), or a message ID or position (of the
-    last message not to read). A run that was planned before commits nothing any more. Raises INVALID_OPTION, also for a
-    job that the store does not know, NotFoundError, or PositionError if the topic cannot be read on from there.
+    `place` is earliest, latest, an index (of the first message to read), or a message ID or position (of the last
+    message that is not read again). A run that was planned before can no longer commit. Raises INVALID_OPTION, also for
+    a job that does not exist in the store; NotFoundError; or PositionError if the topic cannot be read from there.
     """
     topic = topic_name(topic)
     with planning.open_client(planning.of_job(service, job), Selection("topic", (topic,))) as client, store() as opened:
@@ -289,9 +294,9 @@ def _before_index(topic: str, text: str, ends: Ends) -> Position:
 
 
 def _completed(client: planning.PlanningClient, topic: str, position: Position) -> Position:
-    """Return the position with all data of its message: a message ID alone fits every history of the topic.
+    """Return the complete position of its message: a message ID alone fits every history of the topic.
 
-    Raises POSITION_DIVERGED if another message is there.
+    Raises POSITION_DIVERGED if the topic has a different message there.
     """
     if position.index < 0:
         return position

@@ -1,8 +1,8 @@
-"""A job's task: it reads a range, transforms it, and writes rows and position in one transaction.
+"""A job's task: it reads a range, transforms the messages, and writes rows and position in one transaction.
 
-It does not depend on Spark. A range takes effect once, in any process and after any number of attempts, also at the
-same time or after a kill -9. Begin with `RangeTask._run`. After the task comes the search for the message that was
-refused.
+This module does not depend on Spark. A range takes effect once, in any process and after any number of attempts, even
+if attempts run at the same time or after a kill -9. Begin with `RangeTask._run`. After the task comes the search for
+the message that the store has refused.
 """
 
 import traceback
@@ -30,7 +30,7 @@ from seqdedupe_spark.service import Service
 from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory, Take, Watermarks
 
 Transform = Callable[[pa.RecordBatch], pa.RecordBatch | None]
-"""Row by row: the rows for a message may depend only on that message. None stands for no rows."""
+"""A function that works row by row: the rows for a message may depend only on that message. None stands for no rows."""
 
 
 class RangeStep(NamedTuple):
@@ -42,7 +42,7 @@ class RangeStep(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskReport:
-    """The result of a task. `failure` is an error that another try of the unchanged task cannot cure."""
+    """The result of a task. `failure` is an error that repeating the unchanged task cannot fix."""
 
     read: int = 0
     written: int = 0
@@ -53,7 +53,7 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class JobOutput:
-    """The place where a job writes rows of this schema, and keeps its positions."""
+    """The place where a job writes rows of this schema and stores its positions."""
 
     store: StoreFactory
     job: str
@@ -62,11 +62,11 @@ class JobOutput:
 
 
 def all_done(steps: Sequence[RangeStep], stored: Sequence[Stored | None]) -> bool:
-    """Return whether the steps have been taken already, by an earlier attempt or another run; false if all remain to
-    do.
+    """Return true if the steps have been committed already, by an earlier attempt or another run. Return false if all
+    steps remain to be done.
 
-    Raises POSITION_CHANGED if another run has moved a position elsewhere, POSITION_RESET if an operator has,
-    POSITION_WENT_BACK if the database is older than the one from which the steps were planned.
+    Raises POSITION_CHANGED if another run has moved a position to a different place, POSITION_RESET if an operator has
+    reset a position, POSITION_WENT_BACK if the database is older than when the steps were planned.
     """
     done = [_is_done(step, each) for step, each in zip(steps, stored, strict=True)]
     if any(done) and not all(done):
@@ -101,7 +101,7 @@ def _is_done(step: RangeStep, stored: Stored | None) -> bool:
 @dataclass
 class _Tally:
     dead: DeadLetterRows | None = None
-    """None: none are kept."""
+    """The dead letters. None: the job stores no dead letters."""
     read: int = 0
     duplicates: int = 0
     handed: list[tuple[str, pa.Array, pa.Array]] = field(default_factory=list)
@@ -110,7 +110,7 @@ class _Tally:
 
 @dataclass(frozen=True)
 class RangeTask:
-    """The common part of all tasks of a job: pickled, and run with the steps of one transaction."""
+    """The common part of all tasks of a job. It is pickled, and called with the steps of one transaction."""
 
     output: JobOutput
     service: Service
@@ -119,12 +119,12 @@ class RangeTask:
     deduplicate: bool
     read_timeout_seconds: float | None = None
     max_dead_letters: int | None = None
-    """The largest number of messages of a transaction that are put aside because they cannot be written. None: the
-    first one is an error."""
+    """The maximum number of dead letters in a transaction. None: the first message that cannot be written is an
+    error."""
 
     def run(self, steps: Sequence[RangeStep]) -> TaskReport:
-        """Take the steps in one transaction, unless they are taken already. The report has the error, if there is
-        one."""
+        """Commit the steps in one transaction, unless they have been committed already. If there is an error, the
+        report contains it."""
         try:
             with self.output.store() as store:
                 return self._run(store, steps)
@@ -132,15 +132,15 @@ class RangeTask:
             return TaskReport(failure=failure)
 
     def _run(self, store: OutputStore, steps: Sequence[RangeStep]) -> TaskReport:
-        """Take the steps, after any number of earlier tries:
+        """Commit the steps, after any number of earlier attempts:
 
-        1. The stored positions decide whether the steps have been taken.
+        1. The stored positions show whether the steps have been committed already.
         2. The ranges are read, transformed and written with their new positions, in one transaction.
-        3. If the store refuses and names no row, the row is looked for. If the statement or the connection was ended,
-           the transaction is tried once more first. A message is to blame only if it ends them again, on a database
-           that does other work.
-        4. The message from which the row was made is named. As a dead letter it goes aside, and 2. is done again
-           without it. Otherwise it is the error.
+        3. If the store refuses the transaction and names no row, the task searches for the row. If the statement or the
+           connection was ended, the transaction is first repeated once. A message is the cause only if it ends them
+           again while the database does other work.
+        4. The message from which the row was made is identified. If dead letters are allowed, the message becomes a
+           dead letter, and step 2 is repeated without it. Otherwise the message is the error.
         """
         job = self.output.job
         # 1.
@@ -190,8 +190,8 @@ class RangeTask:
         *,
         ended: bool,
     ) -> SeqdedupeError:
-        """Return a failure that names a row, for one that names none: read everything again, and try rows by halves.
-        Raises the failure itself if no row is the cause."""
+        """Convert a failure that names no row to a failure that names a row: read everything again, and bisect the
+        rows. Raises the failure itself if no single row is the cause."""
         rows, _ = self._source(steps, watermarks, tally)
         with store.trial(self.output.table) as take:
 
@@ -221,7 +221,7 @@ class RangeTask:
     def _source(
         self, steps: Sequence[RangeStep], watermarks: Sequence[Watermarks], tally: _Tally
     ) -> tuple[Iterator[pa.RecordBatch], list[Advance]]:
-        """Return the rows of the steps' messages, and the moves of the positions when all are taken."""
+        """Return the rows of the steps' messages, and the moves of the positions when all rows have been taken."""
         sources: list[Iterator[pa.RecordBatch]] = []
         advances: list[Advance] = []
         for step, known in zip(steps, watermarks, strict=True):
@@ -268,8 +268,8 @@ class RangeTask:
     def _made_of(
         self, messages: pa.RecordBatch, tally: _Tally
     ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch | None]]:
-        """Yield messages, and the rows that the transformation makes of them. Messages on which it fails are put aside,
-        if that is allowed."""
+        """Yield messages, and the rows that the transformation makes of them. If the transformation fails for a
+        message, the message becomes a dead letter, if that is allowed."""
         if tally.dead is not None:
             messages = tally.dead.bury_refused(messages)
         while True:
@@ -300,8 +300,8 @@ class RangeTask:
     def _naming(
         self, failure: SeqdedupeError, tally: _Tally, ranges: Sequence[TopicRange]
     ) -> tuple[SeqdedupeError, Key | None]:
-        """Return a store's failure, completed with the message of the row; and that message. None if it may be one of
-        several. This reads the messages again."""
+        """Add the message of the row to a store's failure, and return both. The message is None if several messages may
+        be the cause. This reads the messages again."""
         batch, row = int(failure.numbers["batch"]), int(failure.numbers["row"])
         topic, indexes, ids = tally.handed[batch]
         if indexes.null_count:
@@ -335,7 +335,8 @@ def _value(batch: pa.RecordBatch, name: str, row: int) -> Any:
 
 
 def transformed(transform: Transform, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-    """Return the result of the user's function. Its exception becomes INVALID_OUTPUT, with the line that raised it."""
+    """Return the result of the user's function. Its exception becomes INVALID_OUTPUT, which names the line that raised
+    it."""
     try:
         rows = transform(batch)
     except SeqdedupeError:
@@ -350,9 +351,10 @@ def transformed(transform: Transform, batch: pa.RecordBatch) -> pa.RecordBatch |
 
 
 def output_schema(transform: Transform | None, columns: pa.Schema) -> pa.Schema:
-    """Return the columns that the transformation makes of these. It is called with a batch of no rows.
+    """Return the columns that the transformation makes of these columns. For this, the transformation is called with a
+    batch without rows.
 
-    Raises INVALID_OUTPUT if it fails on that or returns None.
+    Raises INVALID_OUTPUT if that call fails or returns None.
     """
     if transform is None:
         return columns
@@ -373,7 +375,7 @@ FindMessageId = Callable[[str, int, int], MessageId]
 
 
 MAX_SUSPECTS = 1000
-"""The limit for rows that a table refuses, each alone. If there are more, the table is the cause, not a message."""
+"""If a table refuses more single rows than this, the table is the cause, not a message."""
 
 
 class _Suspect(NamedTuple):
@@ -383,12 +385,14 @@ class _Suspect(NamedTuple):
 
 
 def names_a_row(failure: SeqdedupeError) -> bool:
-    """Whether a store names the row that it refuses: the number of its batch, and of the row in it."""
+    """Return whether the store's failure names the refused row: the number of its batch, and of the row in the
+    batch."""
     return {"batch", "row"} <= failure.numbers.keys()
 
 
 def first_failing(call: Callable[[pa.RecordBatch], object], messages: pa.RecordBatch) -> int | None:
-    """Return the first message on which the call fails alone, by halves; None if it fails only on several together."""
+    """Return the first message for which the call fails, found by bisection. Return None if the call fails only for
+    several messages together."""
     first, count = 0, len(messages)
     while count > 1:
         half = count // 2
@@ -400,13 +404,14 @@ def first_failing(call: Callable[[pa.RecordBatch], object], messages: pa.RecordB
 
 
 def find_refused(take: Take, batches: Iterable[pa.RecordBatch], *, ended: bool) -> SeqdedupeError | None:
-    """Return why a table does not take a row alone, with the number of its batch and of the row in it.
+    """Return the reason why a table refuses a single row, with the number of the row's batch and of the row in the
+    batch.
 
-    None if there is no such row, or more than MAX_SUSPECTS. `ended`: only rows that end the connection or the
-    statement.
+    Return None if there is no such row, or if there are more than MAX_SUSPECTS. `ended`: consider only rows that end
+    the connection or the statement.
 
-    A row may need another one that comes later, for instance for a foreign key that is checked at the end. So a refused
-    row is tried again when all others have been taken.
+    A row may need a later row, for instance for a foreign key that is checked at the end. So a refused row is tried
+    again when all other rows have been taken.
     """
 
     def refuses(rows: pa.RecordBatch) -> SeqdedupeError | None:
@@ -440,7 +445,7 @@ def find_refused(take: Take, batches: Iterable[pa.RecordBatch], *, ended: bool) 
 def _refused_rows(
     refuses: Callable[[pa.RecordBatch], object | None], rows: pa.RecordBatch, first: int
 ) -> Iterator[int]:
-    """Yield the refused rows, by halves, counted from `first`."""
+    """Yield the numbers of the refused rows, found by bisection and counted from `first`."""
     if refuses(rows) is None:
         return
     if len(rows) == 1:
@@ -460,9 +465,11 @@ def _fails(call: Callable[[pa.RecordBatch], object], messages: pa.RecordBatch) -
 
 
 def message_of_row(rows_of: Transform, messages: pa.RecordBatch, row: int) -> int | None:
-    """Return the message that alone makes this row of all messages' rows, after the rows of the messages before it.
+    """Return the message that alone makes this row. `row` is the row's number among the rows of all messages, which
+    come in the order of the messages.
 
-    None: rows are made in another order, or of several messages. Columns that vary from call to call are not compared.
+    Return None if rows are made in another order, or from several messages. Columns that vary from call to call are not
+    compared.
     """
 
     def count(until: int) -> int:
@@ -489,15 +496,14 @@ def _cells(rows: pa.RecordBatch | None, row: int) -> list[str]:
 
 
 def naming_by_id(failure: SeqdedupeError, topic: str, first: MessageId, last: MessageId) -> SeqdedupeError:
-    """Return the same failure for messages without indexes: the cause is one of the messages from `first` to `last`."""
+    """Return the same failure for messages without indexes. The cause is one of the messages from `first` to `last`."""
     if first != last:
         return _named(failure, topic, f"the message is one of those from {first} to {last} of {topic}")
     return _named(failure, topic, f"the message is {first} of {topic}", message_id=first)
 
 
 def naming_none(failure: SeqdedupeError, topic: str, first_index: int, last_index: int) -> SeqdedupeError:
-    """Return the same failure if rows are not made one message after the other: any of these messages may be the
-    cause."""
+    """Return the same failure for rows that are not made message by message: any of these messages may be the cause."""
     which = f"the message is one of those with the indexes {first_index} to {last_index} in {topic}"
     return _named(
         failure,
@@ -507,7 +513,7 @@ def naming_none(failure: SeqdedupeError, topic: str, first_index: int, last_inde
 
 
 def naming(failure: SeqdedupeError, topic: str, incarnation: int, index: int, find: FindMessageId) -> SeqdedupeError:
-    """Return the same failure with the message that is the cause; with its message ID too, if that can be found now."""
+    """Return the same failure, naming the message that is the cause. Add its message ID if the ID can be found now."""
     try:
         found = find(topic, incarnation, index)
     except SeqdedupeError:

@@ -29,33 +29,34 @@ from seqdedupe_spark.session import activate, typed_failures
 from seqdedupe_spark.stores.contract import Binding, StoreFactory, check_name
 
 GIVE_UP_SECONDS = 120.0
-"""Rounds that fail for this time, although another try should help, end a run that does not follow."""
+"""A run without `follow` ends if rounds have failed for this time, even if another attempt should help."""
 
 READ_TIMEOUT_SECONDS = 20.0
-"""A task to which no message has come for this time ends, unless the source has another limit. The round is planned
-again. Planning waits for the sidecar, and a job that was asked to stop ends there."""
+"""A task ends if no message has arrived for this time, unless the source has another limit. The round is then planned
+again. The planning waits for the sidecar, and can be stopped while it waits."""
 
 TRIGGER_SECONDS = 1.0
-"""The pause of a job that follows its topics and has read all messages."""
+"""The pause of a job with `follow` when it has read all messages."""
 
 _FIRST_DELAY_SECONDS = 0.05
 _LONGEST_DELAY_SECONDS = 5.0
 
 _MAY_BE_ACCEPTED = {"POSITION_TRIMMED", "POSITION_OF_ANOTHER_INCARNATION", "TOPIC_NOT_FOUND"}
-"""The losses after which planning continues, if the source allows it."""
+"""The data losses after which planning continues, if the source allows data loss."""
 
 _LOCAL = re.compile(r"local(\[.*\])?")
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """The configuration of a job. `job` names its positions: another name starts again.
+    """The configuration of a job. `job` is the name under which its positions are stored: with another name, the job
+    starts from the beginning.
 
-    `source` has the options of the data source: the topics, where the first start begins (by default earliest), how
-    much a round takes at most, whether lost data is an error. With `transaction` "topic", each topic's rows and
-    position are one transaction; with "batch", those of a whole round are. A message that the transformation or the
-    table refuses is an error. With `max_dead_letters`, at most that number of them in one transaction go into a
-    separate table.
+    `source` contains the options of the data source: the topics, where the first start begins (by default earliest),
+    the limits of a round, and whether lost data is an error. With `transaction` "topic", each topic's rows and position
+    are committed in one transaction; with "batch", those of a whole round. A message that the transformation or the
+    table refuses is an error. With `max_dead_letters`, up to that number of such messages in one transaction are
+    written to a separate table instead.
     """
 
     job: str
@@ -69,7 +70,7 @@ class JobConfig:
 
 @dataclass
 class Round:
-    """The result of a round, and the standings of the topics after it."""
+    """The result of a round, and the standings of the topics after the round."""
 
     read: int = 0
     written: int = 0
@@ -77,7 +78,7 @@ class Round:
     dead_letters: int = 0
     standings: dict[str, TopicStanding] = field(default_factory=dict)
     has_looked: bool = True
-    """Whether sidecar and database have reported the standings. Otherwise nothing is known of them."""
+    """Whether sidecar and database have reported the standings. Otherwise the standings are not known."""
 
     def count(self, report: TaskReport) -> None:
         """Add the result of a task."""
@@ -88,19 +89,19 @@ class Round:
 
     @property
     def lag(self) -> int:
-        """The number of messages left to read, of those that were there when the round was planned. For a run, it is
-        valid only once it `has_looked`."""
+        """The number of messages still to be read, of the messages that existed when the round was planned. For a run,
+        the number is valid only if `has_looked`."""
         return sum(standing.lag for standing in self.standings.values())
 
 
 class ReaderJob:
-    """Reads topics into a table, each message once, after any failure and with any number of runs at once.
+    """Reads topics into a table, each message once, after any failure and with any number of simultaneous runs.
 
-    `transform` makes a RecordBatch of rows from one of messages, row by row. It is called with no rows first, which
-    shows the columns. Without it the messages are written as they are.
+    `transform` converts a RecordBatch of messages to a RecordBatch of rows, row by row. It is first called with a batch
+    without rows, to determine the columns. Without `transform` the messages are written unchanged.
 
-    An object belongs to one thread, except for `stop`. Raises ConfigurationError (INVALID_OPTION, INVALID_OUTPUT,
-    UNSUPPORTED_STORE, JOB_CHANGED, OUTPUT_MISSING) from the first round, before it reads.
+    An object belongs to one thread, except for `stop`. The first round raises ConfigurationError (INVALID_OPTION,
+    INVALID_OUTPUT, UNSUPPORTED_STORE, JOB_CHANGED, OUTPUT_MISSING) before it reads any message.
     """
 
     def __init__(self, spark: SparkSession | None, config: JobConfig, transform: Transform | None = None) -> None:
@@ -110,7 +111,7 @@ class ReaderJob:
         self.total = Round(has_looked=False)
         """The result so far. In a failed round, too, some topics may have been read."""
         self.activity = Activity("job", config.job)
-        """The same for `seqdedupe.services.metrics`."""
+        """The counts and state, for `seqdedupe.services.metrics`."""
         self.spark = spark
         """The session. If there is none yet, set it before the first round."""
         self._transform = transform
@@ -130,14 +131,14 @@ class ReaderJob:
         trigger_seconds: float = TRIGGER_SECONDS,
         on_round: Callable[[Round], None] | None = None,
     ) -> Round:
-        """Run rounds until all messages are read that were there at the start, or with `follow` until `stop`. Return
+        """Run rounds until all messages that existed at the start are read, or with `follow` until `stop`. Return
         `total`.
 
-        While the database or the sidecar is away, this waits, also at the start, and logs that. With `follow` or
-        `patient` there is no limit; otherwise only a wait for a topic that recovers has none. Raises UnavailableError
-        when rounds have failed for GIVE_UP_SECONDS. It raises at once the errors that another try cannot cure. At the
-        start, these include a database that is not there, or does not let the user in. Committed rows stay: another run
-        continues after them.
+        If the database or the sidecar is unavailable, this waits, also at the start, and logs the reason. With `follow`
+        or `patient` the wait has no time limit. Otherwise only the wait for a topic that is recovering has none. Raises
+        UnavailableError if rounds have failed for GIVE_UP_SECONDS. Errors that another attempt cannot fix are raised at
+        once. At the start, these include a database that does not exist or refuses the user. Committed rows stay:
+        another run continues after them.
         """
         with self.activity.life():
             return self._run(follow, patient, trigger_seconds, on_round)
@@ -162,8 +163,8 @@ class ReaderJob:
         return self.total
 
     def stop(self) -> None:
-        """Let `run` end after its round, or at once if it waits. May be called from any thread, or a signal's
-        handler."""
+        """Make `run` end after the current round, or at once if it is waiting. May be called from any thread, or from a
+        signal handler."""
         self._stopping.set()
 
     @property
@@ -172,9 +173,10 @@ class ReaderJob:
         return self._stopping.is_set()
 
     def run_round(self) -> Round:
-        """Run one round: plan it from the stored positions, and have it read and written.
+        """Run one round: plan it from the stored positions, let Spark read and write the messages, and return the
+        result.
 
-        Raises SeqdedupeError. Topics whose transactions were still committed are counted in `total`.
+        Raises SeqdedupeError. Topics whose transactions were committed nevertheless are counted in `total`.
         """
         spark = self._session()
         output = self._prepare(spark)
@@ -186,7 +188,7 @@ class ReaderJob:
         if steps:
             failures = self._take(spark, output, steps, done)
             if failures:
-                # An error that another try cannot cure is the important one.
+                # Prefer the error that another attempt cannot fix.
                 raise min(failures, key=lambda failure: isinstance(failure, UnavailableError))
             for topic, standing in done.standings.items():
                 listing.hold(topic, standing.stored.position)
@@ -194,9 +196,9 @@ class ReaderJob:
         return done
 
     def look_at_lag(self) -> Lag | None:
-        """Return how much of the topics is left to read; None before the first round. This asks the sidecar and blocks:
-        call it from a separate thread. With Pulsar's brokers it is the rest after the last round, of unknown age.
-        Raises SeqdedupeError, TimeoutError."""
+        """Return how many messages are still to be read; None before the first round. The call asks the sidecar and
+        blocks: make it from a separate thread. With Pulsar's brokers, it returns the number after the last round, with
+        unknown age. Raises SeqdedupeError, TimeoutError."""
         if not self.total.has_looked:
             return None
         client = self._client
@@ -208,7 +210,7 @@ class ReaderJob:
     def _take(
         self, spark: SparkSession, output: JobOutput, steps: Sequence[RangeStep], done: Round
     ) -> list[SeqdedupeError]:
-        """Have the steps taken, and count the results. Return the failures."""
+        """Let Spark run the steps, and count the results. Return the failures."""
         groups = [steps] if self.config.transaction == "batch" else [[step] for step in steps]
         config = self.config
         task = RangeTask(
@@ -233,8 +235,8 @@ class ReaderJob:
         return [report.failure for report in reports if report.failure is not None]
 
     def _round_at_last(self, *, patient: bool) -> Round | None:
-        """Run a round. Repeat it after failures that another try should cure: with `patient`, without a time limit.
-        Return None if it was asked to stop before a round succeeded."""
+        """Run a round. Repeat it after failures that another attempt should fix; with `patient`, without a time limit.
+        Return None if the job was asked to stop before a round succeeded."""
         backoff, waiting = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS), WaitingLine()
         began = time.monotonic()
         while True:
@@ -262,7 +264,7 @@ class ReaderJob:
         return self.spark
 
     def _prepare(self, spark: SparkSession) -> JobOutput:
-        """Check the configuration, and make the tables; once."""
+        """Check the configuration, and create the tables. This is done once."""
         if self._output is not None:
             return self._output
         config = self.config
@@ -290,10 +292,10 @@ class ReaderJob:
 def run_tasks(
     spark: SparkSession, run: Callable[[Sequence[RangeStep]], TaskReport], groups: Sequence[Sequence[RangeStep]]
 ) -> list[TaskReport]:
-    """Run `run` on every group of steps, and return the reports. Small groups share a task of Spark.
+    """Run `run` on every group of steps, and return the reports. Small groups share a Spark task.
 
-    The data that the tasks need travels in their closure, on a classic session and over Spark Connect alike. Errors
-    that another try cannot cure come back in the reports, as values.
+    The data for the tasks is part of their closure, both on a classic session and over Spark Connect. Errors that
+    another attempt cannot fix are returned in the reports, as values.
     """
     parts = packed([sum(len(step.range) for step in group) for group in groups])
 
@@ -309,7 +311,7 @@ def run_tasks(
 
 
 def _has_reached(standings: dict[str, TopicStanding], ends: dict[str, Position]) -> bool:
-    """Whether every topic is read up to that end, or has been replaced by another topic."""
+    """Return whether every topic is read up to that end, or has been replaced by another topic of the same name."""
     for topic, end in ends.items():
         position = standings[topic].stored.position if topic in standings else end
         if position.incarnation == end.incarnation and position.index < end.index:

@@ -1,5 +1,5 @@
-"""The sink: rows of a DataFrame into topics of deduplication IDs, each once.
+"""The sink: it writes rows of a DataFrame to topics of deduplication IDs, each row once.
 
-Begin with `task`: the work of a write's tasks, and the classes that Spark calls. `row_layout` has the meaning of the
-columns and the ID of each row, and makes frames of the rows.
+Begin with `task`, which contains the work of a write's tasks and the classes that Spark calls. `row_layout` defines the
+meaning of the columns and the ID of each row, and makes frames of the rows.
 """

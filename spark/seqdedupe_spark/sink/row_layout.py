@@ -1,4 +1,5 @@
-"""Rows of Arrow to a batch's columns, by topic: the meaning of their columns, and the ID of each row."""
+"""Converts Arrow rows to the columns of batches, by topic. It defines the meaning of the rows' columns, and the ID of
+each row."""
 
 import difflib
 import hashlib
@@ -28,12 +29,13 @@ from seqdedupe.batch import Binary, Int64s, PropertyColumns
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
+from seqdedupe.wording import counted
 from seqdedupe_spark.message_columns import columns_of
 
 # -- The identity of rows from a source: topic, incarnation, index, and ordinal among the rows of one message.
 #
-# If an identity came twice, the second row would count as a copy of the first, and be lost. `SeenIdentities` finds
-# that.
+# If two rows had the same identity, the second row would count as a copy of the first, and be lost. `SeenIdentities`
+# detects this.
 
 INDEX_BITS = 43
 MAX_INDEX = (1 << INDEX_BITS) - 1
@@ -41,7 +43,8 @@ MAX_ORDINAL = (1 << 63 - INDEX_BITS) - 1
 """An index and an ordinal make one number of 63 bits."""
 
 MAX_TOPIC_BYTES = 200
-"""The longest topic name in an ID. For a longer name, the ID has the name's hash, to stay below 255 bytes."""
+"""The maximum length of a topic name in an ID. For a longer name, the ID contains the hash of the name, so that the ID
+has at most 255 bytes."""
 
 Source = tuple[str, int]
 """A topic and its incarnation."""
@@ -51,14 +54,15 @@ _NONE: Int64s = np.empty((0, 2), np.int64)
 
 @lru_cache(1024)
 def name_in_id(topic: str) -> str:
-    """Return the text for a topic in the IDs of rows that come from it."""
+    """Return the text that stands for a topic in the IDs of rows that come from the topic."""
     if len(topic) <= MAX_TOPIC_BYTES:
         return topic
     return "sha256:" + hashlib.sha256(topic.encode()).hexdigest()
 
 
 def ids_of(topics: pa.Array, incarnations: pa.Array, indexes: pa.Array, ordinals: pa.Array) -> pa.Array:
-    """Return `topic/incarnation/index/ordinal` of each row, numbers in decimal: documented, and never to change."""
+    """Return `topic/incarnation/index/ordinal` for each row, with decimal numbers. This format is documented, and must
+    never change."""
     encoded = topics.dictionary_encode()
     names = pa.array([name_in_id(name) for name in encoded.dictionary.to_pylist()], pa.string())
     parts = (names.take(encoded.indices), *(one.cast(pa.string()) for one in (incarnations, indexes, ordinals)))
@@ -66,20 +70,20 @@ def ids_of(topics: pa.Array, incarnations: pa.Array, indexes: pa.Array, ordinals
 
 
 class SeenIdentities:
-    """The identities that a task has seen of each source, as runs of numbers. They need almost no memory if rows come
-    in order, else 16 bytes a row."""
+    """The identities that a task has seen from each source, as runs of numbers. They need almost no memory if rows
+    arrive in order, otherwise 16 bytes for each row."""
 
     def __init__(self) -> None:
         self._runs: dict[Source, Int64s] = {}
         self._new: dict[Source, list[Int64s]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any row was identified by the message it comes from."""
+        """Return whether any row was identified by its source message."""
         return bool(self._runs or self._new)
 
     def add(self, topics: pa.Array, incarnations: Int64s, indexes: Int64s, ordinals: Int64s) -> None:
-        """Add rows. Raises INVALID_REQUEST for numbers out of range, and AMBIGUOUS_IDENTITY for an identity that came
-        before; some of these are found only later."""
+        """Add rows. Raises INVALID_REQUEST for numbers out of range. Raises AMBIGUOUS_IDENTITY for an identity that has
+        occurred before; some of these are detected only later."""
         for what, column, most in ((("__index"), indexes, MAX_INDEX), ("__ordinal", ordinals, MAX_ORDINAL)):
             if len(bad := np.flatnonzero((column < 0) | (column > most))):
                 raise error("INVALID_REQUEST", f"{what} is {column[bad[0]]}: it should be 0 to {most}")
@@ -151,7 +155,7 @@ def _ambiguous(source: Source, number: int) -> SeqdedupeError:
 ID = "deduplicationId"
 ORDINAL = "__ordinal"
 SOURCE = ("__topic", "__incarnation", "__index")
-"""The columns of the source that identify the topic and message of a row."""
+"""The columns that identify the source message of a row: its topic, incarnation and index."""
 
 _BYTES = (BinaryType, StringType)
 
@@ -166,7 +170,7 @@ _TYPES: dict[str, tuple[type[DataType], ...]] = {
     "__index": (LongType,),
     ORDINAL: (ByteType, ShortType, IntegerType, LongType),
 }
-"""The columns that have a meaning, and their allowed types. The names with and without `__` are the same. All other
+"""The columns that have a meaning, and their allowed types. Names with and without `__` are equivalent. All other
 columns of the source are ignored."""
 
 _MEANING = {alias: name for name in _TYPES for alias in (name, name.removeprefix("__"))} | {f"__{ID}": ID}
@@ -178,25 +182,26 @@ _SEQUENCE = ("__producerName", "__sequenceId", "producerName", "sequenceId")
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The columns for the parts of a message."""
+    """The names of the columns that contain the parts of a message."""
 
     topic: str | None
-    """The topic of all rows; None: the column `__topic` has it."""
+    """The topic of all rows. None: the column `__topic` contains the topic."""
     columns: Mapping[str, str]
     """The names of the columns in the rows, by their meaning: the names of `_TYPES`."""
     other_id: str | None
-    """`__deduplicationId`, if there are two columns of IDs. Both may have the same IDs, or this one may have none."""
+    """`__deduplicationId`, if there are two columns of IDs. Either both columns contain the same IDs, or this column
+    contains none."""
 
     @property
     def has_source(self) -> bool:
-        """Whether a row without an ID is identified by the message it comes from."""
+        """Whether a row without an ID is identified by its source message."""
         return self.topic is not None and self.columns.keys() >= set(SOURCE)
 
 
 def layout_of(schema: StructType, topic: str | None) -> RowLayout:
-    """Return the layout of rows with this schema for a topic, or for the topics in the rows.
+    """Return the layout of rows with this schema, for a topic or for the topics in the rows.
 
-    Raises ConfigurationError (INVALID_OPTION) that names the column that is missing, unknown or of another type.
+    Raises ConfigurationError (INVALID_OPTION) that names a column that is missing, unknown or has a different type.
     """
     names = schema.fieldNames()
     columns: dict[str, str] = {}
@@ -293,7 +298,8 @@ class SinkFrame(NamedTuple):
 
 
 def joined(batches: Iterable[pa.RecordBatch], is_idle: Callable[[], bool]) -> Iterator[pa.RecordBatch]:
-    """Yield the same rows in batches of about a frame. Batches are joined while they fit and something is in flight."""
+    """Yield the same rows in batches of about the size of a frame. While other frames are in flight, batches are joined
+    if they fit."""
     held: list[pa.RecordBatch] = []
     rows = size_bytes = 0
     for batch in batches:
@@ -310,9 +316,9 @@ def joined(batches: Iterable[pa.RecordBatch], is_idle: Callable[[], bool]) -> It
 
 
 def frames_of(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> Iterator[tuple[str, SinkFrame]]:
-    """Yield the rows in frames, with the topic of each.
+    """Yield the rows in frames, each with its topic.
 
-    Raises InvalidRequestError before the first one: INVALID_DEDUPLICATION_ID, INVALID_REQUEST for values that no
+    Before the first frame, raises InvalidRequestError: INVALID_DEDUPLICATION_ID, INVALID_REQUEST for values that no
     message can have, INVALID_TOPIC_NAME, MESSAGE_TOO_LARGE, AMBIGUOUS_IDENTITY.
     """
     if not len(batch):
@@ -335,7 +341,8 @@ def _by_topic(topics: pa.Array, rows: pa.RecordBatch) -> list[tuple[str, pa.Reco
 
 
 def _ids(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) -> pa.Array:
-    """Return the identity of each row: its own ID; or, for a source topic without IDs, the message it comes from."""
+    """Return the identity of each row: the row's own ID. For a source topic without IDs, the identity is the source
+    message."""
     if ID not in layout.columns:
         return _source_ids(batch, layout, seen)
     ids = _own_ids(batch, layout)
@@ -368,14 +375,13 @@ def _own_ids(batch: pa.RecordBatch, layout: RowLayout) -> pa.Array:
         if differ:
             raise error(
                 "INVALID_REQUEST",
-                f"the columns {name} and {other} have different IDs in {differ:,} of {len(ids):,} rows",
+                f"the columns {name} and {other} have different IDs in {differ:,} of {counted(len(ids), 'row')}",
                 hint=f"Drop {other}, if {name} is the rows' identity.",
             )
     sizes = pc.fill_null(pc.binary_length(ids), 1).to_numpy()
     if len(bad := np.flatnonzero((sizes < 1) | (sizes > MAX_DEDUPLICATION_ID_BYTES))):
-        what = (
-            f"{name} cannot be an ID in {len(bad):,} of {len(ids):,} rows, the first of which has {sizes[bad[0]]} bytes"
-        )
+        where = f"{len(bad):,} of {counted(len(ids), 'row')}"
+        what = f"{name} cannot be an ID in {where}, the first of which has {sizes[bad[0]]} bytes"
         raise error("INVALID_DEDUPLICATION_ID", f"{what}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
     return ids
 
@@ -385,7 +391,7 @@ def _check_whole_topics(topics: pa.Array, ids: pa.Array) -> None:
     for topic in pc.unique(topics.filter(ids.is_valid())).to_pylist():
         missing = pc.sum(pc.and_(pc.fill_null(pc.equal(topics, topic), False), ids.is_null())).as_py()
         if missing:
-            what = f"{ID} is null in {missing:,} rows of {topic}, and not in others of that topic"
+            what = f"{ID} is null in {counted(missing, 'row')} of {topic}, and not in others of that topic"
             raise error("INVALID_DEDUPLICATION_ID", what)
 
 
@@ -404,8 +410,9 @@ def _source_ids(batch: pa.RecordBatch, layout: RowLayout, seen: SeenIdentities) 
 def _check_there(name: str, column: pa.Array) -> None:
     if column.null_count:
         reason = "INVALID_DEDUPLICATION_ID" if name.endswith(ID) else "INVALID_REQUEST"
-        what = f"{name} is null in {column.null_count:,} of {len(column):,} rows, which have no identity without it"
-        raise error(reason, what if name != "__topic" else f"{name} is null in {column.null_count:,} rows")
+        where = f"{column.null_count:,} of {counted(len(column), 'row')}"
+        what = f"{name} is null in {where}: without it a row has no identity"
+        raise error(reason, what if name != "__topic" else f"{name} is null in {counted(column.null_count, 'row')}")
 
 
 def _check_sizes(values: pa.Array, ids: pa.Array) -> None:

@@ -38,8 +38,8 @@ CLOCKS_MS = 5_000
 
 
 class Began(NamedTuple):
-    """The earliest time at which these rows may have been written, and whether they may have been written before
-    now."""
+    """The earliest time at which these rows may have been written, and whether they may have been written before this
+    attempt."""
 
     at_ms: int
     may_repeat: bool
@@ -47,11 +47,11 @@ class Began(NamedTuple):
     """The number of the batch in the checkpoint of a stream."""
 
     def is_known_by(self, topic: admin_pb2.Topic) -> bool:
-        """Return whether the topic knows the IDs of all messages since then."""
+        """Return whether the topic still knows the IDs of all messages since that time."""
         return not topic.window_forgotten or topic.window_first_publish_time_ms <= self.at_ms - CLOCKS_MS
 
     def check(self, topic: admin_pb2.Topic) -> None:
-        """Raise IDS_FORGOTTEN if the topic does not know all IDs."""
+        """Raise IDS_FORGOTTEN if the topic may have forgotten some of these IDs."""
         if not self.is_known_by(topic):
             since = _shown(topic.window_first_publish_time_ms)
             what = f"{topic.name} knows only the IDs since {since}, and the write to be repeated began at"
@@ -59,7 +59,7 @@ class Began(NamedTuple):
 
 
 def now() -> Began:
-    """Return the value for a write that begins now, as far as is known."""
+    """Return the value for a write that begins now, assuming that there was no earlier attempt."""
     return Began(time.time_ns() // 1_000_000, may_repeat=False)
 
 
@@ -69,16 +69,16 @@ def _shown(milliseconds: int) -> str:
 
 # -- What a stream's checkpoint shows of the planned batch: when it was logged, and whether it was planned before.
 #
-# Several processes in turn plan a query's batches, so none of them remembers all. Each batch leaves a mark next to
-# Spark's logs.
+# Several processes in turn plan the batches of a query, so no process remembers all of them. Each batch leaves a mark
+# next to Spark's logs.
 
 PLANNED = "seqdedupe-sink"
-"""The folder in a checkpoint with an empty file whose name is the number of the last planned batch."""
+"""The folder in a checkpoint that contains one empty file. The file's name is the number of the last planned batch."""
 
 
 def began(location: str | None) -> Began:
-    """Return the batch that is planned now, the last one in the checkpoint's log. Its rows may have been written since
-    it was logged. Leave the mark that this batch was planned."""
+    """Return the batch that is now planned, which is the last batch in the checkpoint's log. Its rows may have been
+    written since it was logged. Also leave the mark that this batch was planned."""
     checkpoint = None if location is None else folder_of(location)
     logged = [] if checkpoint is None else _numbers(checkpoint / "offsets")
     if checkpoint is None or not logged:
@@ -90,8 +90,8 @@ def began(location: str | None) -> Began:
 
 
 def _is_new(checkpoint: Path, batch: int) -> bool:
-    """Return whether no process can have written rows of the batch. Then the batch before it has the last mark, and
-    this call has left the next one, durable before a row is sent."""
+    """Return whether it is certain that no process has written rows of the batch. That is so if the last mark belongs
+    to the previous batch. This call has then left the mark of this batch, durable before any row is sent."""
     folder = checkpoint / PLANNED
     try:
         folder.mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ def _is_new(checkpoint: Path, batch: int) -> bool:
         for number in before:
             if number < batch:
                 (folder / str(number)).unlink(missing_ok=True)
-    except OSError:  # the mark is there, or cannot be made
+    except OSError:  # the mark exists already, or cannot be created
         return False
     return max(before, default=batch) == batch - 1
 
@@ -112,8 +112,8 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def folder_of(location: str) -> Path | None:
-    """Return the folder that Spark takes for this checkpoint, if it is on this machine. The text after the scheme is
-    the path, unchanged: `%20` is no space, and `#` and `?` end nothing."""
+    """Return the folder that Spark uses for this checkpoint, if the folder is on this machine. The text after the
+    scheme is the unchanged path: `%20` is not a space, and `#` and `?` have no special meaning."""
     scheme, colon, path = location.partition(":")
     if not colon or "/" in scheme:
         scheme, path = "", location
@@ -131,7 +131,7 @@ def _say_once(location: str | None) -> None:
 
 
 MAX_IN_FLIGHT_BYTES = 16 * 1024 * 1024
-"""The most bytes in flight of a task. With more rows, its caller waits."""
+"""The maximum number of bytes that a task has in flight. With more rows, the caller waits."""
 
 RECOVERY_DELAY_MS = 100
 
@@ -146,19 +146,19 @@ class SinkReport:
 
     rows: int = 0
     copies: int = 0
-    """The number of rows that the topic had already."""
+    """The number of rows that the topic already contained."""
     seen: dict[Source, bytes] = field(default_factory=dict)
-    """The identities of rows that come from a source."""
+    """The identities of rows that have a source message."""
     outgrown: tuple[str, ...] = ()
-    """The topics whose window does not reach back to the begin of the write any more."""
+    """The topics whose window no longer reaches back to the beginning of the write."""
     taken: int = 0
-    """The number of copies whose identity, a message of a source, was in the topic already at the first try. Others had
-    taken it."""
+    """The number of copies whose identity, a source message, was in the topic already at the first attempt: another
+    write has used the same identity."""
 
 
 @dataclass(frozen=True)
 class SinkTask:
-    """The common part of all tasks of a write: pickled."""
+    """The common part of all tasks of a write. It is pickled."""
 
     service: str | SidecarService
     layout: RowLayout
@@ -166,20 +166,20 @@ class SinkTask:
     fail_on_forgotten_ids: bool = True
 
     def check_topic(self) -> None:
-        """Raise INVALID_OPTION or NotFoundError for a topic that takes no deduplication IDs, on the driver, before
-        there is a task. If a sidecar does not answer now, the tasks wait for it."""
+        """Raise INVALID_OPTION or NotFoundError for a topic that accepts no deduplication IDs. This runs on the driver,
+        before any task starts. If a sidecar does not answer now, the tasks wait for it."""
         if self.layout.topic is None:
             return
         with sidecar_at(self.service).connect() as client, contextlib.suppress(UnavailableError):
             look(client, self.layout.topic, 0)
 
     def run(self, batches: Iterable[pa.RecordBatch], attempt: int = 0) -> SinkReport:
-        """Publish all rows, and return when they are durable. If the sidecar goes away meanwhile, wait without a time
-        limit.
+        """Publish all rows, and return when they are durable. If the sidecar becomes unavailable meanwhile, wait
+        without a time limit.
 
-        Raises IDS_FORGOTTEN before anything is written if the rows may have been written before and a topic may have
-        forgotten that; INVALID_OPTION or NotFoundError for a topic that takes no deduplication IDs; UnavailableError
-        for a sidecar that is away at the start; and the errors of invalid rows.
+        Before anything is written, raises IDS_FORGOTTEN if the rows may have been written earlier and a topic may have
+        forgotten their IDs. Raises INVALID_OPTION or NotFoundError for a topic that accepts no deduplication IDs;
+        UnavailableError for a sidecar that is unavailable at the start; and the errors of invalid rows.
         """
         may_repeat = self.began.may_repeat or attempt > 0
         check = self.fail_on_forgotten_ids and may_repeat
@@ -191,7 +191,7 @@ class SinkTask:
             for batch in joined(batches, targets.is_idle):
                 rows += len(batch)
                 frames = list(frames_of(batch, self.layout, seen))
-                # Rows of one topic are not sent if another one of the batch's topics is refused.
+                # If a topic of the batch is refused, the rows of the batch's other topics are not sent either.
                 for topic in dict.fromkeys(topic for topic, _ in frames):
                     targets.open(topic)
                 for topic, frame in frames:
@@ -209,12 +209,12 @@ class _SentFrame(NamedTuple):
 
 
 class _Targets:
-    """The topics that a task writes to, each opened when its first rows come."""
+    """The topics to which a task writes. Each topic is opened when its first rows arrive."""
 
     def __init__(self, client: blocking.Client, began: Began, check: bool) -> None:
         self.copies = 0
         self.there_before = 0
-        """The number of copies of messages that the topic had when it was opened."""
+        """The number of copies of messages that the topic already contained when it was opened."""
         self._client = client
         self._began = began
         self._check = check
@@ -258,7 +258,7 @@ class _Targets:
         self._size_bytes += frame.size_bytes
 
     def is_idle(self) -> bool:
-        """Whether nothing is in flight. Then a caller with rows need not wait for more of them."""
+        """Whether nothing is in flight. Then a caller with rows need not wait for more rows."""
         return not self._under_way or self._under_way[-1].future.done()
 
     def flush(self) -> None:
@@ -279,8 +279,8 @@ class _Targets:
 
 
 async def _send(publisher: Publisher, frame: SinkFrame) -> BatchResult:
-    """Send a frame. `look` has reached the sidecar. So an answer of something else to the publisher's first call does
-    not mean a wrong address: it is waited out, for PATIENCE_SECONDS."""
+    """Send a frame. `look` has reached the sidecar before. So if another server answers the publisher's first call, the
+    address is not wrong, and the call is repeated for PATIENCE_SECONDS."""
     waiting = WaitingLine()
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -300,8 +300,8 @@ async def _send(publisher: Publisher, frame: SinkFrame) -> BatchResult:
 
 
 def look(client: blocking.Client, topic: str, patience_seconds: float = PATIENCE_SECONDS) -> admin_pb2.Topic:
-    """Return the topic as it is now, once it has recovered. Raises INVALID_OPTION if it does not know copies by their
-    IDs, NotFoundError, UnavailableError after `patience_seconds`."""
+    """Return the current state of the topic, once it has recovered. Raises INVALID_OPTION if the topic does not
+    recognize copies by their IDs, NotFoundError, UnavailableError after `patience_seconds`."""
 
     def serving() -> admin_pb2.Topic:
         found = client.admin.topic(topic)
@@ -336,7 +336,7 @@ _BATCH = "streaming.sql.batchId"
 
 @dataclass
 class Committed(WriterCommitMessage):
-    """The message of a task to the driver."""
+    """The message that a task returns to the driver."""
 
     written: SinkReport
 
@@ -376,7 +376,7 @@ class BatchWriter(_Writing, DataSourceArrowWriter):
     """Appends a DataFrame."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Write the rows. Raises INVALID_OPTION, before anything is written, in a `foreachBatch` without a named
+        """Write the rows. Before anything is written, raises INVALID_OPTION in a `foreachBatch` without a named
         checkpoint."""
         context = TaskContext.get()
         batch = context.getLocalProperty(_BATCH) if context else None
@@ -388,7 +388,7 @@ class BatchWriter(_Writing, DataSourceArrowWriter):
         self._sum_up("the write", messages)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Do nothing. The rows written stay, and are known by their IDs when they come again."""
+        """Do nothing. The rows that were written stay, and are recognized by their IDs if they are written again."""
 
 
 class StreamWriter(_Writing, DataSourceStreamArrowWriter):
@@ -402,8 +402,8 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
 
 
 def _check_batch(batch: int, of_checkpoint: int | None) -> None:
-    """Raise INVALID_OPTION unless the checkpoint has this batch. A stream replays a batch in which it was killed. Only
-    its checkpoint shows whether this may be that batch."""
+    """Raise INVALID_OPTION unless the checkpoint contains this batch. A stream repeats a batch during which it was
+    killed. Only the stream's checkpoint shows whether this may be such a batch."""
     if batch != of_checkpoint:
         found = "no readable one is named" if of_checkpoint is None else f"the named one is at batch {of_checkpoint}"
         raise error(

@@ -37,7 +37,8 @@ def no_watermarks() -> Watermarks:
 
 
 class Binding(NamedTuple):
-    """The binding of a job from its first start on: its positions describe this table, read in this mode."""
+    """The permanent binding of a job since its first start: the job's positions belong to this table, and to this mode
+    of reading."""
 
     table: str
     deduplicate: bool
@@ -66,7 +67,7 @@ FORMAT_VERSION = 2
 
 
 def check_format(version: int, place: str) -> None:
-    """Raise INVALID_OUTPUT if a store holds positions of an older format, NEWER_FORMAT if of a newer one."""
+    """Raise INVALID_OUTPUT if a store contains positions of an older format, and NEWER_FORMAT for a newer format."""
     if version > FORMAT_VERSION:
         raise error(
             "NEWER_FORMAT", f"the positions in {place} have format {version}, but this version uses {FORMAT_VERSION}"
@@ -80,7 +81,8 @@ def check_format(version: int, place: str) -> None:
 
 
 def check_replacement(topic: str, expected: Stored | None, new: Stored) -> None:
-    """Raise INTERNAL if a position would move back. Within an incarnation only an operator's reset may move it back."""
+    """Raise INTERNAL if a position would move back. Within an incarnation only an operator's reset may move a position
+    back."""
     if expected is None or expected.epoch != new.epoch:
         return
     before, after = expected.position, new.position
@@ -101,45 +103,47 @@ class Advance:
     changed_watermarks: Callable[[], Watermarks] = no_watermarks
 
     def __post_init__(self) -> None:
-        """Raise INTERNAL if it would move back, or into another incarnation."""
+        """Raise INTERNAL if the position would move back, or into another incarnation."""
         start, end = self.range.start, self.range.end
         if start.incarnation != end.incarnation or end.index < start.index:
             raise error("INTERNAL", f"the position for {self.range.topic} would move from {start} to {end}")
 
     def check(self, job: str, stored: Stored | None) -> None:
-        """Raise POSITION_CHANGED unless `stored` is the start of the move. For stores that look before they write."""
+        """Raise POSITION_CHANGED unless `stored` is the start of the move. This is for stores that check before they
+        write."""
         if stored != Stored(self.range.start, self.epoch):
             raise error("POSITION_CHANGED", f"the position of job {job!r} is no longer the start of {self.range}")
 
 
 Take = Callable[[pa.RecordBatch], SeqdedupeError | None]
-"""The function that puts rows into a table, and returns why the table does not take them."""
+"""A function that inserts rows into a table. If the table refuses the rows, the function returns the reason."""
 
 
 class Beside(NamedTuple):
     """Rows for another table of the same store, in the same transaction. `rows` is called when the last row of the
-    transaction has been taken."""
+    transaction has been read."""
 
     table: str
     rows: Callable[[], pa.RecordBatch]
 
 
 class OutputStore(ABC):
-    """A connection to the place of a job's rows and positions. It belongs to one thread; enter it to use it.
+    """A connection to the place of a job's rows and positions. It belongs to one thread, and is used as a context
+    manager.
 
     Every method raises `UnavailableError` (OUTPUT_UNAVAILABLE) if the store cannot be reached, or is busy for longer
-    than its time-out. Then nothing was written, or that cannot be known; another try is safe.
+    than its time-out. Then either nothing was written, or the outcome is unknown; repeating the call is safe.
     """
 
     keeps_watermarks: bool = True
-    """Whether it can hold the watermarks of a job that drops duplicates. If not, `watermarks` returns none. If there
-    are any to store, `write` raises ConfigurationError (UNSUPPORTED_STORE), and writes nothing."""
+    """Whether the store can store the watermarks of a job that drops duplicates. If not, `watermarks` returns none. If
+    there are watermarks to store, `write` raises ConfigurationError (UNSUPPORTED_STORE), and writes nothing."""
 
     keeps_dead_letters: bool = True
     """Whether one transaction can write to two tables. If not, such a `write` raises UNSUPPORTED_STORE."""
 
     is_local: bool = False
-    """Whether only processes of one machine can use it."""
+    """Whether only processes of one machine can use the store."""
 
     def __enter__(self) -> Self:
         return self
@@ -155,22 +159,24 @@ class OutputStore(ABC):
 
     @abstractmethod
     def bind(self, job: str, binding: Binding) -> Binding:
-        """Store the binding of the job unless one is stored. Return the stored one. Many may do it at once.
+        """Store the binding of the job unless a binding is stored already. Return the stored binding. Several processes
+        may call this at the same time.
 
-        Raises ConfigurationError (INVALID_OUTPUT) or DamagedError (NEWER_FORMAT) if the data in the store has another
-        format, see `check_format`.
+        Raises ConfigurationError (INVALID_OUTPUT) or DamagedError (NEWER_FORMAT) if the data in the store has a
+        different format, see `check_format`.
         """
 
     @abstractmethod
     def has_table(self, table: str) -> bool:
-        """Whether the output table is there."""
+        """Return whether the output table exists."""
 
     @abstractmethod
     def prepare(self, table: str, schema: pa.Schema) -> None:
-        """Make the tables for positions and watermarks, and the output table from `schema`, if they are missing.
+        """Create the tables for positions and watermarks, and the output table from `schema`, if they do not exist.
 
-        Many may do it at once. Raises ConfigurationError (INVALID_OUTPUT), naming the columns, if the existing table
-        does not take rows of this schema: a column is missing, or its type does not fit.
+        Several processes may call this at the same time. Raises ConfigurationError (INVALID_OUTPUT), which names the
+        columns, if the existing table does not accept rows of this schema: a column is missing, or its type does not
+        fit.
         """
 
     @abstractmethod
@@ -183,10 +189,10 @@ class OutputStore(ABC):
 
     @abstractmethod
     def replace(self, job: str, topic: str, expected: Stored | None, new: Stored) -> bool:
-        """Store `new` and drop the topic's watermarks, durably, if `expected` is stored (None: nothing).
+        """If `expected` is stored (None: nothing is stored), durably store `new` and drop the topic's watermarks.
 
-        Return whether it was; otherwise nothing changes. Raises INTERNAL, and nothing changes, if it would move the
-        position back, see `check_replacement`.
+        Return whether this was done; otherwise nothing changes. Raises INTERNAL, and changes nothing, if the position
+        would move back, see `check_replacement`.
         """
 
     @abstractmethod
@@ -198,27 +204,27 @@ class OutputStore(ABC):
         advances: Sequence[Advance],
         beside: Beside | None = None,
     ) -> int:
-        """Write all rows, and those of `beside`, move every position to its range's end, and raise the watermarks: one
-        durable transaction. Return the number of rows, without those of `beside`.
+        """In one durable transaction, write all rows and the rows of `beside`, move every position to the end of its
+        range, and raise the watermarks. Return the number of rows, without the rows of `beside`.
 
-        Raises UnavailableError (POSITION_CHANGED), and writes nothing, unless for every advance the stored position is
-        its range's start and the stored epoch its epoch, when the transaction commits. It raises the exceptions of
-        `batches`, and writes nothing. An INVALID_OUTPUT that one row has caused has the row's place in the numbers
-        `batch` and `row`, both from 0. The positions are written last before the commit, so a writer that stalls blocks
-        no other.
+        When the transaction commits, the stored position of every advance must be the start of its range, and the
+        stored epoch must be the advance's epoch. Otherwise this raises UnavailableError (POSITION_CHANGED), and writes
+        nothing. If `batches` raises an exception, this raises the same exception, and writes nothing. An INVALID_OUTPUT
+        that one row has caused contains the place of the row in the numbers `batch` and `row`, both from 0. The
+        positions are written last before the commit, so a writer that stalls does not block others.
         """
 
     @contextmanager
     def trial(self, table: str) -> Iterator[Take]:
-        """Begin a transaction that is rolled back in the end, to find the row for which `write` was refused without a
-        place.
+        """Begin a transaction that is always rolled back. It serves to find the row for which `write` was refused
+        without a place.
 
-        The block receives a function that puts rows into the table, and has every constraint checked. If the rows are
-        refused, it returns INVALID_OUTPUT. Then none of them is there, but all rows taken before are. If the rows end
-        the statement or the connection, it returns UnavailableError, and no row at all may be there. It raises an error
-        that is the database's own fault.
+        The block receives a function that inserts rows into the table, and checks every constraint. If the rows are
+        refused, the function returns INVALID_OUTPUT. Then none of these rows is in the table, but all rows inserted
+        before are. If the rows end the statement or the connection, the function returns UnavailableError, and possibly
+        no row is in the table. The function raises an error that is the database's own fault.
 
-        A store whose refusals always have a place need not implement it.
+        A store whose refusals always contain a place need not implement this method.
         """
         yield lambda _: None
 

@@ -22,6 +22,7 @@ from deltalake.exceptions import (
 
 from seqdedupe.errors import error
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe.wording import counted
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
     Advance,
@@ -610,7 +611,8 @@ class DeltaStore(OutputStore):
         except (DeltaError, OSError) as e:
             # The message also has the rows, with their values: they do not belong in a log.
             if refusal := _VIOLATED.search(str(e)):
-                what = f"the Delta table {self._uri} refuses {refusal[1]} rows: they violate its constraints"
+                rows = counted(int(refusal[1]), "row")
+                what = f"the Delta table {self._uri} refuses {rows}: its constraints are violated"
                 raise error("INVALID_OUTPUT", what) from None
             reason = "INVALID_OUTPUT" if "Unsupported table features" in str(e) else "OUTPUT_UNAVAILABLE"
             raise error(reason, f"the Delta table {self._uri} cannot be used: {plain(e)}") from None

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def test_a_stream_ends_with_its_token_and_not_before(tmp_path: Path) -> None:
         assert time.time() >= ends_at(token) - 0.1
         assert (answer.reason, answer.code) == ("TOKEN_EXPIRED", grpc.StatusCode.UNAUTHENTICATED)
         assert answer.retry_delay_ms == 0
+        at = datetime.fromtimestamp(ends_at(token) - LEEWAY_SECONDS, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        assert (answer.numbers["subject"], answer.numbers["expired_at"]) == ("shop", at)
         again = refused(lambda: list(reading.ReadStream(follow, metadata=bearer(token), timeout=TIMEOUT_SECONDS)))
         assert again.reason == "TOKEN_EXPIRED"
         assert stays.is_active()

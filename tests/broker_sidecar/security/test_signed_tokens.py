@@ -141,6 +141,17 @@ def test_whose_an_expired_one_was_is_proven_by_its_signature(keys: tokens.Keys, 
 
     assert subject_of(ISSUERS[kid].token(iat=1, exp=2)) == ("TOKEN_EXPIRED", "shop")
     assert subject_of(FOREIGN[kid].token(iat=1, exp=2)) == ("UNAUTHENTICATED", None)
+    with pytest.raises(SeqdedupeError) as raised:
+        verify(ISSUERS[kid].token(iat=1, exp=2).encode(), keys, AUDIENCE)
+    assert raised.value.message == "the token expired at 1970-01-01T00:00:02Z; its subject is 'shop'"
+    assert raised.value.numbers["expired_at"] == "1970-01-01T00:00:02Z"
+    with pytest.raises(SeqdedupeError) as raised:
+        verify(FOREIGN[kid].token(iat=1, exp=2).encode(), keys, AUDIENCE)
+    assert "shop" not in raised.value.message
+    assert "1970" not in raised.value.message
+    # An end before all times is named too.
+    with pytest.raises(SeqdedupeError, match="TOKEN_EXPIRED"):
+        verify(ISSUERS[kid].token(iat=1, exp=-(10**400)).encode(), keys, AUDIENCE)
     # It says nothing about anybody here.
     assert subject_of(ISSUERS[kid].token(iat=1, exp=2, aud="other")) == ("UNAUTHENTICATED", None)
 

@@ -17,7 +17,6 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from broker_sidecar.security.audit import MAX_LINE_BYTES_TOLD, MAX_OPENS, Audit, Openers, Trail
 from broker_sidecar.security.permissions import CHANGES, Denial, request_class
-from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import Subject, set_caller
 from seqdedupe.audit_trail import verify
 from seqdedupe.client.blocking import Client
@@ -268,7 +267,7 @@ async def test_refused_names_are_cut(tmp_path: Path) -> None:
     audit = Audit(tmp_path / "audit.jsonl")
     subject = Subject("alice", "jwt", None, "unix:")
     names = [f"{k:02d}" + "\U0001f4a3" * 60 for k in range(99)]
-    Trail(audit).denied(Denial(subject, Action.PUBLISH, "t", ["till", *names], None))
+    Trail(audit).denied(Denial(subject, "publish", "t", ["till", *names], None))
     await audit.close()
     [line] = lines(tmp_path / "audit.jsonl")
     assert line["producers"] == 100
@@ -322,8 +321,8 @@ async def test_no_line_about_a_call_is_longer_than_is_said(tmp_path: Path, text:
                 raise error("PRODUCER_NOT_FOUND", text)
         async with trail.change(method, request):
             pass
-    trail.denied(Denial(subject, Action.PUBLISH, name, [text] * 100, None))
-    trail.denied(Denial(subject, Action.READ, name, [], None, cursor=text))
+    trail.denied(Denial(subject, "publish", name, [text] * 100, None))
+    trail.denied(Denial(subject, "read", name, [], None, cursor=text))
     trail.opened(name, 7, [1], [])
     set_caller(Subject("bob", "certificate", None, address))
     trail.opened(name, 7, [2], [(text, 1)] * 100)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,8 @@ def test_whose_token_has_expired_is_known_if_its_signature_is_good(tmp_path: Pat
         assert page.value("seqdedupe_refusals_total", reason="TOKEN_EXPIRED") == calls
     [told] = [line for line in sidecar.log if "TOKEN_EXPIRED" in str(line["event"])]
     assert (told["level"], told["subject"], told["calls"]) == ("warning", "bank", 1)
+    at = datetime.fromtimestamp(past, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert f"the token expired at {at}; its subject is 'bank'" in str(told["event"])
     assert str(told["address"]).startswith("ipv4:127.0.0.1")
     assert not any(name in str(line) for line in sidecar.log for name in ("forged", "elsewhere"))
 

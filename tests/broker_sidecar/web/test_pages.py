@@ -177,8 +177,8 @@ def test_how_far_a_start_has_come() -> None:
     ]
     body = _found(states=states, replay_left_messages=12_345)
     assert '<progress value="1213" max="1220"' in body
-    assert "1,213 of 1,220 topics serve; 7 recovering" in body
-    assert "12,345 messages are still to be read" in body
+    assert "serving: 1,213 of 1,220 topics; 7 recovering" in body
+    assert "still to be read: 12,345 messages" in body
     assert "<progress" not in _found(states=states[1:])
 
 

@@ -504,12 +504,14 @@ async def test_where_nothing_can_be_written_nobody_is_fenced(
     own = token_name(NAME, postgres.token)
     async with Client(shared_sidecar.address) as client, client.producer(topic, own) as producer:
         said: list[str] = []
-        relaying = asyncio.create_task(Relay(client, replica, topic, NAME, report=said.append).run())
+        relay = Relay(client, replica, topic, NAME, report=said.append)
+        relaying = asyncio.create_task(relay.run())
         async with asyncio.timeout(LAST_RESORT_SECONDS):
-            while len(said) < 2:  # noqa: ASYNC110
+            while relay.activity.failures["OUTBOX_UNAVAILABLE"] < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not relaying.done()
         assert "read-only" in said[0]
+        assert len(said) == 1
         relaying.cancel()
         with pytest.raises(asyncio.CancelledError):
             await relaying
@@ -553,3 +555,25 @@ async def _until(database: Database, rows: int) -> None:
     async with asyncio.timeout(LAST_RESORT_SECONDS):
         while database.rows() != rows:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_a_sidecar_that_is_away_is_reported_once_and_once_when_it_is_back(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'shop.db'}")
+    database.add(b"one")
+    with Sidecar(tmp_path) as sidecar:
+        sidecar.kill()
+        said: list[str] = []
+        async with Client(sidecar.address) as client, asyncio.timeout(LAST_RESORT_SECONDS):
+            relay = Relay(client, database.url, "orders", NAME, report=said.append)
+            relaying = asyncio.create_task(relay.run())
+            while relay.activity.failures.total() < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert len([line for line in said if line.startswith("trying again")]) == 1
+            await asyncio.to_thread(sidecar.start)
+            while not said[-1].startswith("working again (failed "):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            relaying.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await relaying
+        assert relay.counters.published == 1
+    database.engine.dispose()

@@ -1,0 +1,381 @@
+"""The rows of an entry as columns, and entries from columns. Pure.
+
+Pulsar knows two kinds of entries with rows. An unbatched entry is one row, whose key and properties are in the entry's
+metadata. A batch is rows one after the other, each with its metadata; it may be compressed as a whole. Two kinds
+have no rows to read: a chunk is a part of a large message, and an encrypted entry needs a key.
+
+Kernels: import this module only after `kernels.prepare()`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from seqdedupe.errors import error
+from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.limits import MAX_SEQUENCE_ID
+from seqdedupe.pulsar_wire import rows as kernels
+from seqdedupe.pulsar_wire.compression import compress, decompress
+from seqdedupe.pulsar_wire.frames import Buffer, Entry, malformed, readable
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
+from seqdedupe.pulsar_wire.rows import (
+    HAS_KEY,
+    HAS_ORDERING_KEY,
+    HAS_SEQUENCE_ID,
+    KEY_IS_BASE64,
+    NULL_KEY,
+    NULL_VALUE,
+    PLACES,
+)
+
+_MIN_ROW_BYTES = 6
+"""The bytes of the smallest row: the size of its metadata, and in them the size of its payload."""
+
+
+class Kind(Enum):
+    """What an entry's payload is."""
+
+    SINGLE = "single"
+    BATCH = "batch"
+    CHUNK = "chunk"
+    ENCRYPTED = "encrypted"
+    MARKER = "marker"
+    """A message of Pulsar's own, which no consumer receives."""
+
+
+class Chunk(NamedTuple):
+    """Which part of a large message an entry is."""
+
+    uuid: bytes
+    number: int
+    chunks: int
+
+
+class Row(NamedTuple):
+    """One row. For many, use the columns of `Rows`."""
+
+    sequence_id: int
+    payload: bytes = b""
+    key: bytes | None = None
+    ordering_key: bytes | None = None
+    properties: tuple[tuple[bytes, bytes], ...] = ()
+    event_time: int = 0
+    flags: int = 0
+    """KEY_IS_BASE64, NULL_VALUE, COMPACTED_OUT, NULL_KEY."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A column of byte strings in Arrow's layout: value K is `data[offsets[K]:offsets[K + 1]]`."""
+
+    offsets: Int64s
+    data: Buffer
+
+    @classmethod
+    def of(cls, values: Sequence[bytes]) -> Self:
+        """Return the column of these values."""
+        return cls(_offsets(np.fromiter(map(len, values), np.int64, len(values))), b"".join(values))
+
+    def value(self, row: int) -> bytes:
+        """Return one value. For many, use the offsets."""
+        return bytes(memoryview(self.data)[int(self.offsets[row]) : int(self.offsets[row + 1])])
+
+    def is_one_value(self) -> bool:
+        """Return whether there are values, and all are the same."""
+        sizes = np.diff(self.offsets)
+        return (
+            len(sizes) > 0
+            and bool((sizes == sizes[0]).all())
+            and self.value(0) == self.value(len(sizes) - 1)
+            and self.value(0) * len(sizes) == self.data
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """The properties of rows in Arrow's layout of maps: row K has those from `offsets[K]` to `offsets[K + 1]`."""
+
+    offsets: Int64s
+    names: Values
+    values: Values
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows as columns. A row without a key has an empty one, and no HAS_KEY among its flags; so with ordering keys."""
+
+    sequence_ids: Int64s
+    event_times: Int64s
+    """0 is none."""
+    flags: Int64s
+    keys: Values
+    ordering_keys: Values
+    properties: Properties
+    payloads: Values
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids)
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Self:
+        """Return the columns of these rows."""
+        pairs = [pair for row in rows for pair in row.properties]
+        return cls(
+            np.array([row.sequence_id for row in rows], np.int64),
+            np.array([row.event_time for row in rows], np.int64),
+            np.array([_flags_of(row) for row in rows], np.int64),
+            Values.of([row.key or b"" for row in rows]),
+            Values.of([row.ordering_key or b"" for row in rows]),
+            Properties(
+                _offsets(np.array([len(row.properties) for row in rows], np.int64)),
+                Values.of([name for name, _ in pairs]),
+                Values.of([value for _, value in pairs]),
+            ),
+            Values.of([row.payload for row in rows]),
+        )
+
+    def row(self, k: int) -> Row:
+        """Return one row."""
+        flags = int(self.flags[k])
+        own = range(int(self.properties.offsets[k]), int(self.properties.offsets[k + 1]))
+        return Row(
+            int(self.sequence_ids[k]),
+            self.payloads.value(k),
+            self.keys.value(k) if flags & HAS_KEY else None,
+            self.ordering_keys.value(k) if flags & HAS_ORDERING_KEY else None,
+            tuple((self.properties.names.value(p), self.properties.values.value(p)) for p in own),
+            int(self.event_times[k]),
+            flags & ~(HAS_KEY | HAS_ORDERING_KEY | HAS_SEQUENCE_ID),
+        )
+
+
+def kind_of(metadata: MessageMetadata) -> Kind:
+    """Return what an entry's payload is."""
+    if metadata.HasField("marker_type"):
+        return Kind.MARKER
+    if metadata.encryption_keys:
+        return Kind.ENCRYPTED
+    if metadata.num_chunks_from_msg > 1:
+        return Kind.CHUNK
+    return Kind.BATCH if metadata.HasField("num_messages_in_batch") else Kind.SINGLE
+
+
+def chunk_of(metadata: MessageMetadata) -> Chunk:
+    """Return which chunk an entry of that kind is. Raises MALFORMED_MESSAGE."""
+    chunk = Chunk(metadata.uuid, metadata.chunk_id, metadata.num_chunks_from_msg)
+    if not chunk.uuid or not 0 <= chunk.number < chunk.chunks:
+        raise malformed(f"chunk {chunk.number} of {chunk.chunks}, of the message {chunk.uuid!r}, is none")
+    return chunk
+
+
+def range_of(metadata: MessageMetadata) -> tuple[int, int]:
+    """Return the lowest and highest sequence ID that an entry's metadata state.
+
+    It is what a broker judges. Clients of C++ and Go do not state the highest one, so for their batches it is the
+    lowest: only the rows tell. Raises INVALID_SEQUENCE_ID.
+    """
+    first = metadata.sequence_id
+    return _valid(first), _valid(max(first, metadata.highest_sequence_id))
+
+
+class Batch:
+    """A batch that was decoded, as far as a verdict needs it: the rows' sequence IDs."""
+
+    def __init__(self, metadata: MessageMetadata, body: Buffer) -> None:
+        """Find the rows. `body` is the payload, decompressed. Raises MALFORMED_MESSAGE, INVALID_SEQUENCE_ID."""
+        count = metadata.num_messages_in_batch
+        if not 0 <= count <= len(body) // _MIN_ROW_BYTES:
+            raise malformed(f"a batch of {len(body)} bytes says that it has {count} rows")
+        self.metadata = metadata
+        self._body = readable(body)
+        self._flat = np.empty(count * PLACES, np.int64)
+        self._property_count = kernels.scan(self._body, count, self._flat)
+        if self._property_count < 0:
+            raise malformed(f"row {-1 - self._property_count} of a batch of {count} rows is none of Pulsar's")
+        self._places = self._flat.reshape(count, PLACES)
+        has_own = (self._places[:, kernels.FLAGS] & HAS_SEQUENCE_ID) != 0
+        following = np.int64(range_of(metadata)[0]) + np.arange(count)
+        self.sequence_ids: Int64s = np.where(has_own, self._places[:, kernels.SEQUENCE_ID], following)
+        """If a client omitted it, it is the entry's plus the row's number."""
+        if count and int(self.sequence_ids.min()) < 0:
+            raise error("INVALID_SEQUENCE_ID", "a row's sequence ID is above 2^63 - 1")
+
+    @classmethod
+    def of(cls, entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Self:
+        """Decode an entry of the kind BATCH. `max_bytes` limits its payload when decompressed.
+
+        Raises the errors of `decompress` and of the constructor.
+        """
+        return cls(metadata, _body(entry, metadata, max_bytes))
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids)
+
+    def rows(self) -> Rows:
+        """Return all columns. Raises MALFORMED_MESSAGE."""
+        spans = np.empty(4 * self._property_count, np.int64)
+        if not kernels.find_properties(self._body, len(self), self._flat, spans):
+            raise malformed("a property of a batch is none of Pulsar's")
+        pairs = spans.reshape(-1, 4)
+        return Rows(
+            self.sequence_ids,
+            self._column(kernels.EVENT_TIME),
+            self._column(kernels.FLAGS),
+            self._values(self._column(kernels.KEY), self._column(kernels.KEY_END)),
+            self._values(self._column(kernels.ORDERING_KEY), self._column(kernels.ORDERING_KEY_END)),
+            Properties(
+                _offsets(self._column(kernels.PROPERTIES)),
+                self._values(pairs[:, 0], pairs[:, 1]),
+                self._values(pairs[:, 2], pairs[:, 3]),
+            ),
+            self._values(self._column(kernels.PAYLOAD), self._column(kernels.END)),
+        )
+
+    def take(self, marks: Uint8s) -> Entry:
+        """Return an entry of the rows whose mark is not 0; at least one. The rows keep their bytes.
+
+        The entry has the metadata of the batch, but for what follows from the rows: IDs, counts, sizes, shared keys.
+        """
+        ids = self.sequence_ids[marks != 0]
+        out = np.empty(len(self._body) + len(ids) * kernels.SEQUENCE_ID_BYTES, np.uint8)
+        size = kernels.take(self._body, len(self), self._flat, self.sequence_ids, marks, out)
+        metadata = MessageMetadata()
+        metadata.CopyFrom(self.metadata)
+        flags = self._column(kernels.FLAGS)[marks != 0]
+        keys, ordering_keys = (
+            self._values(*(self._column(place)[marks != 0] for place in places))
+            for places in ((kernels.KEY, kernels.KEY_END), (kernels.ORDERING_KEY, kernels.ORDERING_KEY_END))
+        )
+        return _entry(metadata, ids, flags, keys, ordering_keys, out[:size].data)
+
+    def _column(self, place: int) -> Int64s:
+        return np.ascontiguousarray(self._places[:, place])
+
+    def _values(self, begins: Int64s, ends: Int64s) -> Values:
+        offsets = _offsets(ends - begins)
+        out = np.empty(int(offsets[-1]), np.uint8)
+        if len(out):
+            kernels.gather(self._body, np.ascontiguousarray(begins), offsets, out)
+        return Values(offsets, out.tobytes())
+
+
+def rows_of(entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Rows:
+    """Return the rows of an entry of the kind SINGLE or BATCH.
+
+    Raises the errors of `Batch.of`. INVALID_REQUEST says that the entry is of another kind.
+    """
+    kind = kind_of(metadata)
+    if kind is Kind.BATCH:
+        return Batch.of(entry, metadata, max_bytes).rows()
+    if kind is not Kind.SINGLE:
+        raise error("INVALID_REQUEST", f"an entry has no rows that can be read: it is a {kind.value} entry")
+    flags = (
+        KEY_IS_BASE64 * metadata.partition_key_b64_encoded
+        | NULL_VALUE * metadata.null_value
+        | NULL_KEY * metadata.null_partition_key
+    )
+    return Rows.of(
+        [
+            Row(
+                range_of(metadata)[0],
+                bytes(_body(entry, metadata, max_bytes)),
+                metadata.partition_key if metadata.HasField("partition_key") else None,
+                metadata.ordering_key if metadata.HasField("ordering_key") else None,
+                tuple((pair.key, pair.value) for pair in metadata.properties),
+                int(np.uint64(metadata.event_time).view(np.int64)),
+                flags,
+            )
+        ]
+    )
+
+
+def batch_of(
+    rows: Rows,
+    producer_name: bytes,
+    publish_time_ms: int,
+    compression: CompressionType.ValueType = NONE,
+    schema_version: bytes | None = None,
+) -> Entry:
+    """Return a batch of at least one row, for `stamped`. Every stock consumer reads it.
+
+    Each row states its sequence ID. The entry has no event time: Java would show it for rows without one. It has the
+    rows' key if all share it, since Key_Shared looks at no other.
+    """
+    out = np.empty(_most_bytes(rows), np.uint8)
+    names, values = rows.properties.names, rows.properties.values
+    size = kernels.put_rows(
+        rows.sequence_ids,
+        rows.event_times,
+        rows.flags,
+        rows.keys.offsets,
+        readable(rows.keys.data),
+        rows.ordering_keys.offsets,
+        readable(rows.ordering_keys.data),
+        rows.properties.offsets,
+        names.offsets,
+        readable(names.data),
+        values.offsets,
+        readable(values.data),
+        rows.payloads.offsets,
+        readable(rows.payloads.data),
+        out,
+    )
+    metadata = MessageMetadata(
+        producer_name=producer_name,
+        publish_time=publish_time_ms,
+        compression=compression,
+        schema_version=schema_version,
+    )
+    return _entry(metadata, rows.sequence_ids, rows.flags, rows.keys, rows.ordering_keys, out[:size].data)
+
+
+def _entry(
+    metadata: MessageMetadata, ids: Int64s, flags: Int64s, keys: Values, ordering_keys: Values, body: Buffer
+) -> Entry:
+    """Return a batch of these rows, whose metadata are completed here."""
+    metadata.sequence_id = int(ids[0])
+    metadata.highest_sequence_id = int(ids[-1])
+    metadata.num_messages_in_batch = len(ids)
+    # Also if nothing is compressed: Go's client needs it.
+    metadata.uncompressed_size = len(body)
+    for field in ("partition_key", "partition_key_b64_encoded", "ordering_key", "event_time"):
+        metadata.ClearField(field)
+    shared = int(np.bitwise_and.reduce(flags))
+    if shared & HAS_KEY and not ((flags ^ flags[0]) & KEY_IS_BASE64).any() and keys.is_one_value():
+        metadata.partition_key = keys.value(0)
+        if shared & KEY_IS_BASE64:
+            metadata.partition_key_b64_encoded = True
+    if shared & HAS_ORDERING_KEY and ordering_keys.is_one_value():
+        metadata.ordering_key = ordering_keys.value(0)
+    return Entry(metadata.SerializeToString(), compress(metadata.compression, body))
+
+
+def _body(entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Buffer:
+    return decompress(metadata.compression, entry.payload, metadata.uncompressed_size, max_bytes)
+
+
+def _most_bytes(rows: Rows) -> int:
+    """Return what the rows have room in."""
+    names, values = rows.properties.names, rows.properties.values
+    data = sum(int(column.offsets[-1]) for column in (rows.keys, rows.ordering_keys, names, values, rows.payloads))
+    return data + len(rows) * kernels.ROW_BYTES + (len(names.offsets) - 1) * kernels.PROPERTY_BYTES
+
+
+def _flags_of(row: Row) -> int:
+    key = 0 if row.key is None else HAS_KEY
+    return row.flags | key | (0 if row.ordering_key is None else HAS_ORDERING_KEY) | HAS_SEQUENCE_ID
+
+
+def _offsets(sizes: Int64s) -> Int64s:
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
+def _valid(sequence_id: int) -> int:
+    if sequence_id > MAX_SEQUENCE_ID:
+        raise error("INVALID_SEQUENCE_ID", f"sequence ID {sequence_id} is above 2^63 - 1")
+    return sequence_id

@@ -1,0 +1,630 @@
+"""A connection to a broker: requests, producers whose receipts come in order, and readers of entries as stored.
+
+Nothing is ever sent a second time. What a producer has sent without a receipt when it ends has an unknown outcome, and
+is reported as that: only the caller can find out what the log holds.
+"""
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import count
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from google.protobuf.message import Message
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.pulsar_wire.frames import (
+    FRAME_OVERHEAD_BYTES,
+    Entry,
+    Frame,
+    Splitter,
+    command_frame,
+    command_of,
+    entry_frame,
+    entry_frame_bytes,
+    entry_of,
+    malformed,
+    metadata_of,
+)
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
+    AuthData,
+    CommandAuthResponse,
+    CommandCloseConsumer,
+    CommandCloseProducer,
+    CommandConnect,
+    CommandError,
+    CommandFlow,
+    CommandLookupTopic,
+    CommandLookupTopicResponse,
+    CommandPartitionedTopicMetadata,
+    CommandPartitionedTopicMetadataResponse,
+    CommandPing,
+    CommandPong,
+    CommandProducer,
+    CommandProducerSuccess,
+    CommandSend,
+    CommandSendReceipt,
+    CommandSubscribe,
+    Exclusive,
+    FeatureFlags,
+    MessageIdData,
+    MessageMetadata,
+    ProducerAccessMode,
+    Property,
+    Schema,
+    ServerError,
+)
+
+TIMEOUT_SECONDS = 10.0
+PING_SECONDS = 30.0
+"""A connection that is silent for this long is asked; one that is silent as long again has ended."""
+MAX_OUTSTANDING = 64
+"""The most entries of a producer that have no receipt. A writer needs 16."""
+MAX_REDIRECTS = 20
+MAX_MESSAGE_BYTES = 5 * 1024 * 1024
+"""The limit of a broker that announces none."""
+READER_PERMITS = 100
+"""The rows for which a reader asks in advance. A broker sends whole entries, so at least one."""
+
+_PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}
+_PROTOCOL_VERSION = 20
+_CLIENT_VERSION = "seqdedupe"
+_MAX_HANDSHAKE_BYTES = 64 * 1024
+_READ_BYTES = 256 * 1024
+_NO_LEDGER = 2**64 - 1
+"""The ledger in the receipt of an entry that the broker takes for a duplicate, and does not store."""
+
+_FORBIDS = (ServerError.AuthenticationError, ServerError.AuthorizationError)
+_OWNED = (ServerError.ProducerBusy, ServerError.ProducerFenced, ServerError.ConsumerBusy)
+
+Token = Callable[[], str]
+"""Returns a token; it may block, and is called in a thread."""
+
+
+class Place(NamedTuple):
+    """Where an entry is stored."""
+
+    ledger_id: int
+    entry_id: int
+
+
+class Stored(NamedTuple):
+    """An entry that a reader received."""
+
+    place: Place
+    entry: Entry
+    metadata: MessageMetadata
+
+
+class Producer:
+    """A producer that a broker has let in. `Connection.producer` makes it.
+
+    Receipts come in the order of sending, each as a call of `on_receipt(sequence_id, place)`. When the producer ends,
+    `on_end(why, sequence_ids)` gets, once, the IDs of all entries that were sent and have no receipt. The log holds the
+    first N of these entries, and N may be 0. Both callbacks must neither block nor raise.
+    """
+
+    def __init__(
+        self,
+        connection: "Connection",
+        producer_id: int,
+        on_receipt: Callable[[int, Place], None],
+        on_end: Callable[[SeqdedupeError, tuple[int, ...]], None],
+    ) -> None:
+        self._connection = connection
+        self._id = producer_id
+        self._on_receipt = on_receipt
+        self._on_end = on_end
+        self._outstanding: deque[int] = deque()
+        self._ended: SeqdedupeError | None = None
+        self._is_open = False
+        self._command = CommandProducer(producer_id=producer_id)
+        self.name = ""
+        self.last_sequence_id = -1
+        """What the broker says. It means something if its deduplication is on."""
+        self.topic_epoch: int | None = None
+        """Rises with each producer that gets the topic for itself; None in the mode Shared."""
+
+    @property
+    def outstanding(self) -> int:
+        """The number of entries without a receipt."""
+        return len(self._outstanding)
+
+    def send(self, sequence_id: int, entry: Entry, *, highest: int | None = None, rows: int = 1) -> None:
+        """Send an entry. If this raises, nothing was sent.
+
+        Raises QUEUE_FULL with MAX_OUTSTANDING entries without a receipt, MESSAGE_TOO_LARGE, and the error that has
+        ended the producer. `Connection.drain` waits until the socket has taken what was sent.
+        """
+        if self._ended is not None:
+            raise self._ended
+        if len(self._outstanding) >= MAX_OUTSTANDING:
+            raise error("QUEUE_FULL", f"producer {self.name} has {MAX_OUTSTANDING} entries without a receipt")
+        size, limit = entry_frame_bytes(entry), self._connection.max_message_bytes
+        if size > limit:
+            raise error("MESSAGE_TOO_LARGE", f"an entry of {size} bytes is larger than the broker's limit, {limit}")
+        command = CommandSend(
+            producer_id=self._id, sequence_id=sequence_id, highest_sequence_id=highest, num_messages=rows
+        )
+        self._outstanding.append(sequence_id)
+        self._connection._write(*entry_frame(command_of("send", command), entry))
+
+    async def close(self) -> None:
+        """End the producer, after the receipts that the broker still sends. Raises the errors of `request`."""
+        if self._ended is None:
+            try:
+                await self._connection.request("close_producer", CommandCloseProducer(producer_id=self._id))
+            finally:
+                self._end(error("LOG_REFUSED", f"producer {self.name} was closed"))
+
+    def _received(self, receipt: CommandSendReceipt) -> None:
+        if not self._outstanding or receipt.sequence_id != self._outstanding[0]:
+            expected = self._outstanding[0] if self._outstanding else "none"
+            raise malformed(f"a receipt for {receipt.sequence_id} came to {self.name}, and {expected} was expected")
+        place = receipt.message_id
+        if place.ledgerId == _NO_LEDGER:
+            # It is lost. Nothing after it may count as stored in order.
+            why = f"the broker takes entry {receipt.sequence_id} of {self.name} for a duplicate, and has not stored it"
+            self._connection._abandon(self, error("LOG_REFUSED", why))
+            return
+        self._on_receipt(self._outstanding.popleft(), Place(place.ledgerId, place.entryId))
+
+    def _end(self, why: SeqdedupeError) -> None:
+        self._connection._producers.pop(self._id, None)
+        if self._ended is not None:
+            return
+        self._ended = why
+        if self._is_open:
+            unknown = tuple(self._outstanding)
+            self._outstanding.clear()
+            self._on_end(why, unknown)
+        else:
+            self._connection._refuse(self._command.request_id, why)
+
+
+class Reader:
+    """Reads a topic's entries as they are stored, with all of their metadata. `Connection.reader` makes it.
+
+    The topic keeps no cursor for it. It holds about READER_PERMITS entries at most.
+    """
+
+    def __init__(self, connection: "Connection", consumer_id: int) -> None:
+        self._connection = connection
+        self._id = consumer_id
+        self._entries: asyncio.Queue[Stored | None] = asyncio.Queue()
+        self._ended: SeqdedupeError | None = None
+        self._taken = 0
+
+    async def next(self) -> Stored:
+        """Return the next entry, as soon as there is one. Raises the error that has ended the reader, after all that
+        came before."""
+        stored = await self._entries.get()
+        if stored is None:
+            self._entries.put_nowait(None)
+            raise self._ended or error("LOG_UNREADABLE", "the reader was closed")
+        self._taken += stored.metadata.num_messages_in_batch
+        if 2 * self._taken >= READER_PERMITS:
+            self._ask(self._taken)
+            self._taken = 0
+        return stored
+
+    async def close(self) -> None:
+        """End the reader. Raises the errors of `request`."""
+        if self._ended is None:
+            try:
+                await self._connection.request("close_consumer", CommandCloseConsumer(consumer_id=self._id))
+            finally:
+                self._end(error("LOG_UNREADABLE", "the reader was closed"))
+
+    def _ask(self, rows: int) -> None:
+        if self._ended is None:
+            self._connection._command("flow", CommandFlow(consumer_id=self._id, messagePermits=rows))
+
+    def _received(self, stored: Stored) -> None:
+        # Entries without rows need no permits.
+        if self._entries.qsize() < 2 * READER_PERMITS:
+            self._entries.put_nowait(stored)
+            return
+        close = CommandCloseConsumer(consumer_id=self._id, request_id=next(self._connection._numbers))
+        self._connection._command("close_consumer", close)
+        self._end(error("LOG_UNREADABLE", f"a reader got {2 * READER_PERMITS} entries that nobody has taken"))
+
+    def _end(self, why: SeqdedupeError) -> None:
+        self._connection._readers.pop(self._id, None)
+        if self._ended is None:
+            self._ended = why
+            self._entries.put_nowait(None)
+
+
+class Connection:
+    """A connection to one broker. `connect` makes it; `close` ends it and all that it has."""
+
+    def __init__(
+        self, url: str, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], token: Token | None
+    ) -> None:
+        self.url = url
+        self.max_message_bytes = MAX_MESSAGE_BYTES
+        """The most that the broker takes as one entry, by its own word."""
+        self._input, self._output = streams
+        self._token = token
+        self._splitter = Splitter(_MAX_HANDSHAKE_BYTES)
+        self._requests: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = count(1)
+        self._producers: dict[int, Producer] = {}
+        self._readers: dict[int, Reader] = {}
+        self._connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._heard = False
+        self._is_challenged = False
+        self._ended: SeqdedupeError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still serves."""
+        return self._ended is None
+
+    async def request(self, field: str, message: Any, timeout: float | None = TIMEOUT_SECONDS) -> Any:
+        """Send a command with a request ID, which is set here, and return the command that answers it.
+
+        A caller that is cancelled or runs out of time ignores the answer. Raises LOG_REFUSED (also without an answer in
+        time, or if the connection has ended), PULSAR_FORBIDS, TOPIC_NOT_FOUND, TOPIC_TERMINATED, NOT_OWNER. If the
+        broker has answered, their number `server_error` is Pulsar's code.
+        """
+        message.request_id = number = next(self._numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self._requests[number] = answer
+        try:
+            self._command(field, message)
+            async with asyncio.timeout(timeout):
+                return await answer
+        except TimeoutError as e:
+            raise error("LOG_REFUSED", f"{self.url} does not answer {field} within {timeout} s") from e
+        finally:
+            del self._requests[number]
+
+    async def partitions(self, topic: str) -> int:
+        """Return a topic's number of partitions, 0 if it is none that has any. Raises the errors of `request`."""
+        answer = await self.request("partitionMetadata", CommandPartitionedTopicMetadata(topic=topic))
+        if answer.response == CommandPartitionedTopicMetadataResponse.Failed:
+            raise _refusal(self.url, answer.error, answer.message)
+        return int(answer.partitions)
+
+    async def lookup(self, topic: str, *, authoritative: bool = False) -> CommandLookupTopicResponse:
+        """Return the broker's answer to who serves the topic. Raises the errors of `request`."""
+        command = CommandLookupTopic(topic=topic, authoritative=authoritative)
+        answer: CommandLookupTopicResponse = await self.request("lookupTopic", command)
+        if answer.response == CommandLookupTopicResponse.Failed:
+            raise _refusal(self.url, answer.error, answer.message)
+        return answer
+
+    async def producer(
+        self,
+        topic: str,
+        on_receipt: Callable[[int, Place], None],
+        on_end: Callable[[SeqdedupeError, tuple[int, ...]], None],
+        *,
+        name: str = "",
+        access_mode: ProducerAccessMode.ValueType = Exclusive,
+        topic_epoch: int | None = None,
+        schema: Schema | None = None,
+        properties: Mapping[str, str] | None = None,
+        timeout: float | None = TIMEOUT_SECONDS,
+    ) -> Producer:
+        """Open a producer. The connection must be to the topic's broker, see `connect_to_owner`.
+
+        With WaitForExclusive and no time-out, this waits until the topic is free. A caller that gives up leaves no
+        producer: it is closed as soon as it is open. Raises the errors of `request`; NOT_OWNER says that the topic has
+        another producer.
+        """
+        producer = Producer(self, next(self._numbers), on_receipt, on_end)
+        self._producers[producer._id] = producer
+        command = producer._command = CommandProducer(
+            topic=topic,
+            producer_id=producer._id,
+            producer_name=name or None,
+            user_provided_producer_name=bool(name),
+            producer_access_mode=access_mode,
+            topic_epoch=topic_epoch,
+            schema=schema,
+            metadata=[Property(key=key.encode(), value=value.encode()) for key, value in (properties or {}).items()],
+        )
+        try:
+            answer: CommandProducerSuccess = await self.request("producer", command, timeout)
+        except BaseException:
+            self._producers.pop(producer._id, None)
+            if self.is_open:
+                # The broker may have opened it meanwhile, or may do it later.
+                close = CommandCloseProducer(producer_id=producer._id, request_id=next(self._numbers))
+                self._command("close_producer", close)
+            raise
+        if producer._ended is not None:
+            raise producer._ended
+        producer._is_open = True
+        producer.name = answer.producer_name
+        producer.last_sequence_id = answer.last_sequence_id
+        producer.topic_epoch = answer.topic_epoch if answer.HasField("topic_epoch") else None
+        return producer
+
+    async def reader(self, topic: str, name: str, start: Place | None = None) -> Reader:
+        """Open a reader of the entries from `start` on, that one included, or of all.
+
+        Raises the errors of `request`.
+        """
+        reader = Reader(self, next(self._numbers))
+        self._readers[reader._id] = reader
+        place = start or Place(_NO_LEDGER, _NO_LEDGER)
+        command = CommandSubscribe(
+            topic=topic,
+            subscription=name,
+            subType=CommandSubscribe.Exclusive,
+            consumer_id=reader._id,
+            durable=False,
+            start_message_id=MessageIdData(ledgerId=place.ledger_id, entryId=place.entry_id),
+            initialPosition=CommandSubscribe.Earliest,
+        )
+        try:
+            await self.request("subscribe", command)
+        except BaseException:
+            self._readers.pop(reader._id, None)
+            if self.is_open:
+                close = CommandCloseConsumer(consumer_id=reader._id, request_id=next(self._numbers))
+                self._command("close_consumer", close)
+            raise
+        reader._ask(READER_PERMITS)
+        return reader
+
+    async def drain(self) -> None:
+        """Wait until the socket has taken most of what was sent."""
+        with suppress(OSError):
+            await self._output.drain()
+
+    async def close(self) -> None:
+        """End the connection and all its producers and readers."""
+        self._fail(error("LOG_REFUSED", f"the connection to {self.url} was closed"))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with suppress(OSError):
+            await self._output.wait_closed()
+
+    # -- Its own work.
+
+    async def _start(self, proxy_to: str) -> None:
+        """Begin to serve. Returns when the broker has accepted the connection."""
+        self._go(self._read())
+        connect = CommandConnect(
+            client_version=_CLIENT_VERSION,
+            protocol_version=_PROTOCOL_VERSION,
+            feature_flags=FeatureFlags(supports_auth_refresh=self._token is not None),
+            proxy_to_broker_url=proxy_to or None,
+        )
+        if self._token is not None:
+            connect.auth_method_name = "token"
+            connect.auth_data = (await asyncio.to_thread(self._token)).encode()
+        self._command("connect", connect)
+        await self._connected
+        self._go(self._ping())
+
+    def _go(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._input.read(_READ_BYTES):
+                self._heard = True
+                for frame in self._splitter.feed(data):
+                    self._handle(frame)
+            self._fail(error("LOG_REFUSED", f"{self.url} has ended the connection"))
+        except SeqdedupeError as e:
+            self._fail(e)
+        except OSError as e:
+            self._fail(error("LOG_REFUSED", f"the connection to {self.url} is broken: {e}"))
+        finally:
+            # Also if a callback raises: nobody may wait for a connection that is not read.
+            self._fail(error("LOG_REFUSED", f"the connection to {self.url} has failed"))
+
+    async def _ping(self) -> None:
+        while True:
+            self._heard = False
+            await asyncio.sleep(PING_SECONDS)
+            if not self._heard:
+                self._command("ping", CommandPing())
+                await asyncio.sleep(PING_SECONDS)
+                if not self._heard:
+                    self._fail(error("LOG_REFUSED", f"{self.url} was silent for {2 * PING_SECONDS:.0f} s"))
+
+    async def _answer_challenge(self) -> None:
+        try:
+            token = await asyncio.to_thread(self._token) if self._token is not None else ""
+        except SeqdedupeError as e:
+            self._fail(e)
+            return
+        finally:
+            self._is_challenged = False
+        data = AuthData(auth_method_name="token", auth_data=token.encode())
+        response = CommandAuthResponse(
+            client_version=_CLIENT_VERSION, protocol_version=_PROTOCOL_VERSION, response=data
+        )
+        self._command("authResponse", response)
+
+    def _handle(self, frame: Frame) -> None:
+        command = frame.command
+        message: Any = getattr(command, frame.field) if frame.field else None
+        match frame.field:
+            case "ping":
+                # A broker takes any command for an answer. Pongs must not pile up.
+                if self._output.transport.get_write_buffer_size() < _MAX_HANDSHAKE_BYTES:
+                    self._command("pong", CommandPong())
+            case "connected":
+                if message.max_message_size > 0:
+                    self.max_message_bytes = message.max_message_size
+                self._splitter.max_frame_bytes = self.max_message_bytes + FRAME_OVERHEAD_BYTES
+                if not self._connected.done():
+                    self._connected.set_result(None)
+            case "authChallenge":
+                if not self._is_challenged:
+                    self._is_challenged = True
+                    self._go(self._answer_challenge())
+            case "send_receipt":
+                if (producer := self._producers.get(message.producer_id)) is not None:
+                    producer._received(message)
+            case "send_error":
+                if (producer := self._producers.get(message.producer_id)) is not None:
+                    self._abandon(producer, _refusal(self.url, message.error, message.message))
+            case "close_producer":
+                if (producer := self._producers.get(message.producer_id)) is not None:
+                    producer._end(error("LOG_REFUSED", f"{self.url} has closed producer {producer.name}"))
+            case "close_consumer":
+                if (reader := self._readers.get(message.consumer_id)) is not None:
+                    reader._end(error("LOG_UNREADABLE", f"{self.url} has closed a reader"))
+            case "message":
+                if (reader := self._readers.get(message.consumer_id)) is not None:
+                    place = Place(message.message_id.ledgerId, message.message_id.entryId)
+                    entry = entry_of(frame.content)
+                    reader._received(Stored(place, entry, metadata_of(entry)))
+            case "error":
+                self._refused(message)
+            case "producer_success" if not message.producer_ready:
+                # It waits for the topic. A second answer follows.
+                pass
+            case _:
+                self._answered(getattr(message, "request_id", 0), message)
+
+    def _answered(self, number: int, answer: Any) -> None:
+        waiting = self._requests.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def _refused(self, message: CommandError) -> None:
+        refusal = _refusal(self.url, message.error, message.message)
+        if self._connected.done():
+            self._refuse(message.request_id, refusal)
+        else:
+            self._fail(refusal)
+
+    def _refuse(self, number: int, why: SeqdedupeError) -> None:
+        waiting = self._requests.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(why)
+
+    def _abandon(self, producer: Producer, why: SeqdedupeError) -> None:
+        """End a producer that the broker still has."""
+        close = CommandCloseProducer(producer_id=producer._id, request_id=next(self._numbers))
+        self._command("close_producer", close)
+        producer._end(why)
+
+    def _command(self, field: str, message: Message) -> None:
+        self._write(command_frame(command_of(field, message)))
+
+    def _write(self, *parts: Any) -> None:
+        if self._ended is not None:
+            raise self._ended
+        self._output.writelines(parts)
+
+    def _fail(self, why: SeqdedupeError) -> None:
+        """End everything. Every request fails with this error, and what was sent has an unknown outcome."""
+        if self._ended is not None:
+            return
+        self._ended = why
+        self._output.transport.abort()
+        current = asyncio.current_task()
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+        for waiting in [self._connected, *self._requests.values()]:
+            if not waiting.done():
+                waiting.set_exception(why)
+                waiting.exception()
+        for producer in list(self._producers.values()):
+            producer._end(why)
+        for reader in list(self._readers.values()):
+            reader._end(why)
+
+
+async def connect(
+    service_url: str,
+    *,
+    token: Token | None = None,
+    tls: ssl.SSLContext | None = None,
+    proxy_to: str = "",
+    timeout: float = TIMEOUT_SECONDS,
+) -> Connection:
+    """Connect to the first host of `service_url` that answers: `pulsar://one:6650,two:6650`, or `pulsar+ssl://…`.
+
+    `tls` is the system's default if it is None. `proxy_to` names a broker for a Pulsar proxy. Raises LOG_REFUSED if no
+    host answers in time, PULSAR_FORBIDS, and the errors of `token`.
+    """
+    parts = urlsplit(service_url)
+    if parts.scheme not in _PORTS or not parts.netloc:
+        raise error("INVALID_CONFIGURATION", f"{service_url} is no service URL of Pulsar")
+    context = (tls or ssl.create_default_context()) if parts.scheme == "pulsar+ssl" else None
+    failure: SeqdedupeError | None = None
+    for host in parts.netloc.split(","):
+        url = f"{parts.scheme}://{host}"
+        try:
+            async with asyncio.timeout(timeout):
+                return await _connect(url, context, token, proxy_to)
+        except (OSError, ValueError) as e:
+            # TimeoutError is an OSError.
+            failure = error("LOG_REFUSED", f"{url} cannot be reached: {str(e) or 'no answer in time'}")
+        except SeqdedupeError as e:
+            if e.reason != "LOG_REFUSED":
+                raise
+            failure = e
+    raise failure or error("LOG_REFUSED", f"{service_url} names no host")
+
+
+async def connect_to_owner(service_url: str, topic: str, **options: Any) -> Connection:
+    """Connect to the broker that serves the topic. `options` are those of `connect`. Raises its errors and those of
+    `request`; LOG_REFUSED after MAX_REDIRECTS."""
+    url, proxy_to, authoritative = service_url, "", False
+    connection = await connect(url, **options)
+    try:
+        for _ in range(MAX_REDIRECTS):
+            answer = await connection.lookup(topic, authoritative=authoritative)
+            at = answer.brokerServiceUrlTls if url.startswith("pulsar+ssl") else answer.brokerServiceUrl
+            if not at:
+                raise error("LOG_REFUSED", f"{connection.url} names no broker for {topic}")
+            is_found = answer.response == CommandLookupTopicResponse.Connect
+            authoritative = answer.authoritative
+            url, proxy_to = (service_url, at) if answer.proxy_through_service_url else (at, "")
+            if not (is_found and url == connection.url and not proxy_to):
+                await connection.close()
+                connection = await connect(url, proxy_to=proxy_to, **options)
+            if is_found:
+                return connection
+    except BaseException:
+        await connection.close()
+        raise
+    await connection.close()
+    raise error("LOG_REFUSED", f"{topic} was looked up {MAX_REDIRECTS} times, and no broker serves it")
+
+
+async def _connect(url: str, tls: ssl.SSLContext | None, token: Token | None, proxy_to: str) -> Connection:
+    place = urlsplit(url)
+    streams = await asyncio.open_connection(place.hostname, place.port or _PORTS[place.scheme], ssl=tls)
+    connection = Connection(url, streams, token)
+    try:
+        await connection._start(proxy_to)
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
+
+
+def _refusal(url: str, code: int, message: str) -> SeqdedupeError:
+    """Return the error of a broker's refusal."""
+    name = ServerError.Name(code) if code in ServerError.values() else str(code)  # type: ignore[arg-type]
+    reason = "LOG_REFUSED"
+    if code in _FORBIDS:
+        reason = "PULSAR_FORBIDS"
+    elif code in _OWNED:
+        reason = "NOT_OWNER"
+    elif code == ServerError.TopicNotFound:
+        reason = "TOPIC_NOT_FOUND"
+    elif code == ServerError.TopicTerminatedError:
+        reason = "TOPIC_TERMINATED"
+    return error(reason, f"{url} refuses: {message[:500]} ({name})", server_error=code)
