@@ -163,7 +163,7 @@ def _run(
         workers.divide(config, count)
         if count > 1:
             return workers.run(config, count, flags, lock)
-        for key in ("listen", "also_listen", "metrics_listen"):
+        for key in ("listen", "also_listen", "metrics_listen", "pulsar_listen"):
             if text := getattr(config, key):
                 check_nobody_listens(SidecarAddress.parse(text), key)
     except (SeqdedupeError, OSError) as e:

@@ -198,6 +198,9 @@ class Config:
     metrics_listen: str = key(
         "", "Address of metrics and status page: `host:port` (port 0: any free port). Unset: not served."
     )
+    pulsar_listen: str = key(
+        "", "Address for stock producers of Apache Pulsar: `host:port` (port 0: any free port). Unset: not served."
+    )
     audit_file: str = key("", "File of the audit trail. Unset: no trail. A worker adds its number to the name.")
     log: str = key(
         "embedded",
@@ -380,6 +383,23 @@ def _check_metrics_listen(config: Config) -> Problems:
         yield from _check_reach(config, "metrics_listen", address, is_open)
 
 
+def _check_pulsar_listen(config: Config) -> Problems:
+    if not config.pulsar_listen:
+        return
+    address = _address(config, "pulsar_listen", "host:port")
+    if address.path:
+        yield _no_address(config, "pulsar_listen", "host:port")
+    if config.log == "broker" or config.workers > 1 or config.shards:
+        why = "it needs all topics in one process, on the sidecar's own log or a Pulsar cluster's"
+        yield invalid("pulsar_listen", f"is {config.pulsar_listen!r}: {why}")
+    if config.tls_client_crl_file:
+        yield invalid("pulsar_listen", "does not look at tls_client_crl_file: revoked clients could connect there")
+    if not config.tls_certificate_file:
+        yield from _check_reach(config, "pulsar_listen", address, "nothing is encrypted")
+    elif config.authentication == "none":
+        yield from _check_reach(config, "pulsar_listen", address, "callers are not authenticated")
+
+
 def _check_reach(config: Config, name: str, address: SidecarAddress, is_open: str) -> Problems:
     """Report an address that other machines can reach without protection, unless the operator has allowed it."""
     if not address.is_local and not config.allow_insecure_listen:
@@ -449,6 +469,7 @@ _CHECKS: tuple[Callable[[Config], Problems], ...] = (
     _check_authentication,
     _check_listen,
     _check_metrics_listen,
+    _check_pulsar_listen,
     _check_advertised,
     _check_peers,
     _check_shards,

@@ -152,7 +152,7 @@ def _pulsar(config: Config) -> Iterator[Problem]:
 
 
 def _addresses(config: Config) -> Iterator[Problem]:
-    for key in ("listen", "also_listen", "metrics_listen"):
+    for key in ("listen", "also_listen", "metrics_listen", "pulsar_listen"):
         if text := getattr(config, key):
             try:
                 yield from _address(SidecarAddress.parse(text), key)
@@ -184,7 +184,7 @@ _TLS_KEYS = ("tls_certificate_file", "tls_key_file", "tls_client_ca_file")
 
 _LOOKS: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]], ...] = (
     (("data_directory", "log", "workers"), _data_directory),
-    (("listen", "also_listen", "metrics_listen"), _addresses),
+    (("listen", "also_listen", "metrics_listen", "pulsar_listen"), _addresses),
     ((), _backup_directory),
     ((), _audit_file),
     (("data_directory", "authentication"), _own_token),

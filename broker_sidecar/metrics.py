@@ -17,6 +17,7 @@ from broker_sidecar import rpc
 from broker_sidecar.config import Config
 from broker_sidecar.connections import TcpConnections
 from broker_sidecar.data import Data
+from broker_sidecar.door.door import Door
 from broker_sidecar.rpc import Method, MethodCounts
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.services.read_service import Reading, ReadService
@@ -385,6 +386,8 @@ class Sources:
     calls: MethodCounts
     reading: ReadService | None
     """None if a broker's own log holds the messages."""
+    door: Door | None
+    """None if `pulsar_listen` is not set."""
     is_configuration_in_force: Callable[[], bool]
     """Whether the current versions of the files that an operator may replace are in force."""
     authentication: Authentication
@@ -467,6 +470,9 @@ class Metrics:
         about = "TCP connections that the sidecar has ended for this reason."
         ended = CounterMetricFamily("seqdedupe_ended_connections", about, labels=("why",))
         yield by_label(ended, connections.ended.items())
+        if (door := self._from.door) is not None:
+            yield gauge_of("seqdedupe_door_connections", "Open connections of the door.", door.connections)
+            yield gauge_of("seqdedupe_door_producers", "Producers at the door.", door.producers)
         budget = streams.budget
         yield gauge_of("seqdedupe_budget_bytes", "Memory held for clients: frames, answers, pages.", budget.held_bytes)
         yield gauge_of("seqdedupe_budget_limit_bytes", "The limit of memory held for clients.", budget.limit_bytes)

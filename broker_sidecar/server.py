@@ -25,6 +25,7 @@ from broker_sidecar import data_directory, telemetry
 from broker_sidecar.config import Config
 from broker_sidecar.connections import UNREAD_BYTES, TcpConnections
 from broker_sidecar.data import Data, fatal
+from broker_sidecar.door.door import Door
 from broker_sidecar.gate import Closed, Gate, Guard
 from broker_sidecar.liveness import Manager, Watchdog
 from broker_sidecar.metrics import Metrics, Sources
@@ -103,6 +104,7 @@ class SidecarServer:
         # gRPC counts the connections of each address separately.
         places = connections // (2 if config.also_listen else 1)
         self._connections = TcpConnections(places, self._streams.peers)
+        self._door: Door | None = None
         self._health = Health(
             self._streams,
             lambda name: self._topics.waiting.begin(name),
@@ -155,6 +157,7 @@ class SidecarServer:
                 self._connections,
                 self._calls,
                 reading,
+                self._door,
                 lambda: not self._guard.watching.has_problem,
                 self._guard.authentication,
             )
@@ -192,6 +195,8 @@ class SidecarServer:
             self._topics.in_background(self._connections.keep_looking(ports))
         for key in self._paths:
             self._topics.in_background(self._keep_listening(key))
+        if self._door is not None:
+            logger.info("door", extra={"address": str(await self._door.listen())})
 
     def _close_paths(self) -> None:
         for path in self._paths.values():
@@ -262,7 +267,11 @@ class SidecarServer:
         reading: ReadService | None = None
         if (topics := self._data.topics) is not None:
             reading = ReadService(topics, streams, permissions)
-            services += PublishService(topics, streams, permissions, self._guard.trail), reading
+            publish = PublishService(topics, streams, permissions, self._guard.trail)
+            services += publish, reading
+            if self._config.pulsar_listen:
+                judge = self._connections.has_to_answer
+                self._door = Door(self._config, self._guard, streams, topics, publish, judge)
         if (brokers_topics := self._data.brokers_topics) is not None:
             services.append(DedupeService(brokers_topics, streams, permissions))
         handlers = [service.handlers() for service in services]
@@ -276,6 +285,8 @@ class SidecarServer:
     def _files_read_again(self) -> None:
         is_in_force = not self._guard.watching.has_problem
         self._health.set(CONFIGURATION, SERVING if is_in_force else NOT_SERVING)
+        if self._door is not None and is_in_force:
+            self._door.read_certificates()
 
     def status(self) -> str:
         """Return the progress in one line for people."""
@@ -297,6 +308,8 @@ class SidecarServer:
         finally:
             self._streams.drain()
             self._close_paths()
+            if self._door is not None:
+                await self._door.stop()
             await asyncio.gather(*(server.stop(STOP_GRACE_SECONDS) for server in self._servers))
             self._close_web()
         await self._data.close()

@@ -298,7 +298,7 @@ class Streams:
         async def handle(request: Any, context: Context) -> None:
             stream = Stream(context, self.budget if publishes else self.reading, caller(), self.shares)
             try:
-                with self._answered(stream) if is_call else self._serving(stream):
+                with self._answered(stream) if is_call else self.serving(stream):
                     await stream.begin()
                     await serve(request, context, stream)
             except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
@@ -326,7 +326,8 @@ class Streams:
         return grpc.unary_stream_rpc_method_handler(self.handler(serve, is_call=True))
 
     @contextmanager
-    def _serving(self, stream: Stream) -> Iterator[None]:
+    def serving(self, stream: Stream) -> Iterator[None]:
+        """Count the stream within the block. Raises TOO_MANY_STREAMS, SHARE_EXCEEDED, and why the stream was ended."""
         self._make_room_in_share(stream)
         self._make_room(stream)
         self._open.add(stream)

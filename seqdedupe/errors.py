@@ -215,6 +215,12 @@ REASONS: dict[str, Reason] = {
         "Another process opened this producer name later, or an operator has reset it. Stop this process, or give its "
         "producer another name.",
     ),
+    "PRODUCER_BUSY": Reason(
+        UnavailableError,
+        "RESOURCE_EXHAUSTED",
+        "Give each producer of a topic a name of its own. Wait until the other producer has closed.",
+        1000,
+    ),
     "PREDECESSOR_MISSING": Reason(
         UnavailableError, "FAILED_PRECONDITION", "Resend from the first message without a receipt.", 0
     ),

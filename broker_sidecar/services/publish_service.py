@@ -379,7 +379,7 @@ class PublishService:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         methods: dict[str, Any] = {
-            "Open": unary(publish_pb2.OpenRequest, self._open),
+            "Open": unary(publish_pb2.OpenRequest, self.open),
             "Publish": grpc.unary_unary_rpc_method_handler(self._publish),
             "PublishStream": grpc.stream_stream_rpc_method_handler(
                 self._streams.handler(self._publish_stream, publishes=True)
@@ -387,7 +387,7 @@ class PublishService:
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    async def _open(self, request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
+    async def open(self, request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
         """Open sessions, or resume the sessions with the given epochs, in these steps:
 
         1. The request counts towards the caller's share, because a record of it is written to the log.

@@ -195,8 +195,9 @@ class _Care:
         for places in self._places:
             for one in places:
                 if one is not None:
-                    self.removed += [f"{one.url}/{name}" for name in one.keep(self.name, self.keep)]
-                    _warn_of_future(one, "does not count and is not removed")
+                    kept = one.keep(self.name, self.keep)
+                    self.removed += [f"{one.url}/{name}" for name in kept.removed]
+                    _warn_of_future(one, kept.in_future, "does not count and is not removed")
 
 
 @backup.command("list", short_help="List backups, and show which are good.")
@@ -296,8 +297,9 @@ def restore(places: tuple[str, ...], place: str | None, name: str | None, as_jso
 
     if place:
         at = place_at(place)
-        name = name or at.newest_good()
-        _warn_of_future(at, "is not taken for the newest")
+        if not name:
+            name, in_future = at.newest_good()
+            _warn_of_future(at, in_future, "is not taken for the newest")
         source, manifests = f"{at.url}/{name}", at.restore(name, to)
     else:
         source, manifests = places[0], backup.restore(folders[0], to)
@@ -312,8 +314,8 @@ def restore(places: tuple[str, ...], place: str | None, name: str | None, as_jso
     return 0 if is_whole else FAILED
 
 
-def _warn_of_future(place: "BackupPlace", effect: str) -> None:
-    for name in place.in_future:
+def _warn_of_future(place: "BackupPlace", names: list[str], effect: str) -> None:
+    for name in names:
         what = f"the moment of {place.url}/{name} is in the future: it {effect}"
         say("seqdedupe", f"{what}. If this host's clock is right, remove it.")
 

@@ -18,6 +18,9 @@ from seqdedupe.errors import REASONS, NotFoundError, OutcomeUnknownError, Seqded
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import CONNECTION_PARAMETERS, Command, sidecar_options, told_credentials
 
+DATABASE_VARIABLE = "SEQDEDUPE_DATABASE"
+"""The variable with the URL of a service's or a query's database."""
+
 _SHORT_NAMES = "persistent://public/default/"
 
 _POLL_SECONDS = 0.2

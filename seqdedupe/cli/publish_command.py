@@ -12,7 +12,7 @@ from typing import cast, get_args
 
 import click
 
-from seqdedupe.cli.common import common, connect_to, tell
+from seqdedupe.cli.common import DATABASE_VARIABLE, common, connect_to, tell
 from seqdedupe.cli.query_source import QuerySource
 from seqdedupe.cli.record_source import STANDARD_INPUT, Form, JsonPath, RecordSource, SourceRecord
 from seqdedupe.cli.topic_comparison import verify
@@ -45,9 +45,9 @@ _HASH_BYTES = 8
 _HASH_EVERY = 16
 """The first 16 records carry it, and then each 16th: a property costs a message four times what the hash costs."""
 
-_LOOK_BACK_MESSAGES = (0, _HASH_EVERY - 1, 1024)
-"""The numbers of messages, before the producer's last one, among which the last message with a hash is looked for. The
-farther ones are read only if other producers have written in between."""
+_LOOK_BACK_MESSAGES = 1024
+"""The last hash is looked for at least in this number of messages, and until 16 messages of the producer were seen: one
+of these carries it, however many messages of other producers are in between."""
 
 
 NewRecord = tuple[SourceRecord, str | None]
@@ -175,24 +175,26 @@ class Resume:
             return None
         index = one.position.index
         last: Message | None = None
+        stop, look_at, ours = index + 1, 1, 0
         try:
             first_index = self._client.ends(one.topic).first_index
-            for distance in _LOOK_BACK_MESSAGES if index >= first_index else ():
-                texts = list[tuple[int, str]]()
-                start = max(first_index, index - distance)
-                with self._client.reader(one.topic, start, skip_damaged=distance > 0) as reader:
+            while stop > first_index and (ours < _HASH_EVERY or index - stop < _LOOK_BACK_MESSAGES):
+                start = max(first_index, stop - look_at)
+                text = None
+                with self._client.reader(one.topic, start, stop_index=stop, skip_damaged=stop <= index) as reader:
                     for message in reader:
-                        text = message.properties.get(HASH_PROPERTY)
+                        if message.index == index:
+                            last = message
                         # A message with an ID above the last one is from before the producer was set back.
-                        is_ours = message.producer_name == self._producer.name
-                        if text is not None and is_ours and message.sequence_id <= one.sequence_id:
-                            texts.append((message.sequence_id, text))
-                        if message.index >= index:
-                            last = message if message.index == index else last
-                            break
-                if texts:
-                    self._note_hash(*texts[-1])
+                        if message.producer_name == self._producer.name and message.sequence_id <= one.sequence_id:
+                            ours += 1
+                            if HASH_PROPERTY in message.properties:
+                                text = message.sequence_id, message.properties[HASH_PROPERTY]
+                if text is not None:
+                    self._note_hash(*text)
+                if text is not None or not self._source.keeps_records:
                     break
+                stop, look_at = start, look_at * _HASH_EVERY
         except AccessDeniedError:
             if not self._trust_source:
                 raise
@@ -201,7 +203,6 @@ class Resume:
         except PositionError as e:
             if e.reason != "POSITION_TRIMMED":
                 raise
-            last = None
         if last is None:
             self._why_not = "retention has removed that message"
         return last
@@ -366,7 +367,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 @click.option("--query", metavar="SQL", help="Instead of FILE: a query whose rows are published as JSON objects.")
 @click.option(
     "--database",
-    envvar="SEQDEDUPE_DATABASE",
+    envvar=DATABASE_VARIABLE,
     show_envvar=True,
     metavar="URL",
     help="The database of --query, as a URL of SQLAlchemy: postgresql://user@host/database or sqlite:///path.",

@@ -1,7 +1,6 @@
 """The rows of a query in a database, in the order of a column of integers, up to a bound. No transaction can add a row
 below the bound any more."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -293,14 +292,14 @@ def _engine(url: str) -> "Engine":
         from sqlalchemy import create_engine
         from sqlalchemy.exc import ArgumentError
 
-        from seqdedupe.databases.tables import UrlError, url_of
+        from seqdedupe.databases.tables import UrlError, missing_file, url_of
     hint = "Give a URL of SQLAlchemy, such as postgresql://user@host/database, and install the database's driver."
     try:
         parsed = url_of(url)
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
-        if parsed.get_backend_name() == "sqlite" and not os.path.exists(parsed.database or ""):
-            raise error("INVALID_SOURCE", "the query's database is not there", hint="Check its path.")
+        if parsed.get_backend_name() == "sqlite" and (what := missing_file(parsed.database)):
+            raise error("INVALID_SOURCE", what, hint="Name the query's database.")
         is_postgresql = parsed.get_backend_name() == "postgresql"
         return create_engine(parsed, execution_options={"postgresql_readonly": True} if is_postgresql else {})
     except UrlError as e:

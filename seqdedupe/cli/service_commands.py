@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from seqdedupe.cli.common import as_json_option, common, connect, connect_to, naming_near, tell
+from seqdedupe.cli.common import DATABASE_VARIABLE, as_json_option, common, connect, connect_to, naming_near, tell
 from seqdedupe.client.blocking import Client, Cursor
 from seqdedupe.client.blocking.loop import run as run_on_loop
 from seqdedupe.command import Seconds, echo, json_text, needing, print_json, print_table, say
@@ -34,7 +34,7 @@ def database_options(command: Command) -> Command:
     """Add `--database` and `--json`."""
     database = click.option(
         "--database",
-        envvar="SEQDEDUPE_DATABASE",
+        envvar=DATABASE_VARIABLE,
         show_envvar=True,
         required=True,
         metavar="URL",
@@ -51,12 +51,11 @@ def opened(url: str, whose: str) -> Iterator["Engine"]:
         from sqlalchemy import create_engine
         from sqlalchemy.exc import ArgumentError
 
-        from seqdedupe.databases.tables import UrlError, url_of
+        from seqdedupe.databases.tables import UrlError, missing_file, url_of
     hint = "Give the URL that the service passes to create_engine, and install its driver."
     try:
         parsed = url_of(url)
-        if parsed.get_backend_name() == "sqlite" and not os.path.exists(parsed.database or ""):
-            what = f"there is no file {os.path.abspath(parsed.database or '')}"
+        if parsed.get_backend_name() == "sqlite" and (what := missing_file(parsed.database)):
             raise error("INVALID_OPTION", what, hint=f"Name the {whose}'s database.")
         engine = create_engine(parsed)
     except UrlError as e:
@@ -288,8 +287,6 @@ def sweep(inbox: Any, as_json: bool) -> None:
 
 
 # -- `seqdedupe outbox`: the tables of an outbox, its relay, and the relay's lag.
-
-DATABASE_VARIABLE = "SEQDEDUPE_DATABASE"
 
 _database_option = click.option(
     "--database",

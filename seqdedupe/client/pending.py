@@ -365,9 +365,9 @@ class PendingBatch:
         if len(decided) == len(self.sequence_ids):
             self._settle(self._collected)
 
-    def begin_anew(self) -> None:
-        """Prepare to send the batch again: messages not known to be durable may be lost. Receipts that were already
-        returned to callers stay valid."""
+    def prepare_resend(self) -> None:
+        """Prepare to send the batch again: messages not known to be durable may be lost. Receipts already delivered to
+        their waiters stay valid."""
         self.has_receipts = False
         self.durable_at, self.decided_up_to = 0, -1
         self._collected = None

@@ -430,7 +430,9 @@ class Reader(Messages):
         except SeqdedupeError as e:
             raise self._not_the_next(f"came {base_index}, whose batch is none", base_index) from e
         if record.rows != len(batch) or self._next_index not in (None, base_index):
-            raise self._not_the_next(f"came {base_index} with {len(batch)} of {record.rows} rows", base_index)
+            raise self._not_the_next(
+                f"came {base_index} with {len(batch)} of {counted(record.rows, 'row')}", base_index
+            )
         try:
             ids = MessageIds.of_record(record)
         except ValueError as e:

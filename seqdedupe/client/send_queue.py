@@ -146,9 +146,9 @@ class SendQueue:
         Return whether the topic once had messages of this producer and has forgotten them by the topic's policy
         (`is_forgotten`). Raises FencedError, DataLossError.
         """
-        begins_anew = is_forgotten and max(self._opened, self._highest_receipt) > persisted
-        if begins_anew:
-            self._begin_anew(persisted)
+        has_forgotten = is_forgotten and max(self._opened, self._highest_receipt) > persisted
+        if has_forgotten:
+            self._forget_history(persisted)
         if self.counters.connections:
             self._check_resumed(incarnation, term, persisted)
         self._incarnation, self._term, self._opened = incarnation, term, persisted
@@ -158,7 +158,7 @@ class SendQueue:
         self._settle_after_resume(persisted)
         self.rewind()
         self.counters.connections += 1
-        return begins_anew
+        return has_forgotten
 
     def _settle_after_resume(self, persisted: int) -> None:
         """Settle the batches that have receipts. A batch is durable if Open has found its messages; otherwise the batch
@@ -168,7 +168,7 @@ class SendQueue:
                 if entry.last_sequence_id <= persisted:
                     self._is_durable(entry)
                 else:
-                    entry.begin_anew()
+                    entry.prepare_resend()
                     self._not_durable -= 1
                     self.without_receipt += 1
         self._let_go()
@@ -178,8 +178,8 @@ class SendQueue:
         self._not_durable -= 1
         self._highest_receipt = max(self._highest_receipt, entry.last_sequence_id)
 
-    def _begin_anew(self, persisted: int) -> None:
-        """Forget earlier messages and answers. The links of batches that are still to be sent begin at `persisted`."""
+    def _forget_history(self, persisted: int) -> None:
+        """Forget earlier messages and answers. The links of batches still to be sent begin at `persisted`."""
         self._opened, self._highest_receipt, self._last_queued = persisted, NO_SEQUENCE_ID, NO_SEQUENCE_ID
         for entry in self._entries:
             if not entry.durable:

@@ -1,6 +1,7 @@
 """Our tables in users' databases: columns that mean the same in all, URLs whose errors quote no password, and
 connections that notice a lost peer."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +31,12 @@ def url_of(text: str) -> URL:
         raise UrlError("cannot be read") from None
     check_password_ends(url.password, url.host, url.database)
     return url
+
+
+def missing_file(path: str | None) -> str | None:
+    """Return what to say of a path of SQLite at which there is no file, which SQLite would make; None if there is
+    one."""
+    return None if os.path.exists(path or "") else f"there is no file {os.path.abspath(path or '')}"
 
 
 def check_password_ends(password: object, host: object, database: object) -> None:

@@ -78,6 +78,11 @@ class Splitter:
         """May be changed between two calls: a broker announces its limit when it has accepted a connection."""
         self._rest = bytearray()
 
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of the incomplete frame that have come."""
+        return len(self._rest)
+
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Yield the frames that are complete with these bytes. Views of them stay valid.
 

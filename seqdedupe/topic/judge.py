@@ -51,6 +51,7 @@ from seqdedupe.topic.frame import (
 from seqdedupe.topic.policy import Applied, DeduplicationRoute, GapPolicy, Policy
 from seqdedupe.topic.sessions import can_have_been_given
 from seqdedupe.topic.window_runs import LookedUp, WindowImported, WindowMemory, WindowRuns
+from seqdedupe.wording import counted
 
 MAX_PRODUCERS_IN_REFUSAL = 16
 
@@ -325,10 +326,10 @@ class ByDeduplicationId:
             self.window = IdWindow(self._random_bytes(SECRET_BYTES), index)
             if index:
                 logger.error(
-                    "topic %s: the deduplication IDs of its first %d messages are lost: retention has dropped the "
+                    "topic %s: the deduplication IDs of its first %s are lost: retention has dropped the "
                     "messages, and the store has lost the IDs. Copies of them count as new",
                     self._topic,
-                    index,
+                    counted(index, "message"),
                 )
         return self.window
 

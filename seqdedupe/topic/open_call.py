@@ -60,7 +60,7 @@ async def open_sessions(
         raise error(
             "INVALID_REQUEST",
             f"topic {topic.name} is one of deduplication IDs, and has no producers: nothing has to be opened",
-            hint="Publish without a session, every message with a deduplication ID: `client.publisher(topic)`.",
+            hint="Give each message a deduplication ID (`client.publisher(topic)`), or use a topic of sequence IDs.",
         )
     check_count(names)
     if len(names) > NAMES_A_STEP:
@@ -139,12 +139,12 @@ def _opened(topic: Topic, begun: _Begun) -> OpenAnswer:
         had_nothing = np.flatnonzero(begun.durable_epochs == NO_EPOCH)
         gone = [opening.names[k] for k in had_nothing]
         topic.resumed_after_purge(gone)
-        topic.sessions.begin_anew(gone, opening.epochs[had_nothing])
+        topic.sessions.note_forgotten(gone, opening.epochs[had_nothing])
         columns = zip(opening.places.tolist(), opening.names, opening.epochs.tolist(), strict=True)
         answer.forgotten.extend(
             place
             for place, name, epoch in columns
             if place not in answer.refusals
-            and (answer.persisted[place] == NO_SEQUENCE_ID or topic.sessions.has_begun_anew(name, epoch))
+            and (answer.persisted[place] == NO_SEQUENCE_ID or topic.sessions.was_forgotten(name, epoch))
         )
     return answer

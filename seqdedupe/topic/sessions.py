@@ -126,8 +126,8 @@ class Sessions:
         self._producers = producers
         self._term = 0
         self._opens = 0
-        self._begun_anew: dict[bytes, int] = {}
-        """By name, the epoch of a session that was resumed after the topic had forgotten the name."""
+        self._forgotten: dict[bytes, int] = {}
+        """By name, the epoch of a session that was resumed after the name was forgotten."""
 
     def begin_term(self, term: int, random: bytes) -> None:
         """Begin the term of a new owner. `random`, of RANDOM_BYTES, determines the start of the count of opens."""
@@ -186,21 +186,21 @@ class Sessions:
             answer.indexes[place] = self._producers.index_of(number, last) if last >= 0 else -1
         return answer
 
-    def begin_anew(self, names: list[bytes], epochs: Int64s) -> None:
+    def note_forgotten(self, names: list[bytes], epochs: Int64s) -> None:
         """Note that these sessions were resumed after their names had been forgotten. A client may not have received
         the answer that reported this. So every later resume of such a session reports it again, until the session or
         this process ends."""
-        self._begun_anew.update(zip(names, epochs.tolist(), strict=True))
+        self._forgotten.update(zip(names, epochs.tolist(), strict=True))
 
-    def has_begun_anew(self, name: bytes, epoch: int) -> bool:
-        """Return whether this session was resumed after its name had been forgotten."""
-        return self._begun_anew.get(name) == epoch
+    def was_forgotten(self, name: bytes, epoch: int) -> bool:
+        """Whether this session was resumed after its name had been forgotten."""
+        return self._forgotten.get(name) == epoch
 
     def forget(self, names: list[bytes]) -> None:
-        """Forget the sessions of these names, which have ended."""
-        if self._begun_anew:
+        """Forget the sessions of these names, which are over."""
+        if self._forgotten:
             for name in names:
-                self._begun_anew.pop(name, None)
+                self._forgotten.pop(name, None)
 
     @property
     def term_is_used_up(self) -> bool:

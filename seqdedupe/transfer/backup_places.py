@@ -10,12 +10,12 @@ import re
 import shutil
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import google_crc32c
 
@@ -72,13 +72,27 @@ class KeptBackup:
         return is_in_future(self.made_at_us)
 
 
+class Kept(NamedTuple):
+    """The result of `BackupPlace.keep`."""
+
+    removed: list[str]
+    in_future: list[str]
+    """The backups that were ignored, because their moments are in the future."""
+
+
+class NewestBackup(NamedTuple):
+    """The result of `BackupPlace.newest_good`."""
+
+    name: str
+    in_future: list[str]
+    """As in `Kept`."""
+
+
 class BackupPlace(ABC):
     """A place where backups are kept. Blocks; for one thread."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.in_future: list[str] = []
-        """The backups that the last `keep` or `newest_good` ignored, because their moments are in the future."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -152,13 +166,13 @@ class BackupPlace(ABC):
         if problem := self.look(name, reads_all=reads_all).problem:
             raise error("BACKUP_DAMAGED", f"the backup {name} in {self.url} is not good: {problem}")
 
-    def keep(self, new: str, count: int) -> list[str]:
+    def keep(self, new: str, count: int) -> Kept:
         """Keep the newest `count` good backups that have a TIME_NAME, and `new`, which the caller has checked.
 
-        Remove all backups older than these, good or not, and return their names. Remove nothing while there are fewer
-        good ones. Ignore backups whose moments are in the future. Raises OBJECT_STORE_UNAVAILABLE; OSError.
+        Remove all backups older than these, good or not. Remove nothing while there are fewer good ones. Ignore backups
+        whose moments are in the future. Raises OBJECT_STORE_UNAVAILABLE; OSError.
         """
-        found = self._looked_at(name for name in self.names() if TIME_NAME.fullmatch(name))
+        found = [self.look(name, reads_all=False) for name in self.names() if TIME_NAME.fullmatch(name)]
         past = [one for one in found if not one.is_in_future]
         good: list[str] = []
         for one in reversed(past):
@@ -166,36 +180,32 @@ class BackupPlace(ABC):
                 looked = self.look(one.name, reads_all=True) if self.reads_before_removing else one
                 if not looked.problem:
                     good.append(one.name)
+        in_future = [one.name for one in found if one.is_in_future]
         if len(good) < count:
-            return []
+            return Kept([], in_future)
         # If the clock went back, the name of the new backup sorts before older ones.
         oldest = min(good[-1], new)
         removed = [one.name for one in past if one.name < oldest]
         for name in removed:
             self.remove(name)
-        return removed
+        return Kept(removed, in_future)
 
-    def newest_good(self) -> str:
-        """Return the name of the backup with the latest moment that is not in the future, among those that are good by
+    def newest_good(self) -> NewestBackup:
+        """Return the backup with the latest moment that is not in the future, among those that are good by
         the sizes of their files.
 
         Raises BACKUP_DAMAGED if there is none, OBJECT_STORE_UNAVAILABLE; OSError.
         """
-        found = self._looked_at(self.names())
+        found = [self.look(name, reads_all=False) for name in self.names()]
         good = [one for one in found if not one.problem]
         if past := [one for one in good if not one.is_in_future]:
-            return max(past, key=lambda one: (one.made_at_us, one.name)).name
+            newest = max(past, key=lambda one: (one.made_at_us, one.name))
+            return NewestBackup(newest.name, [one.name for one in found if one.is_in_future])
         if good:
             what = f"{self.url} has only backups whose moments are in the future: {', '.join(one.name for one in good)}"
             raise error("BACKUP_DAMAGED", what, hint="Is this host's clock right? Name one with `--backup`.")
         hint = "Is that the place? `seqdedupe backup list` says what is there; `--backup` restores one that is damaged."
         raise error("BACKUP_DAMAGED", f"{self.url} has no good backup; {len(found)} are not good", hint=hint)
-
-    def _looked_at(self, names: Iterable[str]) -> list[KeptBackup]:
-        """Look at these backups, and note which are from the future."""
-        found = [self.look(name, reads_all=False) for name in names]
-        self.in_future = [one.name for one in found if one.is_in_future]
-        return found
 
     def restore(self, name: str, to: Path) -> list[Manifest]:
         """Call `backup.restore` for a backup of this place. Also raises OBJECT_STORE_UNAVAILABLE."""
@@ -263,7 +273,7 @@ class FolderPlace(BackupPlace):
         finally:
             lock.close()
 
-    def keep(self, new: str, count: int) -> list[str]:
+    def keep(self, new: str, count: int) -> Kept:
         self._remove_leftovers(new)
         return super().keep(new, count)
 

@@ -50,9 +50,9 @@ async def test_uploaded_listed_kept_and_restored(tmp_path: Path, lake: str) -> N
     here = FolderPlace(tmp_path / "place")
     for name in NAMES[:3]:
         assert bucket.look(name, reads_all=True) == here.look(name, reads_all=True)
-    assert bucket.keep(NAMES[2], KEPT) == NAMES[:1]
+    assert bucket.keep(NAMES[2], KEPT).removed == NAMES[:1]
     assert bucket.names() == NAMES[1:3]
-    bucket.restore(bucket.newest_good(), tmp_path / "restored")
+    bucket.restore(bucket.newest_good().name, tmp_path / "restored")
     async with opened(tmp_path / "restored") as there:
         assert [message.sequence_id for message in await there.messages("t")] == list(range(30))
     # Another prefix has nothing of this.
@@ -73,7 +73,7 @@ async def test_what_is_not_whole_is_none(tmp_path: Path, lake: str) -> None:
         raw = bytes(objects.get(store, path).bytes())
         objects.delete(store, path)
         assert good(bucket) == NAMES[:1]
-        assert bucket.newest_good() == NAMES[0]
+        assert bucket.newest_good().name == NAMES[0]
         with pytest.raises(DamagedError, match="BACKUP_DAMAGED"):
             bucket.restore(NAMES[1], tmp_path / "restored")
         changed = bytes([raw[0] ^ 1]) + raw[1:] if raw else b"more"

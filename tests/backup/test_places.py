@@ -83,10 +83,10 @@ async def test_the_newest_good_ones_are_kept(tmp_path: Path) -> None:
     (folder / NAMES[4]).mkdir()
     await made(tmp_path, to=f"place/{NAMES[5]}")
     flip(max((folder / NAMES[2] / "logs").rglob("*.log")))
-    assert place.keep(NAMES[5], 3) == []
-    assert FolderPlace(folder).keep(NAMES[5], 2) == NAMES[:1]
+    assert place.keep(NAMES[5], 3).removed == []
+    assert FolderPlace(folder).keep(NAMES[5], 2).removed == NAMES[:1]
     assert FolderPlace(folder).names() == [*NAMES[1:], "before-upgrade"]
-    assert FolderPlace(folder).keep(NAMES[5], 1) == NAMES[1:5]
+    assert FolderPlace(folder).keep(NAMES[5], 1).removed == NAMES[1:5]
     assert FolderPlace(folder).names() == [NAMES[5], "before-upgrade"]
 
 
@@ -101,7 +101,7 @@ async def test_control_who_counts_all_of_them_keeps_none(tmp_path: Path, monkeyp
 
 async def test_a_clock_that_went_back_does_not_remove_the_new_one(tmp_path: Path) -> None:
     place = await place_with(tmp_path, *NAMES[:3])
-    assert place.keep(NAMES[1], 1) == NAMES[:1]
+    assert place.keep(NAMES[1], 1).removed == NAMES[:1]
     assert good(place) == NAMES[1:3]
 
 
@@ -121,10 +121,8 @@ async def test_a_backup_from_the_future_is_neither_newest_nor_counted_nor_remove
     place = await place_with(tmp_path, *NAMES)
     put_in_future(tmp_path / "place" / NAMES[ahead])
     others = [name for name in NAMES if name != NAMES[ahead]]
-    assert place.newest_good() == max(others)
-    assert place.in_future == [NAMES[ahead]]
-    assert place.keep(others[-1], 2) == others[:-2]
-    assert place.in_future == [NAMES[ahead]]
+    assert place.newest_good() == (max(others), [NAMES[ahead]])
+    assert place.keep(others[-1], 2) == (others[:-2], [NAMES[ahead]])
     assert place.names() == sorted([*others[-2:], NAMES[ahead]])
     earlier = Earlier.newest([tmp_path / "place" / name for name in place.names()])
     assert earlier is not None
@@ -183,7 +181,7 @@ async def test_the_newest_good_one_is_restored_or_one_by_name(tmp_path: Path) ->
     place = await place_with(tmp_path, *NAMES[:2])
     await made(tmp_path, to=f"place/{NAMES[2]}", break_at=fails)
     (tmp_path / "place" / NAMES[3]).mkdir()
-    assert place.newest_good() == NAMES[1]
+    assert place.newest_good().name == NAMES[1]
     place.restore(NAMES[0], tmp_path / "restored")
     async with opened(tmp_path / "restored") as there:
         assert [message.sequence_id for message in await there.messages("t")] == list(range(30))

@@ -14,6 +14,7 @@ import pytest
 
 from broker_sidecar.config import KEYS, Config, load
 from seqdedupe.cli.commands import cli
+from seqdedupe.cli.common import DATABASE_VARIABLE
 from seqdedupe.client.credentials import VARIABLES
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.sidecar_options import ADDRESS_VARIABLE, PROFILE_VARIABLE
@@ -37,7 +38,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
 
 
 def test_what_clients_are_told_is_no_key_of_the_sidecar() -> None:
-    environment = dict.fromkeys((ADDRESS_VARIABLE, PROFILE_VARIABLE, "SEQDEDUPE_DATABASE", *VARIABLES), "something")
+    environment = dict.fromkeys((ADDRESS_VARIABLE, PROFILE_VARIABLE, DATABASE_VARIABLE, *VARIABLES), "something")
     assert load(None, environment, {"data_directory": "a"}) == load(None, {}, {"data_directory": "a"})
 
 
@@ -54,7 +55,7 @@ def variables_of(command: click.Command) -> Iterator[str]:
 
 def test_no_variable_of_a_command_keeps_a_sidecar_from_starting() -> None:
     variables = {name for name in variables_of(cli) if name.startswith("SEQDEDUPE_")}
-    assert {ADDRESS_VARIABLE, "SEQDEDUPE_DATABASE", "SEQDEDUPE_METRICS_LISTEN"} <= variables
+    assert {ADDRESS_VARIABLE, DATABASE_VARIABLE, "SEQDEDUPE_METRICS_LISTEN"} <= variables
     environment = {name: "127.0.0.1:1" if name.endswith("LISTEN") else "something" for name in variables}
     load(None, environment, {"data_directory": "a"})
 

@@ -15,6 +15,7 @@ from seqdedupe.exports import KnownId
 from seqdedupe.names import partition_name, partition_of, topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
+from seqdedupe.wording import counted
 
 IDS = [b"%04d" % k for k in range(600)]
 PARTITIONS = 5
@@ -106,7 +107,8 @@ async def test_broken_off_at_any_partition_the_same_file_completes_it(
         with pytest.raises(SeqdedupeError) as raised:
             await admin.import_dealt_window(await client.admin.topic(name), window, client.admin.topic, bring)
         assert raised.value.reason == "OUTCOME_UNKNOWN"
-        assert f"{names[broken]}: the wire broke ({broken} partitions before it have their part)" in str(raised.value)
+        before = counted(broken, "partition")
+        assert f"{names[broken]}: the wire broke (in force in {before} before it)" in str(raised.value)
         assert "import the same file again" in raised.value.hint
         is_there = broken + is_in
         assert await imported(client, names) == counts[:is_there] + [0] * (PARTITIONS - is_there)

@@ -608,7 +608,7 @@ async def test_answers_that_never_fit_are_an_error_that_blames_no_disk(fake: Fak
     fake.on_unary, fake.on_read = lambda _: last.SerializeToString(), on_read
     async with Client(fake.address) as client, client.reader("t") as reader:
         assert [(await anext(reader)).index for _ in range(2)] == [0, 1]
-        with pytest.raises(DamagedError, match="read up to index 2, then came 3 with 1 of 1 rows") as caught:
+        with pytest.raises(DamagedError, match="read up to index 2, then came 3 with 1 of 1 row") as caught:
             await anext(reader)
     assert caught.value.reason == "ANSWERS_INCONSISTENT"
     assert "seqdedupe doctor" in caught.value.hint

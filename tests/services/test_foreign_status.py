@@ -173,7 +173,7 @@ async def test_a_relay_that_takes_over_goes_on(
     tmp_path: Path, code: grpc.StatusCode, is_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has found no row yet, since another one works or there are none, makes its first call to a topic only
-    when it has some: that is no start."""
+    when it has some: that is no start. Nor is it one if it has waited for a sidecar that was not up."""
     has_waited = asyncio.Event()
     original = RelayWork._wait
 
@@ -188,13 +188,14 @@ async def test_a_relay_that_takes_over_goes_on(
         await asyncio.to_thread(sidecar.start)
     try:
         async with Client(sidecar.address) as client:
-            running = asyncio.create_task(Relay(client, database.url, "shop", "shop", report=lambda line: None).run())
+            relay = Relay(client, database.url, "shop", "shop", report=lambda line: has_waited.set())
+            running = asyncio.create_task(relay.run())
             await has_waited.wait()
             if is_up:
                 sidecar.kill()
             async with answering(sidecar.address, code) as calls:
                 database.add(b"1")
-                await until(lambda: calls["GetTopic"] >= 3 or running.done())
+                await until(lambda: calls["GetTopic" if is_up else "GetLastMessageId"] >= 3 or running.done())
                 assert not running.done()
             await asyncio.to_thread(sidecar.start)
             await until(lambda: database.rows() == 0)

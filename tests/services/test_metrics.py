@@ -237,10 +237,10 @@ def test_a_relay_knows_how_many_rows_wait(shared_sidecar: Sidecar, topic: str, t
     async def look() -> tuple[Lag | None, Lag | None, Activity]:
         async with AsyncClient(shared_sidecar.address) as client:
             relay = Relay(client, url, topic, "shop")
-            relay._open()
+            relay._store.open()
             before = await asyncio.to_thread(relay.look_at_lag)
             await relay.run(follow=False)
-            relay._open()
+            relay._store.open()
             after = await asyncio.to_thread(relay.look_at_lag)
             relay._store.close()
             return before, after, relay.activity

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, Engine, Table, select, update
+from sqlalchemy import Connection, Engine, Table, create_engine, delete, select, update
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES, MIN_EVENT_TIME_MS
 from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row, work
-from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
+from seqdedupe.services.consumer.database import DEAD_LETTERS, FORMAT_VERSION, IDENTITIES, PARKED
 from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, SetAside, deduplication_id, drop, retry
 from tests.services.conftest import Publish
 from tests.services.effects import TIMEOUT_SECONDS, effects, make_table, numbers, places_as_written, until, write
@@ -305,7 +305,9 @@ def test_dead_letters_go_to_a_topic_once(
     incarnation = client.ends(topic).last.incarnation
     one = found[b"3"]
     assert set(found) == {b"17", b"3"}
-    assert one.deduplication_id == f"c/persistent://public/default/{topic}/{incarnation}/3".encode()
+    with engine.connect() as connection:
+        identity = connection.execute(select(IDENTITIES.c.identity)).scalar_one()
+    assert one.deduplication_id == f"c/persistent://public/default/{topic}/{incarnation}/3/{identity}".encode()
     assert (one.key, one.event_time_ms, one.properties["n"]) == (b"k3", 4, "ä")
     assert found[b"17"].event_time_ms == MIN_EVENT_TIME_MS
     assert one.properties["EXCEPTION_MESSAGE"] == "ValueError: 3 is bad\\ud800"
@@ -402,7 +404,69 @@ def test_dead_letters_have_no_key_of_their_own(sqlite: Engine, client: Client, t
 
 
 def test_the_ids_of_dead_letters() -> None:
-    assert deduplication_id("c", "t", 1, 2) == "c/t/1/2"
-    long = deduplication_id("c" * 200, "t" * 60, 1, 2)
+    assert deduplication_id("c", "t", 1, 2, None) == "c/t/1/2"
+    assert deduplication_id("c", "t", 1, 2, "abc") == "c/t/1/2/abc"
+    long = deduplication_id("c" * 200, "t" * 60, 1, 2, None)
     assert len(long) == 64
-    assert long != deduplication_id("c" * 200, "t" * 60, 1, 3)
+    assert long != deduplication_id("c" * 200, "t" * 60, 1, 3, None)
+
+
+@pytest.mark.parametrize(("format_version", "letters_there"), [(FORMAT_VERSION, 2), (1, 1)])
+def test_dead_letters_of_one_name_in_two_databases(
+    client: Client,
+    topic: str,
+    publish: Publish,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    format_version: int,
+    letters_there: int,
+) -> None:
+    """Each database has an identity. The control arm, rows of format 1, loses the letter of the second database."""
+    letters = f"{topic}-dead"
+    client.admin.create_topic(letters, deduplication_mode="deduplication-id")
+    publish("0")
+    monkeypatch.setattr(consumer_row, "FORMAT_VERSION", format_version)
+    handle, _ = refusing(0)
+    for name in ("one", "two"):
+        engine = create_engine(f"sqlite:///{tmp_path / name}.db")
+        make_table(engine)
+        Consumer(client, topic, "c", engine, handle, config=replace(DEAD, dead_letter_topic=letters)).run(follow=False)
+        assert indexes(engine, DEAD_LETTERS) == []
+        engine.dispose()
+    with client.reader(letters) as reader:
+        assert len(list(reader)) == letters_there
+
+
+@pytest.mark.parametrize("has_other_identity", [False, True])
+def test_a_dead_letter_of_format_1_that_is_in_the_topic_already(
+    engine: Engine,
+    client: Client,
+    topic: str,
+    publish: Publish,
+    monkeypatch: pytest.MonkeyPatch,
+    has_other_identity: bool,
+) -> None:
+    """As when an update stops the consumer between the topic and the table. The letter keeps its ID, also if the row
+    was made again by the earlier version."""
+    make_table(engine)
+    letters = f"{topic}-dead"
+    client.admin.create_topic(letters, deduplication_mode="deduplication-id")
+    publish("0")
+    handle, _ = refusing(0)
+    config = replace(DEAD, dead_letter_topic=letters)
+    with monkeypatch.context() as former:
+        former.setattr(consumer_row, "FORMAT_VERSION", 1)
+        former.setattr(consumer_row, "identities_of", lambda *_: {})
+        former.setattr(DeadLetterPublisher, "_settle", _killed)
+        with pytest.raises(Killed):
+            Consumer(client, topic, "c", engine, handle, config=config).run(follow=False)
+    if not has_other_identity:
+        with engine.begin() as connection:
+            connection.execute(delete(IDENTITIES))
+    assert indexes(engine, DEAD_LETTERS) == [0]
+    Consumer(client, topic, "c", engine, handle, config=config).run(follow=False)
+    assert indexes(engine, DEAD_LETTERS) == []
+    with client.reader(letters) as reader:
+        assert [message.deduplication_id for message in reader] == [
+            f"c/persistent://public/default/{topic}/{client.ends(topic).last.incarnation}/0".encode()
+        ]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, text
 
+from seqdedupe.cli.common import DATABASE_VARIABLE
 from seqdedupe.cli.query_source import QuerySource
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
@@ -341,7 +342,7 @@ def test_other_databases_are_refused_unless_their_transactions_are_short(mariadb
 
 
 def test_a_database_that_is_not_there(tmp_path: Path) -> None:
-    assert "is not there" in refusal(f"sqlite:///{tmp_path / 'nothing'}")
+    assert "there is no file" in refusal(f"sqlite:///{tmp_path / 'nothing'}")
     assert not list(tmp_path.iterdir())
     assert "cannot be read" in refusal("no URL with a secret")
     said = refusal("postgresql://user:secret@127.0.0.1:1/x", reason="SOURCE_UNAVAILABLE")
@@ -354,7 +355,7 @@ def test_a_database_that_is_not_there(tmp_path: Path) -> None:
 def command(sidecar: Sidecar, url: str, *arguments: str, status: int = 0) -> str:
     done = subprocess.run(
         [COMMAND, "publish", "--topic", "changes", "--producer", "db", "--sequence-id-column", "id", *arguments],
-        env=os.environ | {"SEQDEDUPE_ADDRESS": sidecar.address, "SEQDEDUPE_DATABASE": url},
+        env=os.environ | {"SEQDEDUPE_ADDRESS": sidecar.address, DATABASE_VARIABLE: url},
         capture_output=True, text=True, timeout=LAST_RESORT_SECONDS,
     )  # fmt: skip
     assert done.returncode == status, done.stderr
@@ -406,7 +407,7 @@ def test_published_and_gone_on_with(start_sidecar: Any, sqlite: Engine) -> None:
 def test_what_does_not_go_together(tmp_path: Path, arguments: list[str]) -> None:
     done = subprocess.run(
         [COMMAND, "publish", "--topic", "t", "--producer", "p", "--sequence-id-column", "id", *arguments],
-        env=os.environ | {"SEQDEDUPE_DATABASE": f"sqlite:///{tmp_path}/x"},
+        env=os.environ | {DATABASE_VARIABLE: f"sqlite:///{tmp_path}/x"},
         capture_output=True, timeout=LAST_RESORT_SECONDS,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
@@ -423,7 +424,7 @@ def test_a_killed_command_publishes_what_is_left(start_sidecar: Any, postgres: E
             add(early, "three")
         process = subprocess.Popen(
             [COMMAND, "publish", "--topic", "changes", "--producer", "db", "--sequence-id-column", "id", *query],
-            env=os.environ | {"SEQDEDUPE_ADDRESS": sidecar.address, "SEQDEDUPE_DATABASE": url},
+            env=os.environ | {"SEQDEDUPE_ADDRESS": sidecar.address, DATABASE_VARIABLE: url},
             stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         with process:

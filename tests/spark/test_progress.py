@@ -61,9 +61,7 @@ def test_the_summary() -> None:
         "seconds": 1.235,
         "topics": {"t": {"position": "1/1:39@39", "epoch": 2, "lag": 60}},
     }
-    said = (
-        "11 messages read, 1 duplicates dropped, 2 dead letters, 10 rows written in 2.0 s; 60 left to read in 1 topics"
-    )
+    said = "11 messages read, 1 duplicate dropped, 2 dead letters, 10 rows written in 2.0 s; 60 left to read in 1 topic"
     assert text(a_round(10), 2) == said
 
 

@@ -22,7 +22,7 @@ from seqdedupe.databases.tables import NO_AUTOCOMMIT
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe.services.consumer import database
-from seqdedupe.services.consumer.database import CONSUMERS, FORMAT_VERSION, PROCESSES
+from seqdedupe.services.consumer.database import CONSUMERS, FORMAT_VERSION, IDENTITIES, PROCESSES
 
 NOBODY = ""
 
@@ -93,9 +93,10 @@ class RowLease:
             row = {"name": self._name, "format_version": FORMAT_VERSION, "topic": topic, "purpose": purpose}
             with suppress(IntegrityError), self._engine.begin() as connection:
                 connection.execute(insert(CONSUMERS).values(row | _new(start)))
+                _identify(connection, self._name)
             with self._engine.connect() as connection:
                 found = connection.execute(mine).one()
-        if found.format_version != FORMAT_VERSION:
+        if not 1 <= found.format_version <= FORMAT_VERSION:
             what = f"the consumer {self._name!r} has format {found.format_version}; this version reads {FORMAT_VERSION}"
             raise error("NEWER_FORMAT", what)
         for what, given, stored in (("topic", topic, found.topic), ("purpose", purpose, found.purpose)):
@@ -202,6 +203,21 @@ def check_transactions(engine: Engine) -> None:
 
 def _new(start: Position) -> dict[str, object]:
     return {"position": str(start), "owner": NOBODY, "beat": 0}
+
+
+def _identify(connection: Connection, name: str) -> None:
+    """Give the row of a consumer its identity. A row that a person has deleted leaves its identity to the next one, as
+    its dead letters may still be on their way."""
+    mine = select(IDENTITIES.c.name).where(IDENTITIES.c.name == name)
+    if connection.execute(mine).first() is None:
+        connection.execute(insert(IDENTITIES).values(name=name, identity=uuid.uuid4().hex))
+
+
+def identities_of(connection: Connection, names: Collection[str]) -> dict[str, str]:
+    """Return the identities of consumers' rows. Rows of format 1 have none."""
+    wanted = select(IDENTITIES.c.name, IDENTITIES.c.identity).join(CONSUMERS, CONSUMERS.c.name == IDENTITIES.c.name)
+    wanted = wanted.where(IDENTITIES.c.name.in_(names) & (CONSUMERS.c.format_version > 1))
+    return {row.name: row.identity for row in connection.execute(wanted)}
 
 
 # -- The processes that share a consumer of a partitioned topic: which of them live, and which partitions each has.

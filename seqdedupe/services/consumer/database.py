@@ -15,7 +15,8 @@ from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 
 # -- The tables of consumers, in the user's database, next to the data that the handlers write.
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The format of a row of `CONSUMERS` that is made now. The consumer of a row of format 1 has no identity."""
 
 METADATA = MetaData()
 
@@ -32,6 +33,15 @@ CONSUMERS = table(
 )
 """One row for each consumer: its position, the process that works (empty: none), and a counter, the beat, which shows
 that this process is alive."""
+
+IDENTITIES = table(
+    "seqdedupe_consumer_identities",
+    METADATA,
+    Column("name", name_type(), primary_key=True),
+    Column("identity", String(32), nullable=False),
+)
+"""A random identity for each row of `CONSUMERS`, made in the same transaction. It is in the deduplication IDs of dead
+letters, and differs from that of a consumer with this name in another database."""
 
 PROCESSES = table(
     "seqdedupe_consumer_processes",

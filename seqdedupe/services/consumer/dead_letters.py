@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -350,10 +350,13 @@ PUBLISHED_TOGETHER = 100
 _POLL_SECONDS = 0.02
 
 
-def deduplication_id(consumer: str, topic: str, incarnation: int, index: int) -> str:
-    """Return the deduplication ID of a dead letter, which is the same at each attempt to publish it. The ID identifies
-    the message and the consumer that gave the message up. An ID that would be too long is replaced by its SHA-256."""
-    text = f"{consumer}/{topic}/{incarnation}/{index}"
+def deduplication_id(consumer: str, topic: str, incarnation: int, index: int, identity: str | None) -> str:
+    """Return the deduplication ID of a dead letter, the same at each attempt to publish it. The ID names the message
+    and the consumer that gave it up. An ID that would be too long is replaced by its SHA-256.
+
+    Without the identity, consumers of one name in two databases would have the same IDs. A consumer of a row of format
+    1 has none: its letters may be in the topic already."""
+    text = f"{consumer}/{topic}/{incarnation}/{index}" + (f"/{identity}" if identity else "")
     return text if len(text.encode()) <= MAX_DEDUPLICATION_ID_BYTES else hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -421,10 +424,11 @@ class DeadLetterPublisher:
         wanted = select(DEAD_LETTERS).where(self._mine).order_by(DEAD_LETTERS.c.given_up_ms)
         with database.reaching(), self._engine.begin() as connection:
             found = connection.execute(wanted.limit(PUBLISHED_TOGETHER)).all()
+            identities = consumer_row.identities_of(connection, {row.consumer for row in found})
         if not found:
             return False
         self._rows = [row for row in found if row.dead_letter_topic == found[0].dead_letter_topic]
-        begun = self._publish(found[0].dead_letter_topic, self._rows)
+        begun = self._publish(found[0].dead_letter_topic, self._rows, identities)
         self._publishing = asyncio.run_coroutine_threadsafe(begun, event_loop())
         return True
 
@@ -440,16 +444,15 @@ class DeadLetterPublisher:
                 else:  # the letter stays in the table, for a person to handle
                     connection.execute(update(DEAD_LETTERS).where(this).values(dead_letter_topic=None))
 
-    async def _publish(self, topic: str, rows: Sequence[Row[Any]]) -> list[bool]:
-        """Return for each row whether the letter is durable in the topic. False: the topic does not accept the
-        letter."""
+    async def _publish(self, topic: str, rows: Sequence[Row[Any]], identities: Mapping[str, str]) -> list[bool]:
+        """Return for each row whether it is in the topic, durable. False: the topic does not take it."""
         async with self._client.publisher(
             topic, on_waiting=self._on_waiting, delivery_timeout_seconds=None
         ) as publisher:
-            return await asyncio.gather(*(_send(publisher, row) for row in rows))
+            return await asyncio.gather(*(_send(publisher, row, identities.get(row.consumer)) for row in rows))
 
 
-async def _send(publisher: Publisher, row: Row[Any]) -> bool:
+async def _send(publisher: Publisher, row: Row[Any], identity: str | None) -> bool:
     of_message = {
         "REAL_TOPIC": row.topic,
         "REAL_SUBSCRIPTION": row.consumer,
@@ -459,7 +462,7 @@ async def _send(publisher: Publisher, row: Row[Any]) -> bool:
     try:
         await publisher.send(
             row.payload,
-            deduplication_id=deduplication_id(row.consumer, row.topic, row.incarnation, row.message_index),
+            deduplication_id=deduplication_id(row.consumer, row.topic, row.incarnation, row.message_index, identity),
             key=row.message_key,
             event_time=row.event_time_ms or None,
             properties=json.loads(row.properties) | of_message,

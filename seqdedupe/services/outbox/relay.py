@@ -20,7 +20,14 @@ from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.connection import NOT_A_SIDECAR
 from seqdedupe.client.route import Addresses
 from seqdedupe.databases.failures import refuses_entry
-from seqdedupe.errors import FencedError, NotFoundError, PositionError, SeqdedupeError, UnavailableError
+from seqdedupe.errors import (
+    ConfigurationError,
+    FencedError,
+    NotFoundError,
+    PositionError,
+    SeqdedupeError,
+    UnavailableError,
+)
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
 from seqdedupe.services import Retries, Stillness
@@ -30,6 +37,7 @@ from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.row_page import Route, RowPage
 from seqdedupe.services.outbox.steps import FoundRows
 from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
+from seqdedupe.services.target_kind import check_kind, check_target
 from seqdedupe.wording import counted
 
 # -- The work of a relay: it does the steps. Meanwhile it waits for receipts and deletes the rows that they prove.
@@ -212,6 +220,10 @@ class RelayWork:
             if e.reason != "TOPIC_NOT_FOUND" or topic == self._only_topic:
                 raise
             return e.message
+        except ConfigurationError as e:
+            if e.reason != "INVALID_OPTION" or topic == self._only_topic:
+                raise
+            return e.message
         highest = max(highest, *(one.sequence_id for one in producer.persisted))
         return steps.OpenedProducer(own, tuple(one.sequence_id for one in producer.persisted), highest)
 
@@ -230,10 +242,11 @@ class RelayWork:
 
     async def _known_names(self, topic: str) -> set[str]:
         try:
-            partitions = (await self._client.admin.topic(topic)).partitions
+            found = await self._client.admin.topic(topic)
         except NotFoundError:
             return set()  # the topic is created when it is opened, or does not exist
-        return await _names_of(self._client, topic, partitions)
+        check_kind(found, _WHO)
+        return await _names_of(self._client, topic, found.partitions)
 
     async def _publish(self, producer: Producer, page: RowPage) -> None:
         async with self._changed:
@@ -316,6 +329,7 @@ _LOOK_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
 
 _KIND = "{aggregatetype}"
+_WHO = "a relay"
 
 _log = logging.getLogger("seqdedupe.outbox")
 
@@ -370,10 +384,12 @@ class Relay:
     async def run(self, *, follow: bool = True) -> None:
         """Relay without end. Without `follow`, end when all readable rows are published and deleted.
 
-        Raises ConfigurationError (INVALID_OUTBOX, OUTBOX_CHANGED) for an outbox that it cannot work with; DataLossError
-        if the topic has lost messages that it acknowledged; NotFoundError if there is no topic; UnavailableError if, at
-        the start, something other than a sidecar answers, there is no such database, or it does not let the user in;
-        AccessDeniedError if the sidecar does not know the caller, or the caller lacks a right.
+        Raises ConfigurationError: INVALID_OUTBOX, OUTBOX_CHANGED for an outbox that the relay cannot use;
+        INVALID_OPTION for a topic of deduplication IDs, at the start and before the outbox is bound to the topic.
+        Raises DataLossError if the topic has lost messages that it acknowledged; NotFoundError if the topic does not
+        exist; AccessDeniedError if the sidecar does not know the caller, or the caller lacks a right. Raises
+        UnavailableError if, at the start, a server that is not a sidecar answers, or the database does not exist or
+        refuses the user.
         Without `follow` also FencedError if another relay took over, and any UnavailableError. With `follow` it stands
         by or tries again (for a database, also at the start).
         """
@@ -386,6 +402,7 @@ class Relay:
             await self._check_sidecar(follow=follow)
             while True:
                 try:
+                    await self._blocking(self._store.bind, self._name, self._topic)
                     await self._relay(follow=follow)
                 except FencedError as e:
                     self.counters.times_fenced += 1
@@ -410,24 +427,41 @@ class Relay:
             self._store.close()
 
     async def _check_sidecar(self, *, follow: bool) -> None:
-        """Make a call to the sidecar. While the outbox is empty, no other call is made, and a wrong address or token
-        would be noticed only with the first row.
+        """Ask the sidecar, before anything is changed in the database. While the outbox is empty nothing else asks it,
+        and a wrong address, token or kind of topic would show only with the first row.
 
-        Raises NOT_A_SIDECAR, UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics; NOT_ALLOWED if the caller may
-        not read the topic, as a relay must after a crash; without `follow` any UnavailableError. With `follow` a
-        sidecar that does not answer is reported. All other problems show with the rows. If the topic depends on the
-        row, so does the right to read."""
+        Raises NOT_A_SIDECAR (at the first call), UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics;
+        NOT_ALLOWED if the caller may not read the topic, as a relay must after a crash; INVALID_OPTION for a topic of
+        deduplication IDs; without `follow` any UnavailableError. With `follow` a sidecar that does not answer is
+        reported and waited for. All other problems show with the rows. If the topic depends on the row, so does the
+        right to read.
+        """
+        has_waited = False
+        while True:
+            try:
+                await self._ask_sidecar()
+            except UnavailableError as e:
+                if not follow or (e.reason == NOT_A_SIDECAR and not has_waited):
+                    raise
+                has_waited = True
+                self._retries.failed(e)
+                self.activity.waits(e)
+                await asyncio.sleep(_RETRY_SECONDS)
+            else:
+                break
+        self._has_begun = True
+        self.activity.runs()
+
+    async def _ask_sidecar(self) -> None:
         try:
             await self._client.ends(self._route("any") if self._route else self._topic)
-        except UnavailableError as e:
-            if not follow or e.reason == NOT_A_SIDECAR:
-                raise
-            self._report(f"the sidecar does not answer yet: {e}")
-            return
+        except UnavailableError:
+            raise
         except SeqdedupeError as e:
             if e.reason in ("UNKNOWN_CALL", "UNAUTHENTICATED") or (e.reason == "NOT_ALLOWED" and self._route is None):
                 raise
-        self._has_begun = True
+        if self._route is None:
+            await check_target(self._client, self._topic, _WHO)
 
     async def lag(self) -> Lag:
         """Return the lag of the relay, while the relay runs."""
@@ -444,15 +478,11 @@ class Relay:
             self._oldest = oldest, time.time()
         return ServiceLag(rows, int(self._oldest[1] * 1000))
 
-    def _open(self) -> None:
-        self._store.open()
-        self._store.bind(self._name, self._topic)
-
     async def _open_at_last(self, is_final: Callable[[UnavailableError], bool] = lambda _: False) -> None:
         """Wait for the database, and open it again. Rows that were read over the old connections are not deleted."""
         while True:
             try:
-                await self._blocking(self._open)
+                await self._blocking(self._store.open)
             except UnavailableError as e:
                 if is_final(e):
                     raise

@@ -1,7 +1,6 @@
 """An outbox in SQLite. SQLite allows one writer at a time, so numbers follow the order of commits, and no row has to
 wait for an open transaction."""
 
-import os
 import secrets
 import sqlite3
 import threading
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from sqlalchemy.engine import URL
 
 from seqdedupe.databases import failures
+from seqdedupe.databases.tables import missing_file
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
 from seqdedupe.services.outbox.row_page import ASIDE_TABLE, COLUMNS, SEQUENCE_ID, TABLE, TOKEN_TABLE, RowPage, page_of
 from seqdedupe.services.outbox.steps import OutboxState
@@ -67,10 +67,10 @@ class SqliteOutbox(OutboxStore):
                     uri, BUSY_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False, uri=True
                 )
             except sqlite3.OperationalError as e:
-                if os.path.exists(self._path):
+                if (what := missing_file(self._path)) is None:
                     raise
                 hint = "Is its path right? `seqdedupe outbox ddl sqlite | sqlite3 FILE` makes an outbox."
-                raise unavailable(f"there is no file {os.path.abspath(self._path)}", hint) from e
+                raise unavailable(what, hint) from e
             self._connection = connection
             _check(connection)
 

@@ -25,6 +25,7 @@ from seqdedupe.names import new_producer_name, partition_name, source_name, topi
 from seqdedupe.services import Stillness
 from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
 from seqdedupe.services.pipe.outputs import Calling, Function, OutputBatch, index_of
+from seqdedupe.services.target_kind import check_target
 from seqdedupe.wording import counted
 
 T = TypeVar("T")
@@ -434,6 +435,7 @@ class Pipe:
 
         Raises:
 
+        - INVALID_OPTION, at the start, for a target of deduplication IDs.
         - FUNCTION_FAILED, which identifies the message, if the function raises or returns something that cannot be
           published.
         - MESSAGE_TOO_LARGE if a message is passed on and has no room for the pipe's additions. After this error and
@@ -505,10 +507,11 @@ class Pipe:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sources(self, *, follow: bool) -> list[str]:
-        """Return the source, or its partitions."""
+        """Check the target, and return the source, or its partitions."""
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         while True:
             try:
+                await check_target(self._client, self.target, "a pipe")
                 await self._client.ends(self.source)
             except InvalidRequestError as e:
                 if e.reason != "TOPIC_IS_PARTITIONED":

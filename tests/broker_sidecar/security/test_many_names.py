@@ -77,7 +77,7 @@ class Served:
         self, caller: Subject, names: list[str], epochs: list[int] | None = None
     ) -> publish_pb2.OpenResponse:
         set_caller(caller)
-        return await self._service._open(
+        return await self._service.open(
             publish_pb2.OpenRequest(topic="orders", producer_names=names, epochs=epochs or [])
         )
 
@@ -151,7 +151,7 @@ async def test_of_many_names_that_are_denied_one_error_is_made(served: Served) -
     assert len(served.denials) == 2
     for k, name in enumerate(OTHERS[:40]):
         assert (repr(name) in caught.value.message) == (k < MAX_NAMES_TOLD)
-    assert f"and {MAX_OPEN_NAMES - MAX_NAMES_TOLD} others" in caught.value.message
+    assert f"and {MAX_OPEN_NAMES - MAX_NAMES_TOLD:,} others" in caught.value.message
     # As much as a status may have, though names are long.
     with pytest.raises(AccessDeniedError) as caught:
         await served.open(MALLORY, [f"{k:03}".ljust(255, "€")[:85] for k in range(40)])

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from seqdedupe.client import Client
-from seqdedupe.errors import FencedError, InvalidRequestError, SeqdedupeError, UnavailableError
+from seqdedupe.errors import ConfigurationError, FencedError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, Relay, ddl, run_relay
 from seqdedupe.services.outbox.relay import token_name
@@ -39,6 +39,53 @@ async def test_rows_become_messages_and_go(shared_sidecar: Sidecar, topic: str, 
     database.add(b"third")
     assert (await relay_all(shared_sidecar, database, topic)).published == 1
     assert await payloads(shared_sidecar, topic) == [b"\x00\xff", b"", b"third"]
+
+
+async def test_a_topic_of_deduplication_ids_is_refused_before_the_outbox_is_bound(
+    shared_sidecar: Sidecar, topic: str, database: Database
+) -> None:
+    """The hint can be followed: the outbox is not bound to the wrong topic."""
+    async with Client(shared_sidecar.address) as client:
+        await client.admin.create_topic(topic, deduplication_mode="deduplication-id", partitions=2)
+        for rows in range(2):  # without rows, too
+            with pytest.raises(ConfigurationError, match=f"{topic} is a topic of deduplication IDs") as e:
+                await relay_all(shared_sidecar, database, topic)
+            assert e.value.reason == "INVALID_OPTION"
+            assert "seqdedupe topics create NAME" in e.value.hint
+            bound = database.value("SELECT count(*) FROM outbox_token WHERE producer IS NOT NULL OR topic IS NOT NULL")
+            assert (bound, database.rows()) == (0, rows)
+            database.add(b"one")
+        await client.admin.create_topic(f"{topic}-2")
+    assert (await relay_all(shared_sidecar, database, f"{topic}-2")).published == 2
+
+
+async def test_rows_for_a_topic_of_deduplication_ids_are_set_aside(
+    shared_sidecar: Sidecar, topic: str, database: Database
+) -> None:
+    async with Client(shared_sidecar.address) as client:
+        await client.admin.create_topic(f"{topic}-order", deduplication_mode="deduplication-id")
+    database.add(b"one")
+    database.add(b"two", kind="invoice")
+    counters = await relay_all(shared_sidecar, database, topic + "-{aggregatetype}")
+    assert (counters.published, counters.set_aside, database.rows()) == (1, 1, 0)
+    assert "is a topic of deduplication IDs" in database.value("SELECT reason FROM outbox_aside")
+
+
+async def test_nothing_is_bound_before_the_sidecar_answers(tmp_path: Path) -> None:
+    """A relay that follows waits: the kind of its topic is not known."""
+    database = Database(f"sqlite:///{tmp_path / 'shop.db'}")
+    async with Client("127.0.0.1:1") as client:
+        relay = Relay(client, database.url, "t", NAME)
+        running = asyncio.create_task(relay.run())
+        try:
+            async with asyncio.timeout(LAST_RESORT_SECONDS):
+                while relay.activity.failures.total() < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert database.value("SELECT topic FROM outbox_token") is None
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            database.engine.dispose()
 
 
 async def test_what_is_rolled_back_is_not_published(shared_sidecar: Sidecar, topic: str, database: Database) -> None:
@@ -448,7 +495,7 @@ async def test_a_long_transaction_shows_as_lag(
             assert (await relay_all(shared_sidecar, postgres, topic)).published == 0
         async with Client(shared_sidecar.address) as client:
             one = Relay(client, postgres.url, topic, NAME)
-            one._open()
+            one._store.open()
             lag = await one.lag()
             one._store.close()
         assert (lag.rows, lag.unreadable_rows) == (1, 1)
@@ -489,7 +536,7 @@ async def test_rows_from_elsewhere_alone_are_reason_to_take_over(postgres: Datab
     )
     async with Client(shared_sidecar.address) as client:
         one = Relay(client, postgres.url, "any", NAME, standby_seconds=0.1)
-        one._open()
+        one._store.open()
         async with asyncio.timeout(LAST_RESORT_SECONDS):
             await one._stand_by()
         one._store.close()

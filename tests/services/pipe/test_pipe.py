@@ -50,6 +50,21 @@ async def test_it_goes_on_from_what_the_target_holds(shared_sidecar: Sidecar, to
         assert name == f"pipe/{topic_name(source)}/{incarnation}"
 
 
+async def test_a_target_of_deduplication_ids_is_refused_at_the_start(shared_sidecar: Sidecar, topic: str) -> None:
+    source, target = f"{topic}-in", f"{topic}-out"
+    async with Client(shared_sidecar.address) as client:
+        await publish(client, source, 0, 20)
+        await client.admin.create_topic(target, deduplication_mode="deduplication-id")
+        for follow in (False, True):
+            with pytest.raises(SeqdedupeError, match=f"{target} is a topic of deduplication IDs") as e:
+                await Pipe(client, source, target, function, name="pipe").run(follow=follow)
+            assert e.value.reason == "INVALID_OPTION"
+            assert "seqdedupe topics create NAME" in e.value.hint
+        await client.admin.create_topic(f"{target}-2")
+        await Pipe(client, source, f"{target}-2", function, name="pipe").run()
+        assert await found(client, f"{target}-2") == expected(20)
+
+
 async def test_a_source_without_messages_and_names_that_cannot_be(shared_sidecar: Sidecar, topic: str) -> None:
     async with Client(shared_sidecar.address) as client:
         await client.admin.create_topic(topic)

@@ -1,0 +1,266 @@
+"""The door: the address at which stock producers of Apache Pulsar reach this sidecar."""
+
+import asyncio
+import logging
+import secrets
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from broker_sidecar.config import Config
+from broker_sidecar.connections import origin_of
+from broker_sidecar.door.pulsar_connection import (
+    READ_BYTES,
+    PulsarConnection,
+    ShownCredentials,
+    fences,
+    is_exclusive,
+)
+from broker_sidecar.gate import Guard
+from broker_sidecar.services.publish_service import PublishService
+from broker_sidecar.streams import Streams
+from seqdedupe.address import SidecarAddress, cannot_listen
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.topic import Topic
+
+logger = logging.getLogger("broker_sidecar.door")
+
+MAX_UNKNOWN = 64
+"""The most connections whose clients are not known yet. One more ends the oldest one of the origin with most."""
+
+TLS_SECONDS = 10.0
+"""The time by which a client must have agreed on TLS."""
+
+STOP_SECONDS = 2.0
+"""The time in which clients can read their last receipts when the sidecar stops."""
+
+_METHOD = "pulsar.CONNECT"
+"""The name of a connection in the audit trail."""
+
+
+class Holder(NamedTuple):
+    """Who has a producer's name."""
+
+    connection: PulsarConnection
+    producer_id: int
+
+
+class Door:
+    """The listener, the connections, and the producers' names."""
+
+    def __init__(
+        self,
+        config: Config,
+        guard: Guard,
+        streams: Streams,
+        topics: Topics[Topic],
+        publish: PublishService,
+        has_to_answer: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        """`has_to_answer` returns whether to answer a client from this peer that is unknown."""
+        self._config = config
+        self._guard = guard
+        self._streams = streams
+        self._topics = topics
+        self._publish = publish
+        self._has_to_answer = has_to_answer
+        self._server: asyncio.Server | None = None
+        self._serving: dict[asyncio.Task[None], str] = {}
+        """The origin of each connection's client, until it is known; then an empty text."""
+        self._holders: dict[str, dict[str, Holder]] = {}
+        """By topic and name."""
+        self._alone: dict[str, Holder] = {}
+        """The producers that are alone in their topic."""
+
+    @property
+    def producers(self) -> int:
+        """The number of producers, including those that are being opened."""
+        return sum(map(len, self._holders.values()))
+
+    @property
+    def connections(self) -> int:
+        """The number of connections."""
+        return len(self._serving)
+
+    async def listen(self) -> SidecarAddress:
+        """Listen, and return the address with its port. Raises CANNOT_LISTEN, INVALID_CONFIGURATION."""
+        address = SidecarAddress.parse(self._config.pulsar_listen)
+        self.read_certificates()
+        try:
+            self._server = await asyncio.start_server(
+                self._accepted,
+                address.host.strip("[]"),
+                address.port,
+                limit=READ_BYTES,
+                ssl=self._listening_tls(),
+                ssl_handshake_timeout=None if self._tls is None else TLS_SECONDS,
+            )
+        except OSError as e:
+            raise cannot_listen(address, e, "pulsar_listen") from e
+        port = self._server.sockets[0].getsockname()[1]
+        return SidecarAddress(address.host, port)
+
+    def _listening_tls(self) -> ssl.SSLContext | None:
+        """Return the listener's context. Each connection takes the present one as soon as its client greets."""
+        listening = self._tls
+        if listening is not None:
+
+            def take_present(connection: ssl.SSLObject, *_: object) -> None:
+                connection.context = self._tls or listening
+
+            listening.sni_callback = take_present
+        return listening
+
+    def read_certificates(self) -> None:
+        """Use the present TLS files for connections that begin from now on. Raises INVALID_CONFIGURATION."""
+        config = self._config
+        if not config.tls_certificate_file:
+            self._tls: ssl.SSLContext | None = None
+            return
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(config.tls_certificate_file, config.tls_key_file)
+            if config.tls_client_ca_file:
+                context.load_verify_locations(config.tls_client_ca_file)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as e:
+            why = f"the TLS files cannot be used: {e}"
+            raise error("INVALID_CONFIGURATION", why, key="tls_certificate_file") from e
+        self._tls = context
+
+    async def stop(self) -> None:
+        """End all connections. The topics have settled what they had in flight."""
+        if self._server is None:
+            return
+        self._server.close()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=STOP_SECONDS)
+        for task in self._serving:
+            task.cancel()
+
+    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task: asyncio.Task[None] = asyncio.current_task()  # type: ignore[assignment]
+        peer = _peer_of(writer)
+        if sum(map(bool, self._serving.values())) >= MAX_UNKNOWN:
+            self._make_room()
+        self._serving[task] = str(origin_of(peer))
+        try:
+            await self._serve(reader, writer, peer, task)
+        except SeqdedupeError as e:
+            logger.log(logging.INFO if e.retry_delay_ms >= 0 else logging.WARNING, "a client at %s: %s", peer, e)
+        except (OSError, TimeoutError, EOFError) as e:
+            logger.debug("the connection from %s has ended: %s", peer, e)
+        except Exception:
+            logger.exception("the connection from %s has ended by a defect", peer)
+        finally:
+            del self._serving[task]
+            with suppress(OSError):
+                writer.close()
+
+    def _make_room(self) -> None:
+        origins = Counter(origin for origin in self._serving.values() if origin)
+        crowd = origins.most_common(1)[0][0]
+        next(task for task, origin in self._serving.items() if origin == crowd).cancel()
+
+    async def _serve(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        peer: str,
+        task: "asyncio.Task[None]",
+    ) -> None:
+        async def find_caller(shown: ShownCredentials) -> None:
+            context: Any = shown
+            if (why := await self._guard.find_caller(context, self._has_to_answer)) is not None:
+                self._guard.trail.unauthenticated(_METHOD, peer, why)
+                raise why
+            self._serving[task] = ""
+
+        await PulsarConnection(
+            reader,
+            writer,
+            peer,
+            _auth_context(writer),
+            topics=self._topics,
+            streams=self._streams,
+            permissions=self._guard.permissions,
+            publish=self._publish,
+            names=self,
+            find_caller=find_caller,
+        ).run()
+
+    # -- producers' names --------------------------------------------------------------------------------------
+
+    def new_name(self) -> str:
+        """Return a name that no producer has had."""
+        return f"stock-{secrets.token_hex(8)}"
+
+    async def claim(self, topic: str, name: str, mode: int, connection: PulsarConnection, producer_id: int) -> None:
+        """Give a name to a producer, as a broker does: who has it keeps it as long as its client is there.
+
+        A client that does not answer any more loses all its producers: it may be the former connection of this very
+        client. Raises PRODUCER_BUSY.
+        """
+        own = Holder(connection, producer_id)
+        if fences(mode):
+            for holder in self._others_in(topic, own):
+                why = error("FENCED", f"another producer has taken topic {topic} for itself")
+                holder.connection.end_producer(holder.producer_id, why)
+        while (other := self._in_the_way(topic, name, mode, own)) is not None:
+            if other.connection is connection or await other.connection.is_alive():
+                raise error("PRODUCER_BUSY", f"topic {topic} has another producer that excludes {name!r}")
+            other.connection.abort()
+            self._drop(other.connection)
+        self._holders.setdefault(topic, {})[name] = own
+        if is_exclusive(mode):
+            self._alone[topic] = own
+
+    def _in_the_way(self, topic: str, name: str, mode: int, own: Holder) -> Holder | None:
+        """Return a producer that excludes this one."""
+        same = self._holders.get(topic, {}).get(name)
+        one_of = (same, self._alone.get(topic))
+        candidates = self._others_in(topic, own) if is_exclusive(mode) else [one for one in one_of if one is not None]
+        return next((other for other in candidates if other != own), None)
+
+    def _others_in(self, topic: str, own: Holder) -> list[Holder]:
+        return [holder for holder in self._holders.get(topic, {}).values() if holder != own]
+
+    def _drop(self, connection: PulsarConnection) -> None:
+        for topic, names in list(self._holders.items()):
+            for name, holder in list(names.items()):
+                if holder.connection is connection:
+                    self.release(topic, name, *holder)
+
+    def release(self, topic: str, name: str, connection: PulsarConnection, producer_id: int) -> None:
+        """Take the name back, if this producer has it."""
+        own = Holder(connection, producer_id)
+        names = self._holders.get(topic, {})
+        if names.get(name) == own:
+            del names[name]
+            if not names:
+                self._holders.pop(topic, None)
+        if self._alone.get(topic) == own:
+            del self._alone[topic]
+
+
+def _peer_of(writer: asyncio.StreamWriter) -> str:
+    """Return the client's address as gRPC writes it."""
+    host, port, *_ = writer.get_extra_info("peername") or ("unknown", 0)
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+def _auth_context(writer: asyncio.StreamWriter) -> Mapping[str, Any]:
+    """Return what the client's certificate says, as gRPC's `auth_context` does."""
+    connection = writer.get_extra_info("ssl_object")
+    der = connection.getpeercert(binary_form=True) if connection is not None else None
+    if der is None:
+        return {}
+    names = connection.getpeercert().get("subjectAltName", ())
+    return {
+        "x509_pem_cert": [ssl.DER_cert_to_PEM_cert(der).encode()],
+        "peer_uri": [value.encode() for kind, value in names if kind == "URI"],
+        "peer_dns": [value.encode() for kind, value in names if kind == "DNS"],
+    }

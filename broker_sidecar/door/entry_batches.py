@@ -1,0 +1,167 @@
+"""An entry of a stock producer as batches of this sidecar. Pure.
+
+Kernels: import this module only after `kernels.prepare()`.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s, single_producer
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
+from seqdedupe.pulsar_wire.batches import Kind, Rows, Values, kind_of, rows_of
+from seqdedupe.pulsar_wire.frames import Entry
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata
+from seqdedupe.pulsar_wire.rows import HAS_KEY, HAS_ORDERING_KEY, KEY_IS_BASE64, NULL_VALUE
+
+ORDERING_KEY = "pulsar.ordering_key"
+"""The property that keeps a message's ordering key, in base64."""
+
+SPLIT_BYTES = MAX_BATCH_BYTES * 3 // 4
+"""The most bytes of payloads, keys and properties in one batch. The other columns of its rows fit in the rest."""
+
+SPLIT_ROWS = MAX_BATCH_ROWS // 2
+
+_NOT_TAKEN = {
+    Kind.CHUNK: "is a chunk of a larger message",
+    Kind.ENCRYPTED: "is encrypted",
+    Kind.MARKER: "is a marker of Pulsar's own",
+}
+
+
+class ProducerSession(NamedTuple):
+    """The session of a producer, as the topic knows it."""
+
+    name: bytes
+    epoch: int
+
+
+def rows_to_store(entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Rows:
+    """Return the rows of an entry. `max_bytes` limits its payload when decompressed.
+
+    Raises INVALID_REQUEST if this sidecar does not take such entries; MALFORMED_MESSAGE, MESSAGE_TOO_LARGE,
+    INVALID_SEQUENCE_ID.
+    """
+    kind = kind_of(metadata)
+    if (what := _NOT_TAKEN.get(kind)) is not None:
+        hint = "Turn off chunking and encryption in the producer: a message has at most 5 MiB."
+        raise error("INVALID_REQUEST", f"the entry with sequence ID {metadata.sequence_id} {what}", hint=hint)
+    if metadata.deliver_at_time:
+        raise _not_taken(metadata, "is to be delivered later", "Publish it when it is due: nothing is delayed here.")
+    if metadata.HasField("txnid_most_bits"):
+        raise _not_taken(metadata, "belongs to a transaction", "Publish outside of transactions.")
+    return rows_of(entry, metadata, max_bytes)
+
+
+def batches_of(rows: Rows, session: ProducerSession, last: int) -> Iterator[Batch]:
+    """Yield the batches that store these rows, in order. `last` is the highest sequence ID that the session has sent,
+    or that the topic had before.
+
+    Rows with an ID up to `last` come first, in batches of their own: the topic calls them DUP, or UNKNOWN. A row whose
+    ID is not above those of all earlier rows of the entry is omitted: at the end of the entry the topic has that ID.
+    """
+    ids = rows.sequence_ids
+    before = np.concatenate(([NO_SEQUENCE_ID], np.maximum.accumulate(ids)[:-1]))
+    rising = np.flatnonzero(ids > before)
+    is_old = ids[rising] <= last
+    whole = _columns(rows, session)
+    for some, link in ((rising[is_old], NO_SEQUENCE_ID), (rising[~is_old], last)):
+        for part in _parts(rows, some):
+            batch = whole if len(part) == len(rows) else whole.take(part)
+            # A link is the ID sent before. For an old row any lower one does: nothing of it is stored.
+            batch.previous_sequence_ids = np.array([link], np.int64)
+            yield batch
+            link = int(ids[part[-1]])
+
+
+def _parts(rows: Rows, some: Int64s) -> Iterator[Int64s]:
+    """Yield these rows in groups that fit into a batch."""
+    if not len(some):
+        return
+    columns = (rows.payloads, rows.keys, rows.ordering_keys)
+    sizes = sum(np.diff(column.offsets) for column in columns) + _property_bytes(rows)
+    ends = np.cumsum(sizes[some])
+    first = 0
+    while first < len(some):
+        limit = (int(ends[first - 1]) if first else 0) + SPLIT_BYTES
+        stop = max(int(np.searchsorted(ends, limit, "right")), first + 1)
+        stop = min(stop, first + SPLIT_ROWS)
+        yield some[first:stop]
+        first = stop
+
+
+def _property_bytes(rows: Rows) -> Int64s:
+    properties = rows.properties
+    names, values = (column.offsets[properties.offsets] for column in (properties.names, properties.values))
+    return np.diff(names) + np.diff(values)
+
+
+def _columns(rows: Rows, session: ProducerSession) -> Batch:
+    keys = _keys(rows)
+    offsets, names, values = _properties(rows)
+    return single_producer(
+        session.name,
+        session.epoch,
+        NO_SEQUENCE_ID,
+        rows.sequence_ids,
+        Binary(_offsets(rows.payloads), bytes(rows.payloads.data), _validity((rows.flags & NULL_VALUE) == 0)),
+        event_times_ms=rows.event_times if rows.event_times.any() else NO_INT64S,
+        keys=keys,
+        property_offsets=offsets,
+        property_names=names,
+        property_values=values,
+    )
+
+
+def _keys(rows: Rows) -> Binary:
+    has_key = (rows.flags & HAS_KEY) != 0
+    if not has_key.any():
+        return Binary()
+    if not (rows.flags & KEY_IS_BASE64).any():
+        return Binary(_offsets(rows.keys), bytes(rows.keys.data), _validity(has_key))
+    return Binary.of([_key(rows, k) if has_key[k] else None for k in range(len(rows))])
+
+
+def _key(rows: Rows, k: int) -> bytes:
+    key = rows.keys.value(k)
+    if not rows.flags[k] & KEY_IS_BASE64:
+        return key
+    try:
+        return base64.b64decode(key, validate=True)
+    except binascii.Error as e:
+        raise error("MALFORMED_MESSAGE", f"the key of row {k} is not base64, as its entry says") from e
+
+
+def _properties(rows: Rows) -> tuple[Int32s, Binary, Binary]:
+    own = rows.properties
+    has_ordering_key = (rows.flags & HAS_ORDERING_KEY) != 0
+    if not has_ordering_key.any():
+        if not int(own.offsets[-1]):
+            return NO_INT32S, Binary(), Binary()
+        names, values = (Binary(_offsets(column), bytes(column.data)) for column in (own.names, own.values))
+        return own.offsets.astype(np.int32), names, values
+    pairs: list[tuple[bytes, bytes]] = []
+    offsets = [0]
+    for k in range(len(rows)):
+        pairs += rows.row(k).properties
+        if has_ordering_key[k]:
+            pairs.append((ORDERING_KEY.encode(), base64.b64encode(rows.ordering_keys.value(k))))
+        offsets.append(len(pairs))
+    names, values = Binary.of_all([name for name, _ in pairs]), Binary.of_all([value for _, value in pairs])
+    return np.array(offsets, np.int32), names, values
+
+
+def _offsets(values: Values) -> Int32s:
+    return values.offsets.astype(np.int32)
+
+
+def _validity(is_there: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> bytes:
+    return b"" if is_there.all() else np.packbits(is_there, bitorder="little").tobytes()
+
+
+def _not_taken(metadata: MessageMetadata, what: str, hint: str) -> SeqdedupeError:
+    return error("INVALID_REQUEST", f"the entry with sequence ID {metadata.sequence_id} {what}", hint=hint)

@@ -1,0 +1,588 @@
+"""A connection of a stock client of Apache Pulsar that produces.
+
+Begin with `PulsarConnection.run`. The commands of a client, in their usual order:
+
+1. CONNECT shows who the client is. Until then the door reads little, and not for long.
+2. PARTITIONED_METADATA and LOOKUP lead the client to its topic, which is always here, over the same address.
+3. PRODUCER opens a producer: a session of its name.
+4. SEND publishes an entry: one message, or a batch. Receipts come in the order of the entries.
+5. CLOSE_PRODUCER ends a producer.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any, Protocol
+
+from broker_sidecar.door.entry_batches import ProducerSession
+from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final
+from broker_sidecar.rpc import refusals
+from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.subject import caller
+from broker_sidecar.services.publish_service import PublishService
+from broker_sidecar.streams import Stream, Streams
+from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.limits import MAX_PAYLOAD_BYTES
+from seqdedupe.names import topic_name
+from seqdedupe.pulsar_wire.frames import FRAME_OVERHEAD_BYTES, Frame, Splitter, command_frame, entry_of
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
+    BaseCommand,
+    CommandCloseProducer,
+    CommandConnect,
+    CommandConnected,
+    CommandError,
+    CommandGetSchemaResponse,
+    CommandLookupTopicResponse,
+    CommandPartitionedTopicMetadataResponse,
+    CommandPing,
+    CommandPong,
+    CommandProducer,
+    CommandProducerSuccess,
+    CommandSend,
+    CommandSendError,
+    CommandSendReceipt,
+    CommandSuccess,
+    Exclusive,
+    ExclusiveWithFencing,
+    MessageIdData,
+    Schema,
+    ServerError,
+    WaitForExclusive,
+)
+from seqdedupe.topic.directory import Topics, find, look_for
+from seqdedupe.topic.topic import Topic
+from seqdedupe.v1 import admin_pb2, publish_pb2
+
+logger = logging.getLogger("broker_sidecar.door")
+
+MAX_ENTRY_BYTES = MAX_PAYLOAD_BYTES
+"""The `max_message_size` that the door announces. It is Pulsar's default."""
+
+MAX_UNKNOWN_BYTES = 64 * 1024
+"""The most bytes of a frame before the client is known: a token, and the client's version."""
+
+CONNECT_SECONDS = 10.0
+"""The time by which a client must have shown who it is."""
+
+FRAME_SECONDS = 30.0
+"""The time by which the rest of a frame must have come. 5 MiB over 1.4 Mbit/s take this time."""
+
+KEEP_ALIVE_SECONDS = 30.0
+"""The time after which a silent client is asked whether it is there. After as long again its connection ends."""
+
+ALIVE_SECONDS = 5.0
+"""The time in which a client that holds a producer's name must show that it is there when another one wants it."""
+
+MAX_REQUESTS = 1_000
+"""The most requests of a connection that are being answered. While there are as many, nothing more is read."""
+
+MAX_PRODUCERS = 10_000
+"""The most producers of a connection."""
+
+READ_BYTES = 256 * 1024
+MAX_UNREAD_BYTES = 1024 * 1024
+"""The answers that a client has not read. While there are more, nothing more is read from it."""
+
+PROTOCOL_VERSION = 21
+"""The newest version of the protocol that the door speaks: that of Pulsar 4.0."""
+
+_NO_ENTRY = 2**64 - 1
+
+_CODES = {
+    "FENCED": ServerError.ProducerFenced,
+    "INVALID_TOPIC_NAME": ServerError.InvalidTopicName,
+    "LOG_DAMAGED": ServerError.PersistenceError,
+    "NOT_ALLOWED": ServerError.AuthorizationError,
+    "PRODUCER_BUSY": ServerError.ProducerBusy,
+    "TOKEN_EXPIRED": ServerError.AuthenticationError,
+    "TOPIC_NOT_FOUND": ServerError.TopicNotFound,
+    "TOPIC_TERMINATED": ServerError.TopicTerminatedError,
+    "UNAUTHENTICATED": ServerError.AuthenticationError,
+}
+"""Pulsar's codes for reasons. Other reasons are ServiceNotReady if trying again helps, else NotAllowedError."""
+
+_JAVA, _CPP = "Pulsar-Java", "Pulsar-CPP"
+_METHODS = {"", "none", "tls", "token"}
+"""The methods of authentication. Clients with OAuth2 name `token`."""
+
+
+class ShownCredentials:
+    """What a client has shown, as the authentication asks a gRPC call for it."""
+
+    def __init__(self, peer: str, auth_context: Mapping[str, Any], token: bytes | None) -> None:
+        self._peer = peer
+        self._auth_context = auth_context
+        self._token = token
+
+    def peer(self) -> str:
+        return self._peer
+
+    def auth_context(self) -> Mapping[str, Any]:
+        return self._auth_context
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        if self._token is None:
+            return ()
+        return (("authorization", f"Bearer {self._token.decode(errors='replace')}"),)
+
+    def add_done_callback(self, callback: Callable[..., object]) -> None:
+        """Nothing is left in gRPC when this connection ends."""
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        """Pulsar's protocol has none."""
+
+
+class Names(Protocol):
+    """The producers of all connections, by topic and name."""
+
+    async def claim(self, topic: str, name: str, mode: int, connection: "PulsarConnection", producer_id: int) -> None:
+        """Give this name to a producer. Raises PRODUCER_BUSY."""
+
+    def release(self, topic: str, name: str, connection: "PulsarConnection", producer_id: int) -> None:
+        """Take the name back, if this producer has it."""
+
+    def new_name(self) -> str:
+        """Return a name that no producer has had."""
+
+
+class PulsarConnection:
+    """A connection of one client."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        peer: str,
+        auth_context: Mapping[str, Any],
+        *,
+        topics: Topics[Topic],
+        streams: Streams,
+        permissions: Permissions,
+        publish: PublishService,
+        names: Names,
+        find_caller: Callable[[ShownCredentials], Any],
+    ) -> None:
+        """`find_caller` sets the caller of the present task, or raises why it is unknown."""
+        self.peer = peer
+        self._reader = reader
+        self._writer = writer
+        self._auth_context = auth_context
+        self._topics = topics
+        self._streams = streams
+        self._permissions = permissions
+        self._publish = publish
+        self._names = names
+        self._find_caller = find_caller
+        self._splitter = Splitter(MAX_UNKNOWN_BYTES)
+        self._stream: Stream | None = None
+        """What the connection holds, once the client is known."""
+        self._client = ""
+        self._producers: dict[int, StockProducer] = {}
+        self._opening: dict[int, asyncio.Task[None]] = {}
+        self._refused: dict[int, SeqdedupeError] = {}
+        """Why a producer of this ID was ended for good: the answer to its next PRODUCER."""
+        self._requests: set[asyncio.Task[None]] = set()
+        self._has_heard = asyncio.Event()
+        """Set whenever bytes have come."""
+        self._is_silent = self._is_reading = False
+        self.is_known = False
+
+    # -- the life of a connection ------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve the client until it or the door ends the connection."""
+        frames = self._frames()
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                context = await self._connect(await anext(frames))
+        except (StopAsyncIteration, TimeoutError):
+            return
+        stream = Stream(context, self._streams.budget, caller(), self._streams.shares)  # type: ignore[arg-type]
+        self._stream = stream
+        try:
+            with self._streams.serving(stream):
+                await stream.begin()
+                await self._serve(frames, stream)
+        finally:
+            stream.share.has_read(0)
+            await self._end()
+
+    async def _connect(self, first: Frame) -> ShownCredentials:
+        """Learn who the client is from its first command. Raises UNAUTHENTICATED and other errors of the
+        authentication, after the client was told.
+        """
+        if first.field != "connect":
+            raise error("MALFORMED_MESSAGE", f"the first command is {first.field or 'unknown'}, and should be CONNECT")
+        command = first.command.connect
+        context = ShownCredentials(self.peer, self._auth_context, _token_in(command))
+        try:
+            if command.auth_method_name not in _METHODS:
+                why = f"the door takes tokens, and the client authenticates with {command.auth_method_name!r}"
+                raise error("UNAUTHENTICATED", why)
+            await self._find_caller(context)
+        except SeqdedupeError as e:
+            self._say_error(_NO_ENTRY, e)
+            raise
+        self.is_known = True
+        self._client = command.client_version
+        self._splitter.max_frame_bytes = MAX_ENTRY_BYTES + FRAME_OVERHEAD_BYTES
+        connected = CommandConnected(
+            server_version=f"seqdedupe {version('seqdedupe')}",
+            protocol_version=min(command.protocol_version, PROTOCOL_VERSION),
+            max_message_size=MAX_ENTRY_BYTES,
+        )
+        self._say(BaseCommand(type=BaseCommand.CONNECTED, connected=connected))
+        return context
+
+    async def _serve(self, frames: AsyncIterator[Frame], stream: Stream) -> None:
+        keeping = asyncio.ensure_future(self._keep_alive())
+        self._permissions.check_call("/seqdedupe.v1.PublishService/Open", b"")
+        try:
+            async for frame in frames:
+                await self._take(frame, stream)
+                while len(self._requests) >= MAX_REQUESTS:
+                    await asyncio.wait(self._requests, return_when=asyncio.FIRST_COMPLETED)
+                if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+                    stream.writing_since = time.monotonic()
+                    await self._writer.drain()
+                    stream.writing_since = None
+        finally:
+            keeping.cancel()
+
+    async def _frames(self) -> AsyncIterator[Frame]:
+        """Yield the client's frames. Of an incomplete one more is read when there is room for it."""
+        began_at: float | None = None
+        while True:
+            if (stream := self._stream) is not None:
+                held = self._splitter.held_bytes
+                stream.share.has_read(held)
+                if held > READ_BYTES and not stream.share.fits(held, to_read=True):
+                    await stream.share.wait_for(held, to_read=True)
+            self._is_reading = True
+            async with asyncio.timeout_at(None if began_at is None else began_at + FRAME_SECONDS):
+                data = await self._reader.read(READ_BYTES)
+            self._is_reading = self._is_silent = False
+            self._has_heard.set()
+            if not data:
+                return
+            before = self._splitter.held_bytes
+            for frame in self._splitter.feed(data):
+                before = 0
+                yield frame
+            if not self._splitter.held_bytes:
+                began_at = None
+            elif not before or began_at is None:
+                began_at = asyncio.get_running_loop().time()
+
+    async def _keep_alive(self) -> None:
+        """End the connection of a client that is gone.
+
+        A client from which nothing is read, because there is no room, is asked too: any command shows it that the door
+        is there.
+        """
+        while True:
+            self._is_silent = True
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            if self._is_silent:
+                self._ask()
+                await asyncio.sleep(KEEP_ALIVE_SECONDS)
+                if self._is_silent and self._is_reading:
+                    self.abort()
+
+    def _ask(self) -> None:
+        self._say(BaseCommand(type=BaseCommand.PING, ping=CommandPing()))
+
+    async def is_alive(self) -> bool:
+        """Ask the client whether it is there, and return whether it answers in time."""
+        self._has_heard.clear()
+        self._ask()
+        try:
+            async with asyncio.timeout(ALIVE_SECONDS):
+                await self._has_heard.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._writer.transport.abort()
+
+    async def _end(self) -> None:
+        for task in self._requests:
+            task.cancel()
+        if self._requests:
+            await asyncio.wait(self._requests)
+        for producer_id in list(self._producers):
+            self._forget(producer_id)
+
+    # -- commands ----------------------------------------------------------------------------------------------
+
+    async def _take(self, frame: Frame, stream: Stream) -> None:
+        command = frame.command
+        match frame.field:
+            case "send":
+                await self._send(command.send, frame, stream)
+            case "ping":
+                self._say(BaseCommand(type=BaseCommand.PONG, pong=CommandPong()))
+            case "pong" | "":
+                pass
+            case "producer":
+                self._start_opening(command.producer, stream)
+            case "close_producer":
+                self._start(self._close(command.close_producer.producer_id, command.close_producer.request_id))
+            case "partitionMetadata":
+                request = command.partitionMetadata
+                self._start(self._partitions(request.topic, request.request_id))
+            case "lookupTopic":
+                self._start(self._look_up(command.lookupTopic.topic, command.lookupTopic.request_id))
+            case "getSchema":
+                answer = CommandGetSchemaResponse(
+                    request_id=command.getSchema.request_id, error_code=ServerError.TopicNotFound
+                )
+                self._say(BaseCommand(type=BaseCommand.GET_SCHEMA_RESPONSE, getSchemaResponse=answer))
+            case field:
+                self._refuse(command, field)
+
+    def _start(self, request: Any) -> None:
+        task = asyncio.ensure_future(request)
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+
+    def _refuse(self, command: BaseCommand, field: str) -> None:
+        """Answer a command of a client that does more than produce."""
+        request_id = getattr(getattr(command, field), "request_id", None)
+        if request_id is not None:
+            hint = "Consumers and readers use the brokers' own URL, or this sidecar's ReadService."
+            self._say_error(
+                request_id, error("INVALID_REQUEST", f"the door is for producers, not for {field}", hint=hint)
+            )
+
+    async def _partitions(self, name: str, request_id: int) -> None:
+        # A client takes a field without a value for a missing answer.
+        answer = CommandPartitionedTopicMetadataResponse(
+            request_id=request_id, response=CommandPartitionedTopicMetadataResponse.Success, partitions=0
+        )
+        try:
+            full = topic_name(name)
+            self._check_may_look(full)
+            # The topic may not exist yet.
+            with suppress(NotFoundError):
+                await look_for(self._topics, full)
+            partitions = self._topics.partitions
+            answer.partitions = len(partitions.names(full)) if full in partitions else 0
+        except SeqdedupeError as e:
+            answer.response = CommandPartitionedTopicMetadataResponse.Failed
+            answer.error, answer.message = _code_of(e), _told(e)
+        self._say(BaseCommand(type=BaseCommand.PARTITIONED_METADATA_RESPONSE, partitionMetadataResponse=answer))
+
+    async def _look_up(self, name: str, request_id: int) -> None:
+        answer = CommandLookupTopicResponse(request_id=request_id, authoritative=True)
+        try:
+            full = topic_name(name)
+            self._check_may_look(full)
+            with suppress(NotFoundError):
+                self._topics.ownership.check(full)
+        except SeqdedupeError as e:
+            answer.response = CommandLookupTopicResponse.Failed
+            answer.error, answer.message = _code_of(e), _told(e)
+        else:
+            answer.response = CommandLookupTopicResponse.Connect
+            # The client keeps to the address that it knows, so the door need not know by which name it is reached.
+            answer.brokerServiceUrl, answer.proxy_through_service_url = "pulsar://seqdedupe", True
+            answer.brokerServiceUrlTls = "pulsar+ssl://seqdedupe"
+        self._say(BaseCommand(type=BaseCommand.LOOKUP_RESPONSE, lookupTopicResponse=answer))
+
+    def _check_may_look(self, full: str) -> None:
+        request = admin_pb2.GetTopicRequest(topic=full).SerializeToString()
+        self._permissions.check_call("/seqdedupe.v1.AdminService/GetTopic", request)
+
+    # -- producers ---------------------------------------------------------------------------------------------
+
+    def _start_opening(self, command: CommandProducer, stream: Stream) -> None:
+        if (before := self._opening.get(command.producer_id)) is not None:
+            # The client has given up waiting for the first answer. Two openings would fence each other.
+            before.cancel()
+        self._forget(command.producer_id)
+        task = asyncio.ensure_future(self._open(command, stream, before))
+        self._opening[command.producer_id] = task
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+
+    async def _open(self, command: CommandProducer, stream: Stream, before: "asyncio.Task[None] | None") -> None:
+        """Open a producer, in these steps:
+
+        1. What the door cannot keep to is refused.
+        2. The name is claimed: one producer has it at a time, as with a broker.
+        3. A session is opened. Everything that the name had in flight settles before.
+        4. The client learns the highest sequence ID that the topic has.
+        """
+        producer_id = command.producer_id
+        full = name = ""
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            if (final := self._refused.pop(producer_id, None)) is not None:
+                raise final
+            full = topic_name(command.topic)
+            _check(command)  # 1
+            if len(self._producers) >= MAX_PRODUCERS:
+                raise error("QUEUE_FULL", f"the connection has {MAX_PRODUCERS} producers: that is the limit")
+            name = command.producer_name or self._names.new_name()
+            await self._names.claim(full, name, command.producer_access_mode, self, producer_id)  # 2
+            opened = await self._publish.open(publish_pb2.OpenRequest(topic=full, producer_names=[name]))  # 3
+            for refusal in opened.refusals:
+                raise error(refusal.reason, refusal.message)
+            topic = await find(self._topics, full)
+            self._producers[producer_id] = StockProducer(
+                topic,
+                ProducerSession(name.encode(), opened.epochs[0]),
+                opened.persisted[0],
+                stream,
+                self._permissions.allowing(topic.name, topic.producers),
+                lambda entry: self._answer(producer_id, entry),
+                lambda e: self._ended(producer_id, e),
+            )
+            success = CommandProducerSuccess(
+                request_id=command.request_id,
+                producer_name=name,
+                last_sequence_id=opened.persisted[0],
+                schema_version=b"",
+            )
+            self._say(BaseCommand(type=BaseCommand.PRODUCER_SUCCESS, producer_success=success))  # 4
+        except SeqdedupeError as e:
+            self._say_error(command.request_id, e)
+        finally:
+            if self._opening.get(producer_id) is asyncio.current_task():
+                del self._opening[producer_id]
+            if producer_id not in self._producers and name:
+                self._names.release(full, name, self, producer_id)
+
+    async def _send(self, command: CommandSend, frame: Frame, stream: Stream) -> None:
+        producer = self._producers.get(command.producer_id)
+        if producer is None or producer.is_closed:
+            # It was ended, and the client sends this again when it has learned that.
+            return
+        shares = self._streams.shares
+        shares.spend(stream.use, len(frame.raw), time.monotonic())
+        if rest_seconds := shares.rest_seconds(stream.use, time.monotonic()):
+            await asyncio.sleep(rest_seconds)
+        try:
+            self._permissions.check_disk(self._topics)
+        except SeqdedupeError as e:
+            producer.fail(e)
+            return
+        await producer.send(command, entry_of(frame.content))
+
+    def _answer(self, producer_id: int, entry: PendingEntry) -> None:
+        if entry.refused is not None:
+            self._refuse_entry(producer_id, entry, entry.refused)
+            return
+        known = entry.message_id.ledger_id >= 0
+        message_id = MessageIdData(
+            ledgerId=entry.message_id.ledger_id if known else _NO_ENTRY,
+            entryId=entry.message_id.entry_id if known else _NO_ENTRY,
+        )
+        receipt = CommandSendReceipt(
+            producer_id=producer_id,
+            sequence_id=entry.sequence_id,
+            highest_sequence_id=entry.highest_sequence_id,
+            message_id=message_id,
+        )
+        self._say(BaseCommand(type=BaseCommand.SEND_RECEIPT, send_receipt=receipt))
+
+    def _refuse_entry(self, producer_id: int, entry: PendingEntry, e: SeqdedupeError) -> None:
+        """Refuse one entry for good. Clients understand that differently, and some not at all."""
+        logger.warning("an entry of a producer from %s was refused: %s", self.peer, e)
+        if self._client.startswith(_JAVA):
+            sequence_id, code = max(entry.sequence_id, entry.highest_sequence_id), ServerError.NotAllowedError
+        elif self._client.startswith(_CPP):
+            # Its only code after which the client drops the entry. It then goes on with the next one.
+            sequence_id, code = entry.sequence_id, ServerError.ChecksumError
+        else:
+            self._producers[producer_id].fail(e)
+            return
+        failure = CommandSendError(producer_id=producer_id, sequence_id=sequence_id, error=code, message=_told(e))
+        self._say(BaseCommand(type=BaseCommand.SEND_ERROR, send_error=failure))
+
+    def _ended(self, producer_id: int, e: SeqdedupeError) -> None:
+        """Tell the client that a producer has ended. It opens the producer again, and learns then if that is final."""
+        if is_final(e):
+            logger.warning("a producer from %s was ended: %s", self.peer, e)
+            self._refused[producer_id] = e
+        self._forget(producer_id)
+        closed = CommandCloseProducer(producer_id=producer_id, request_id=_NO_ENTRY)
+        self._say(BaseCommand(type=BaseCommand.CLOSE_PRODUCER, close_producer=closed))
+
+    def end_producer(self, producer_id: int, e: SeqdedupeError) -> None:
+        """End a producer with this error."""
+        if (producer := self._producers.get(producer_id)) is not None:
+            producer.fail(e)
+
+    async def _close(self, producer_id: int, request_id: int) -> None:
+        if (opening := self._opening.get(producer_id)) is not None:
+            await asyncio.wait([opening])
+        if (producer := self._producers.get(producer_id)) is not None:
+            await producer.settle()
+            self._forget(producer_id)
+        self._refused.pop(producer_id, None)
+        self._say(BaseCommand(type=BaseCommand.SUCCESS, success=CommandSuccess(request_id=request_id)))
+
+    def _forget(self, producer_id: int) -> None:
+        if (producer := self._producers.pop(producer_id, None)) is not None:
+            producer.close()
+            self._names.release(producer.topic.name, producer.session.name.decode(), self, producer_id)
+
+    # -- answers -----------------------------------------------------------------------------------------------
+
+    def _say_error(self, request_id: int, e: SeqdedupeError) -> None:
+        refusals[e.reason] += 1
+        failure = CommandError(request_id=request_id, error=_code_of(e), message=_told(e))
+        self._say(BaseCommand(type=BaseCommand.ERROR, error=failure))
+
+    def _say(self, command: BaseCommand) -> None:
+        self._writer.write(command_frame(command))
+
+
+def _check(command: CommandProducer) -> None:
+    """Raise INVALID_REQUEST for a producer to whom the door could not keep its word."""
+    schema = command.schema
+    if command.HasField("schema") and schema.type != Schema.Type.Value("None"):
+        what, hint = "has a schema", "Publish bytes, and encode them in the producer: topics here have no schemas."
+    elif command.txn_enabled:
+        what, hint = "takes part in transactions", "Publish outside of transactions."
+    elif command.encrypted:
+        what, hint = "encrypts its messages", "Turn off encryption: the door must see the sequence IDs."
+    elif command.initial_subscription_name:
+        what, hint = "creates a subscription", "Create the subscription at the brokers."
+    elif command.producer_access_mode == WaitForExclusive:
+        what, hint = "waits for exclusive access", "Use the mode Exclusive, and try again."
+    else:
+        return
+    raise error("INVALID_REQUEST", f"the producer {what}, which the door does not support", hint=hint)
+
+
+def is_exclusive(mode: int) -> bool:
+    """Return whether a producer with this access mode wants to be alone in its topic."""
+    return mode in (Exclusive, ExclusiveWithFencing)
+
+
+def fences(mode: int) -> bool:
+    """Return whether a producer with this access mode ends the others of its topic."""
+    return mode == ExclusiveWithFencing
+
+
+def _token_in(command: CommandConnect) -> bytes | None:
+    return command.auth_data if command.auth_method_name == "token" and command.auth_data else None
+
+
+def _code_of(e: SeqdedupeError) -> Any:
+    if (code := _CODES.get(e.reason)) is not None:
+        return code
+    return ServerError.ServiceNotReady if e.retry_delay_ms >= 0 else ServerError.NotAllowedError
+
+
+def _told(e: SeqdedupeError) -> str:
+    return f"{e.message} [{e.reason}] {e.hint}"

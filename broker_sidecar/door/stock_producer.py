@@ -1,0 +1,197 @@
+"""A stock producer: its entries become frames of its topic, and the verdicts become receipts.
+
+The door is the client that `PublishService` describes (publish.proto): it opens a session for the producer's name,
+states the links, and numbers the frames. It keeps no messages: the stock client does, until their receipts.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from broker_sidecar.door.entry_batches import ProducerSession, batches_of, rows_to_store
+from broker_sidecar.rpc import refusals
+from broker_sidecar.streams import Stream, unasked
+from seqdedupe.core.rule import UNKNOWN
+from seqdedupe.errors import SeqdedupeError
+from seqdedupe.limits import MAX_BATCH_BYTES
+from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.frames import Entry, metadata_of
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend
+from seqdedupe.topic.frame import Allowing, FrameReceipt, Refusal
+from seqdedupe.topic.topic import Topic
+
+FRAME_BYTES = 2048
+"""The memory of a frame in flight in addition to its batch."""
+
+OF_ONE_MESSAGE = frozenset(
+    {"INVALID_BATCH", "INVALID_REQUEST", "INVALID_SEQUENCE_ID", "MALFORMED_MESSAGE", "MESSAGE_TOO_LARGE"}
+)
+"""The reasons why one entry is refused, while its producer goes on."""
+
+_PASSES = frozenset({"INVALID_EPOCH", "PREDECESSOR_MISSING"})
+"""Refusals that end when the producer is opened again."""
+
+UNKNOWN_ID = MessageId(-1, -1, -1)
+
+
+@dataclass(slots=True)
+class PendingEntry:
+    """An entry that the client has sent, and that has no receipt yet."""
+
+    sequence_id: int
+    highest_sequence_id: int
+    frames: int = 0
+    """The frames without an answer."""
+    batches: int = 0
+    """The batches that the topic has judged, or will."""
+    is_admitted: bool = False
+    message_id: MessageId = UNKNOWN_ID
+    """The ID of the first message that was stored, or that the topic had."""
+    refused: SeqdedupeError | None = None
+
+
+class StockProducer:
+    """A producer of one connection, with a session in its topic.
+
+    `answer` is called for each entry, in the order in which the client sent them. `on_end` is called once, if the
+    producer ends by itself; the client must open it again, and send again what has no receipt.
+    """
+
+    def __init__(
+        self,
+        topic: Topic,
+        session: ProducerSession,
+        persisted: int,
+        stream: Stream,
+        allowing: Allowing | None,
+        answer: Callable[[PendingEntry], None],
+        on_end: Callable[[SeqdedupeError], None],
+    ) -> None:
+        self.topic = topic
+        self.session = session
+        self._last = persisted
+        """The highest sequence ID that this session has sent, or that the topic had when it began."""
+        self._stream = stream
+        self._answer = answer
+        self._on_end = on_end
+        self._cache = topic.connect(self.fail)
+        self._cache.allowing = allowing
+        self._pending: deque[PendingEntry] = deque()
+        self._number = 0
+        self._settled = asyncio.Event()
+        self.is_closed = False
+
+    async def send(self, command: CommandSend, entry: Entry) -> None:
+        """Take an entry, in these steps:
+
+        1. Its rows are read. An entry that cannot be taken is answered in its turn.
+        2. Its batches wait for room, one after the other. Meanwhile nothing more is read from the client.
+        3. The topic judges each batch. The answer comes when the last one has settled.
+
+        Raises MALFORMED_MESSAGE if its metadata are not Pulsar's.
+        """
+        metadata = metadata_of(entry)
+        pending = PendingEntry(command.sequence_id, command.highest_sequence_id)
+        self._pending.append(pending)
+        try:
+            rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES)  # 1
+            batches = list(batches_of(rows, self.session, self._last)) if len(rows) else []
+        except SeqdedupeError as e:
+            pending.refused, batches = e, []
+        for batch in batches:
+            await self._admit(pending, batch.encode())  # 2, 3
+            if self.is_closed:
+                return
+            if pending.refused is not None:
+                break
+            self._last = max(self._last, int(batch.sequence_ids[-1]))
+        pending.is_admitted = True
+        self._answer_all()
+
+    async def _admit(self, pending: PendingEntry, batch: bytes) -> None:
+        size = FRAME_BYTES + len(batch)
+        while not self._stream.share.fits(size):
+            await self._stream.share.wait_for(size)
+        await self.topic.flight.wait_for_room()
+        if self.is_closed:
+            return
+        self._stream.moves()
+        self._stream.share.take(size)
+        self._stream.frames_in_flight += 1
+        pending.frames += 1
+        pending.batches += 1
+        self._number += 1
+
+        def reply(answer: FrameReceipt | Refusal) -> None:
+            self._stream.frames_in_flight -= 1
+            self._stream.share.give_back(size)
+            pending.frames -= 1
+            if isinstance(answer, Refusal):
+                refusals[answer.error.reason] += 1
+                self._refused(pending, answer.error)
+            elif answer.verdicts is not None and (answer.verdicts == UNKNOWN).any():
+                # Nothing was appended for a row whose copy is in flight. Its outcome decides.
+                pending.frames += 1
+                unasked(self._again(pending, batch))
+            else:
+                self._learn(pending, answer)
+            self._answer_all()
+
+        self.topic.admit(batch, self._number, reply, self._cache)
+
+    async def _again(self, pending: PendingEntry, batch: bytes) -> None:
+        await self.topic.all_settled()
+        pending.frames -= 1
+        if not self.is_closed:
+            await self._admit(pending, batch)
+
+    def _refused(self, pending: PendingEntry, e: SeqdedupeError) -> None:
+        if e.reason in OF_ONE_MESSAGE and pending.batches == 1:
+            pending.refused = e
+        else:
+            # A part of the entry may be stored.
+            self.fail(e)
+
+    def _learn(self, pending: PendingEntry, receipt: FrameReceipt) -> None:
+        if pending.message_id != UNKNOWN_ID:
+            return
+        if receipt.runs:
+            pending.message_id = MessageId(*receipt.runs[0][1:])
+        elif receipt.known_rows.size:
+            columns = self.topic.log.known_message_ids(receipt.known_indexes[:1])
+            pending.message_id = MessageId(*(int(column[0]) for column in columns))
+
+    def _answer_all(self) -> None:
+        """Answer the oldest entries that are settled. Clients take a receipt out of order for a lost message."""
+        while not self.is_closed and self._pending:
+            oldest = self._pending[0]
+            if oldest.frames or not oldest.is_admitted:
+                return
+            self._answer(self._pending.popleft())
+        self._settled.set()
+
+    async def settle(self) -> None:
+        """Return when every entry has its answer, or the producer has ended."""
+        while self._pending and not self.is_closed:
+            self._settled.clear()
+            await self._settled.wait()
+
+    def fail(self, e: SeqdedupeError) -> None:
+        """End the producer, because nothing more of it can be stored in its present session."""
+        if not self.is_closed:
+            self.close()
+            self._on_end(e)
+
+    def close(self) -> None:
+        """End the producer. Entries without a receipt are stored or not; they get none any more."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._pending.clear()
+            self._settled.set()
+            self.topic.disconnect(self._cache)
+
+
+def is_final(e: SeqdedupeError) -> bool:
+    """Return whether a producer that ended with this error cannot be opened again."""
+    return e.retry_delay_ms < 0 and e.reason not in _PASSES

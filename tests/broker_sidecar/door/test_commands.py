@@ -1,0 +1,402 @@
+"""The door, command by command: what each kind of client gets, and what a client that lies gets."""
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqdedupe.pulsar_wire.frames import Entry
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
+    LZ4,
+    ZLIB,
+    BaseCommand,
+    CommandSubscribe,
+    EncryptionKeys,
+    Exclusive,
+    ExclusiveWithFencing,
+    Property,
+    Schema,
+    ServerError,
+    WaitForExclusive,
+)
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar import calls
+from tests.broker_sidecar.calls import Client
+from tests.broker_sidecar.door.wire import CPP, GO, JAVA, Wire, batch, door_of, ids_of, single
+
+NO_ENTRY = 2**64 - 1
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    """A sidecar with a door, that no test may kill."""
+    with Sidecar(tmp_path_factory.mktemp("door"), pulsar_listen="127.0.0.1:0") as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def connect(shared: Sidecar, open_wire: Callable[..., Wire]) -> Callable[..., Wire]:
+    def connected(client: str = JAVA, *, connects: bool = True) -> Wire:
+        return open_wire(door_of(shared), client, connects=connects)
+
+    return connected
+
+
+@pytest.fixture
+def wire(connect: Callable[..., Wire]) -> Wire:
+    return connect()
+
+
+def error_of(command: BaseCommand) -> tuple[int, str]:
+    assert command.type == BaseCommand.ERROR, command
+    return command.error.error, command.error.message
+
+
+# -- finding the topic, and opening a producer ------------------------------------------------------------------------
+
+
+def test_it_says_what_it_is(wire: Wire) -> None:
+    connected = wire.connected.connected
+    assert wire.connected.type == BaseCommand.CONNECTED
+    assert connected.server_version.startswith("seqdedupe ")
+    assert (connected.protocol_version, connected.max_message_size) == (20, 5 * 1024 * 1024)
+
+
+def test_every_topic_is_here(wire: Wire, client: Client, topic: str) -> None:
+    answer = wire.partitions(topic).partitionMetadataResponse
+    assert (answer.response, answer.partitions) == (0, 0)
+    assert answer.HasField("response")
+    assert answer.HasField("partitions")
+    client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic=topic, partitions=3))
+    assert wire.partitions(topic).partitionMetadataResponse.partitions == 3
+    found = wire.look_up(f"{topic}-partition-1").lookupTopicResponse
+    assert (found.response, found.proxy_through_service_url) == (found.Connect, True)
+
+
+@pytest.mark.parametrize("name", ["non-persistent://public/default/t", "persistent://a", "a b\n"])
+def test_a_topic_that_cannot_be_here(wire: Wire, name: str) -> None:
+    assert wire.look_up(name).lookupTopicResponse.error == ServerError.InvalidTopicName
+    assert wire.partitions(name).partitionMetadataResponse.error == ServerError.InvalidTopicName
+    assert error_of(wire.produce(name))[0] == ServerError.InvalidTopicName
+
+
+def test_a_producer_learns_what_the_topic_has(wire: Wire, topic: str) -> None:
+    success = wire.produce(topic).producer_success
+    assert (success.producer_name, success.last_sequence_id, success.producer_ready) == ("p", -1, True)
+    wire.send(0, batch(0, 1, 7), highest=7)
+    wire.receipts(1)
+    assert wire.close_producer().type == BaseCommand.SUCCESS
+    assert wire.produce(topic).producer_success.last_sequence_id == 7
+
+
+def test_who_has_no_name_gets_a_new_one(wire: Wire, topic: str) -> None:
+    names = [wire.produce(topic, None, k).producer_success.producer_name for k in range(3)]
+    assert len(set(names)) == 3
+    assert all(names)
+
+
+def test_a_name_is_its_owners_as_long_as_that_is_there(
+    connect: Callable[..., Wire], wire: Wire, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire.produce(topic)
+    assert error_of(wire.produce(topic, producer_id=2))[0] == ServerError.ProducerBusy
+    other = connect()
+    other.ask_for_producer(topic)
+    # The owner's client answers the ping, and keeps the name.
+    wire.send(0, batch(0))
+    wire.receipts(1)
+    assert error_of(other.next())[0] == ServerError.ProducerBusy
+    wire.close_producer()
+    assert other.produce(topic).producer_success.last_sequence_id == 0
+
+
+def test_a_connection_that_is_silent_loses_its_names(connect: Callable[..., Wire], topic: str) -> None:
+    """As after a client's machine has lost its power: the new connection need not wait for TCP."""
+    silent, other = connect(), connect()
+    silent.produce(topic)
+    assert other.produce(topic).type == BaseCommand.PRODUCER_SUCCESS
+    silent.send(0, batch(0))
+    with pytest.raises((EOFError, ConnectionError)):
+        silent.next()
+
+
+def test_access_modes(connect: Callable[..., Wire], wire: Wire, topic: str) -> None:
+    assert error_of(wire.produce(topic, producer_access_mode=WaitForExclusive))[0] == ServerError.NotAllowedError
+    assert wire.produce(topic, "alone", 1, producer_access_mode=Exclusive).type == BaseCommand.PRODUCER_SUCCESS
+    assert error_of(wire.produce(topic, "other", 2))[0] == ServerError.ProducerBusy
+    assert error_of(wire.produce(topic, "other", 2, producer_access_mode=Exclusive))[0] == ServerError.ProducerBusy
+    wire.close_producer(1)
+    assert wire.produce(topic, "other", 2).type == BaseCommand.PRODUCER_SUCCESS
+    assert error_of(wire.produce(topic, "alone", 1, producer_access_mode=Exclusive))[0] == ServerError.ProducerBusy
+    fencing = connect()
+    assert fencing.produce(topic, "new", producer_access_mode=ExclusiveWithFencing).type == BaseCommand.PRODUCER_SUCCESS
+    assert wire.next().close_producer.producer_id == 2
+    assert error_of(wire.produce(topic, "other", 2))[0] == ServerError.ProducerFenced
+
+
+@pytest.mark.parametrize(
+    ("what", "fields"),
+    [
+        ("has a schema", {"schema": Schema(type=Schema.Type.Value("Json"), schema_data=b"{}")}),
+        ("takes part in transactions", {"txn_enabled": True}),
+        ("encrypts its messages", {"encrypted": True}),
+        ("creates a subscription", {"initial_subscription_name": "s"}),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused_at_once(wire: Wire, topic: str, what: str, fields: dict[str, Any]) -> None:
+    code, message = error_of(wire.produce(topic, **fields))
+    assert code == ServerError.NotAllowedError
+    assert what in message
+
+
+def test_consumers_are_told_where_to_go(wire: Wire, topic: str) -> None:
+    command = CommandSubscribe(topic=topic, subscription="s", consumer_id=1, request_id=9)
+    wire.say(BaseCommand(type=BaseCommand.SUBSCRIBE, subscribe=command))
+    answer = wire.next()
+    assert answer.error.request_id == 9
+    assert "brokers' own URL" in answer.error.message
+    # The connection goes on.
+    assert wire.produce(topic).type == BaseCommand.PRODUCER_SUCCESS
+
+
+# -- publishing -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_stored(wire: Wire, client: Client, topic: str) -> None:
+    wire.produce(topic)
+    properties = ((b"a", b"1"), (b"b", "ü".encode()))
+    wire.send(0, batch(0, 1, key=b"k", ordering_key=b"o", event_time=12, properties=properties), highest=1)
+    wire.send(2, single(2, b"payload", partition_key=b"/wA=", partition_key_b64_encoded=True, event_time=7))
+    wire.send(3, single(3, null_value=True, properties=[Property(key=b"n", value=b"")]))
+    assert ids_of(wire.receipts(3)) == [0, 2, 3]
+    first, second, third = (record.batch for record in client.records(topic))
+    assert calls.names_of(first) == ["p"]
+    assert (list(first.sequence_ids), first.payloads, list(first.event_times_ms)) == ([0, 1], b"p/0p/1", [12, 12])
+    assert first.keys == b"kk"
+    assert first.property_names == b"abpulsar.ordering_key" * 2
+    assert first.property_values == "1übw==".encode() * 2
+    assert (second.keys, second.payloads, list(second.event_times_ms)) == (b"\xff\x00", b"payload", [7])
+    assert (third.payload_validity, third.property_names, third.property_values) == (b"\0", b"n", b"")
+
+
+def test_each_message_of_a_batch_is_judged(wire: Wire, client: Client, topic: str) -> None:
+    wire.produce(topic)
+    wire.send(3, batch(3, 4, 5), highest=5)
+    wire.send(4, batch(4, 5, 6, 6, 2, 7), highest=7)
+    wire.send(1, batch(1, 2), highest=2)
+    (_, first), (_, second), (_, third) = wire.receipts(3)
+    assert [i for _, i in client.rows(topic)] == [3, 4, 5, 6, 7]
+    # The IDs of: the first new message; the original of 4; nothing, since 1 was never here.
+    assert (first, second, third) == (0, 1, NO_ENTRY)
+
+
+def test_a_message_that_was_stored_has_its_true_id(wire: Wire, client: Client, topic: str) -> None:
+    wire.produce(topic)
+    for i in (0, 1, 2, 1, 0):
+        wire.send(i, single(i))
+    assert wire.receipts(5) == [(0, 0), (1, 1), (2, 2), (1, 1), (0, 0)]
+    assert len(client.rows(topic)) == 3
+
+
+def test_receipts_come_in_the_order_of_the_entries_and_repeat_their_numbers(wire: Wire, topic: str) -> None:
+    """Old entries are judged at once, and new ones when they are on the disk."""
+    wire.produce(topic)
+    wire.send(0, batch(0))
+    wire.receipts(1)
+    for k in range(1, 200):
+        wire.send(k, batch(k), highest=k)
+        wire.send(0, batch(0), highest=k)
+    found = [wire.next().send_receipt for _ in range(398)]
+    assert [(one.sequence_id, one.highest_sequence_id) for one in found] == [
+        pair for k in range(1, 200) for pair in ((k, k), (0, k))
+    ]
+
+
+def test_a_batch_too_large_for_one_of_ours_is_stored_in_several(wire: Wire, client: Client, topic: str) -> None:
+    wire.produce(topic)
+    entry = batch(*range(40_000), size=150, key=b"k", compression=ZLIB)
+    wire.send(0, entry, highest=39_999)
+    assert wire.receipts(1) == [(0, 0)]
+    assert [i for record in client.records(topic) for i in record.batch.sequence_ids] == list(range(40_000))
+    wire.send(0, entry, highest=39_999)
+    wire.receipts(1)
+    assert client.end_index(topic) == 40_000
+
+
+def test_a_resend_over_a_new_connection(connect: Callable[..., Wire], client: Client, topic: str) -> None:
+    first = connect()
+    first.produce(topic)
+    for i in range(100):
+        first.send(i, single(i))
+    first.close()
+    second = connect()
+    persisted = second.produce(topic).producer_success.last_sequence_id
+    for i in range(100):
+        second.send(i, single(i))
+    assert second.receipts(100) == [(i, i) for i in range(100)]
+    assert persisted < 100
+    assert [i for _, i in client.rows(topic)] == list(range(100))
+
+
+def test_a_grpc_client_that_takes_the_name_ends_it_for_good(wire: Wire, client: Client, topic: str) -> None:
+    wire.produce(topic)
+    wire.send(0, single(0))
+    wire.receipts(1)
+    epochs = client.epochs(topic, "p")
+    wire.send(1, single(1))
+    assert wire.next().close_producer.producer_id == 1
+    assert error_of(wire.produce(topic))[0] == ServerError.ProducerFenced
+    client.publish_unary(topic, calls.batch([("p", 1)], epochs, {"p": 0}))
+    assert [i for _, i in client.rows(topic)] == [0, 1]
+
+
+def refused_entry(sequence_id: int) -> dict[str, Entry]:
+    return {
+        "chunk": single(sequence_id, b"c", uuid=b"u", chunk_id=0, num_chunks_from_msg=2, total_chunk_msg_size=2),
+        "encrypted": single(sequence_id, b"c", encryption_keys=[EncryptionKeys(key=b"k", value=b"v")]),
+        "later": single(sequence_id, b"c", deliver_at_time=2**50),
+        "transaction": single(sequence_id, b"c", txnid_most_bits=1, txnid_least_bits=1),
+        "properties that are no text": single(sequence_id, b"c", properties=[Property(key=b"\xff", value=b"")]),
+        "compressed and not": single(sequence_id, b"c", compression=LZ4, uncompressed_size=100),
+        "larger than it says": single(sequence_id, b"c", compression=LZ4, uncompressed_size=2**31),
+    }
+
+
+@pytest.mark.parametrize("what", refused_entry(0))
+@pytest.mark.parametrize("kind", [JAVA, CPP, GO])
+def test_one_entry_that_is_refused(
+    connect: Callable[..., Wire], client: Client, topic: str, what: str, kind: str
+) -> None:
+    """Java and C++ drop the entry and go on. Others know no such answer: their producer ends, and opens no more."""
+    wire = connect(kind)
+    wire.produce(topic)
+    wire.send(0, single(0))
+    wire.send(1, refused_entry(1)[what], highest=4)
+    wire.send(5, single(5))
+    assert wire.receipts(1) == [(0, 0)]
+    answer = wire.next()
+    if kind == GO:
+        assert answer.close_producer.producer_id == 1
+        assert wire.produce(topic).type == BaseCommand.ERROR
+        assert [i for _, i in client.rows(topic)] == [0]
+        return
+    expected = (4, ServerError.NotAllowedError) if kind == JAVA else (1, ServerError.ChecksumError)
+    assert (answer.send_error.sequence_id, answer.send_error.error) == expected
+    assert wire.receipts(1) == [(5, 1)]
+    assert [i for _, i in client.rows(topic)] == [0, 5]
+
+
+def test_a_topic_that_takes_nothing_now(connect: Callable[..., Wire], client: Client, topic: str) -> None:
+    wire = connect()
+    wire.produce(topic)
+    client.admin.DeleteTopic(admin_pb2.DeleteTopicRequest(topic=topic))
+    wire.send(0, single(0))
+    assert wire.next().type == BaseCommand.CLOSE_PRODUCER
+
+
+# -- clients that lie -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\xff\xff\xff" + bytes(100),
+        b"\x00\x01\x00\x01" + bytes(100),
+        b"\x00\x00\x00\x00",
+        b"\x00\x00\x00\x06\x00\x00\x00\x02\x08\x12",
+        b"",
+    ],
+)
+def test_what_is_no_client(connect: Callable[..., Wire], data: bytes) -> None:
+    wire = connect(connects=False)
+    wire.socket.sendall(data)
+    wire.socket.shutdown(socket.SHUT_WR)
+    with pytest.raises((EOFError, ConnectionError)):
+        wire.next()
+
+
+@pytest.mark.parametrize("harm", ["checksum", "cut metadata", "no name", "a row too many"])
+def test_an_entry_that_is_damaged_ends_the_connection_or_is_refused(
+    connect: Callable[..., Wire], client: Client, topic: str, harm: str
+) -> None:
+    wire = connect()
+    wire.produce(topic)
+    entry = batch(0, 1)
+    match harm:
+        case "checksum":
+            honest = wire.socket.sendall
+            wire.socket = _Changing(wire.socket)  # type: ignore[assignment]
+            wire.send(0, entry)
+            assert honest is not None
+        case "cut metadata":
+            wire.send(0, Entry(bytes(entry.metadata)[:-1], entry.payload))
+        case "no name":
+            wire.send(0, Entry(b"", entry.payload))
+        case "a row too many":
+            wire.send(0, Entry(entry.metadata, bytes(entry.payload)[:-1]))
+    try:
+        answer = wire.next()
+        assert (harm, answer.type) == ("a row too many", BaseCommand.SEND_ERROR)
+    except (EOFError, ConnectionError):
+        assert harm != "a row too many"
+    assert client.rows(topic) == []
+
+
+class _Changing:
+    """A socket that changes a bit of the last byte that is sent."""
+
+    def __init__(self, there: socket.socket) -> None:
+        self._there = there
+
+    def sendall(self, data: bytes) -> None:
+        self._there.sendall(data[:-1] + bytes((data[-1] ^ 1,)))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._there, name)
+
+
+def test_what_is_sent_to_nobody_is_ignored(wire: Wire, topic: str) -> None:
+    wire.send(0, single(0), producer_id=5)
+    assert wire.close_producer(5).type == BaseCommand.SUCCESS
+    assert wire.produce(topic).type == BaseCommand.PRODUCER_SUCCESS
+
+
+def test_a_client_that_asks_twice_for_a_producer(wire: Wire, client: Client, topic: str) -> None:
+    """It has given up waiting for the first answer."""
+    wire.ask_for_producer(topic)
+    wire.ask_for_producer(topic)
+    wire.send(0, single(0))
+    kinds = [wire.next().type]
+    while kinds[-1] != BaseCommand.SEND_RECEIPT:
+        if kinds[-1] == BaseCommand.PRODUCER_SUCCESS:
+            wire.send(0, single(0))
+        kinds.append(wire.next().type)
+    assert client.rows(topic) == [("p", 0)]
+
+
+def test_receipts_that_are_not_read_stop_the_reading(
+    connect: Callable[..., Wire], client: Client, topic: str, tmp_path: Path
+) -> None:
+    """A client that only sends is held up, and others are not."""
+    wire, other = connect(), connect()
+    wire.produce(topic)
+    wire.send(0, single(0))
+    wire.receipts(1)
+    wire.socket.setblocking(False)
+    wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    entry = single(0)
+
+    def send_for_ever() -> None:
+        while True:
+            wire.send(0, entry)
+
+    with pytest.raises(BlockingIOError):
+        send_for_ever()
+    assert other.produce(topic, "other", 2).type == BaseCommand.PRODUCER_SUCCESS
+    other.send(0, single(0), producer_id=2)
+    assert ids_of(other.receipts(1)) == [0]
+    assert "other" in {name for record in client.records(topic) for name in calls.names_of(record.batch)}
