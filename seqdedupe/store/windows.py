@@ -1,6 +1,6 @@
 """The window of deduplication IDs in the store: runs, pieces, the window's record in a snapshot, and imports.
 
-docs/internals/formats-store.md draws the record of a snapshot. Runs, pages and imports are defined here only.
+docs/internals/formats-store.md draws all these records.
 
 The record states the index up to which pieces are valid, and which runs are valid. The record is part of the atomic
 write of its snapshot. The same write removes pieces that are before the window or already in runs. New pieces of the
