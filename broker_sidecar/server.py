@@ -138,6 +138,9 @@ class SidecarServer:
             await self._topics.open_all()
             await self._listen()
         except BaseException:
+            self._is_stopping = True
+            # One that listens already would print errors when the event loop is gone.
+            await asyncio.gather(*(server.stop(None) for server in self._servers))
             self._close_web()
             self._close_paths()
             await self._data.close()
@@ -271,7 +274,9 @@ class SidecarServer:
             services += publish, reading
             if self._config.pulsar_listen:
                 judge = self._connections.has_to_answer
-                self._door = Door(self._config, self._guard, streams, topics, publish, judge)
+                brokers = self._data.cluster.shared.brokers if self._data.cluster is not None else None
+                log_limit = None if brokers is None else brokers.max_entry_bytes
+                self._door = Door(self._config, self._guard, streams, topics, publish, judge, log_limit)
         if (brokers_topics := self._data.brokers_topics) is not None:
             services.append(DedupeService(brokers_topics, streams, permissions))
         handlers = [service.handlers() for service in services]

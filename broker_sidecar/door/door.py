@@ -13,6 +13,7 @@ from broker_sidecar.config import Config
 from broker_sidecar.connections import origin_of
 from broker_sidecar.door.pulsar_connection import (
     READ_BYTES,
+    LogLimit,
     PulsarConnection,
     ShownCredentials,
     fences,
@@ -59,14 +60,18 @@ class Door:
         topics: Topics[Topic],
         publish: PublishService,
         has_to_answer: Callable[[str], Awaitable[bool]],
+        log_limit: LogLimit | None = None,
     ) -> None:
-        """`has_to_answer` returns whether to answer a client from this peer that is unknown."""
+        """`has_to_answer` returns whether to answer a client from this peer that is unknown. Without `log_limit`, the
+        log takes every message that the sidecar takes.
+        """
         self._config = config
         self._guard = guard
         self._streams = streams
         self._topics = topics
         self._publish = publish
         self._has_to_answer = has_to_answer
+        self._log_limit = log_limit
         self._server: asyncio.Server | None = None
         self._serving: dict[asyncio.Task[None], str] = {}
         """The origin of each connection's client, until it is known; then an empty text."""
@@ -190,6 +195,7 @@ class Door:
             publish=self._publish,
             names=self,
             find_caller=find_caller,
+            log_limit=self._log_limit,
         ).run()
 
     # -- producers' names --------------------------------------------------------------------------------------

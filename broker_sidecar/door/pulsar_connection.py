@@ -12,7 +12,7 @@ Begin with `PulsarConnection.run`. The commands of a client, in their usual orde
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -59,7 +59,10 @@ from seqdedupe.v1 import admin_pb2, publish_pb2
 logger = logging.getLogger("broker_sidecar.door")
 
 MAX_ENTRY_BYTES = MAX_PAYLOAD_BYTES
-"""The `max_message_size` that the door announces. It is Pulsar's default."""
+"""The `max_message_size` that the door announces, unless the log's brokers take less. It is Pulsar's default."""
+
+LIMIT_SECONDS = 2.0
+"""The time in which the log's brokers must say how much they take. Otherwise they refuse larger messages."""
 
 MAX_UNKNOWN_BYTES = 64 * 1024
 """The most bytes of a frame before the client is known: a token, and the client's version."""
@@ -107,6 +110,10 @@ _CODES = {
 _JAVA, _CPP = "Pulsar-Java", "Pulsar-CPP"
 _METHODS = {"", "none", "tls", "token"}
 """The methods of authentication. Clients with OAuth2 name `token`."""
+
+
+LogLimit = Callable[[], Awaitable[int]]
+"""Returns the most bytes of a message that the log takes. Raises SeqdedupeError if that is not known."""
 
 
 class ShownCredentials:
@@ -164,6 +171,7 @@ class PulsarConnection:
         publish: PublishService,
         names: Names,
         find_caller: Callable[[ShownCredentials], Any],
+        log_limit: LogLimit | None,
     ) -> None:
         """`find_caller` sets the caller of the present task, or raises why it is unknown."""
         self.peer = peer
@@ -176,6 +184,7 @@ class PulsarConnection:
         self._publish = publish
         self._names = names
         self._find_caller = find_caller
+        self._log_limit = log_limit
         self._splitter = Splitter(MAX_UNKNOWN_BYTES)
         self._stream: Stream | None = None
         """What the connection holds, once the client is known."""
@@ -232,10 +241,18 @@ class PulsarConnection:
         connected = CommandConnected(
             server_version=f"seqdedupe {version('seqdedupe')}",
             protocol_version=min(command.protocol_version, PROTOCOL_VERSION),
-            max_message_size=MAX_ENTRY_BYTES,
+            max_message_size=await self._max_message_bytes(),
         )
         self._say(BaseCommand(type=BaseCommand.CONNECTED, connected=connected))
         return context
+
+    async def _max_message_bytes(self) -> int:
+        limit = MAX_ENTRY_BYTES
+        if self._log_limit is not None:
+            with suppress(SeqdedupeError, TimeoutError):
+                async with asyncio.timeout(LIMIT_SECONDS):
+                    limit = min(limit, await self._log_limit())
+        return limit
 
     async def _serve(self, frames: AsyncIterator[Frame], stream: Stream) -> None:
         keeping = asyncio.ensure_future(self._keep_alive())
@@ -375,7 +392,7 @@ class PulsarConnection:
             answer.partitions = len(partitions.names(full)) if full in partitions else 0
         except SeqdedupeError as e:
             answer.response = CommandPartitionedTopicMetadataResponse.Failed
-            answer.error, answer.message = _code_of(e), _told(e)
+            answer.error, answer.message = _lookup_code_of(e), _told(e)
         self._say(BaseCommand(type=BaseCommand.PARTITIONED_METADATA_RESPONSE, partitionMetadataResponse=answer))
 
     async def _look_up(self, name: str, request_id: int) -> None:
@@ -387,7 +404,7 @@ class PulsarConnection:
                 self._topics.ownership.check(full)
         except SeqdedupeError as e:
             answer.response = CommandLookupTopicResponse.Failed
-            answer.error, answer.message = _code_of(e), _told(e)
+            answer.error, answer.message = _lookup_code_of(e), _told(e)
         else:
             answer.response = CommandLookupTopicResponse.Connect
             # The client keeps to the address that it knows, so the door need not know by which name it is reached.
@@ -444,6 +461,7 @@ class PulsarConnection:
                 self._permissions.allowing(topic.name, topic.producers),
                 lambda entry: self._answer(producer_id, entry),
                 lambda e: self._ended(producer_id, e),
+                goes_on=self._client.startswith((_JAVA, _CPP)),
             )
             success = CommandProducerSuccess(
                 request_id=command.request_id,
@@ -582,6 +600,12 @@ def _code_of(e: SeqdedupeError) -> Any:
     if (code := _CODES.get(e.reason)) is not None:
         return code
     return ServerError.ServiceNotReady if e.retry_delay_ms >= 0 else ServerError.NotAllowedError
+
+
+def _lookup_code_of(e: SeqdedupeError) -> Any:
+    """Return the code for a failed lookup. At ServiceNotReady a client ends the connection with all its producers."""
+    code = _code_of(e)
+    return ServerError.MetadataError if code == ServerError.ServiceNotReady else code
 
 
 def _told(e: SeqdedupeError) -> str:

@@ -41,13 +41,14 @@ class PendingEntry:
 
     sequence_id: int
     highest_sequence_id: int
+    rows: int = 0
     frames: int = 0
     """The frames without an answer."""
     batches: int = 0
     """The batches that the topic has judged, or will."""
     is_admitted: bool = False
     message_id: MessageId = UNKNOWN_ID
-    """The ID of the first message that was stored, or that the topic had."""
+    """The ID of the entry. It is unknown if consumers see its messages by IDs that do not follow from it."""
     refused: SeqdedupeError | None = None
 
 
@@ -67,7 +68,12 @@ class StockProducer:
         allowing: Allowing | None,
         answer: Callable[[PendingEntry], None],
         on_end: Callable[[SeqdedupeError], None],
+        *,
+        goes_on: bool,
     ) -> None:
+        """`goes_on` says whether the client sends further entries after one that is refused. If not, `answer` ends the
+        producer, and nothing after the refused entry may be stored.
+        """
         self.topic = topic
         self.session = session
         self._last = persisted
@@ -77,6 +83,8 @@ class StockProducer:
         self._on_end = on_end
         self._cache = topic.connect(self.fail)
         self._cache.allowing = allowing
+        self._goes_on = goes_on
+        self._has_refused = False
         self._pending: deque[PendingEntry] = deque()
         self._number = 0
         self._settled = asyncio.Event()
@@ -91,11 +99,14 @@ class StockProducer:
 
         Raises MALFORMED_MESSAGE if its metadata are not Pulsar's.
         """
+        if self._has_refused and not self._goes_on:
+            return
         metadata = metadata_of(entry)
         pending = PendingEntry(command.sequence_id, command.highest_sequence_id)
         self._pending.append(pending)
         try:
             rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES)  # 1
+            pending.rows = len(rows)
             batches = list(batches_of(rows, self.session, self._last)) if len(rows) else []
         except SeqdedupeError as e:
             pending.refused, batches = e, []
@@ -106,6 +117,7 @@ class StockProducer:
             if pending.refused is not None:
                 break
             self._last = max(self._last, int(batch.sequence_ids[-1]))
+        self._has_refused |= pending.refused is not None
         pending.is_admitted = True
         self._answer_all()
 
@@ -154,11 +166,17 @@ class StockProducer:
             self.fail(e)
 
     def _learn(self, pending: PendingEntry, receipt: FrameReceipt) -> None:
-        if pending.message_id != UNKNOWN_ID:
-            return
+        """Learn the ID of an entry.
+
+        The client numbers the messages of its batch within the ID that it gets. Most logs store each message as an
+        entry, so an ID for a batch would lead the client to wrong messages. Brokers do not know the ID of an old entry
+        either.
+        """
         if receipt.runs:
-            pending.message_id = MessageId(*receipt.runs[0][1:])
-        elif receipt.known_rows.size:
+            run = receipt.runs[0]
+            if pending.rows == 1 or (run.rows == pending.rows and run.batch_index == 0):
+                pending.message_id = run.message_id(0)
+        elif pending.rows == 1 and receipt.known_rows.size:
             columns = self.topic.log.known_message_ids(receipt.known_indexes[:1])
             pending.message_id = MessageId(*(int(column[0]) for column in columns))
 

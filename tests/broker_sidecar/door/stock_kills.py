@@ -35,10 +35,13 @@ def free_port() -> int:
 class StockProducer(threading.Thread):
     """Sends rising IDs in batches, as fast as its queue takes them. The client resends; this never does."""
 
-    def __init__(self, client: pulsar.Client, name: str, seed: int) -> None:
+    def __init__(
+        self, client: pulsar.Client, name: str, seed: int, topic: str = TOPIC, most_seconds: float = 0.003
+    ) -> None:
+        """Between two bursts it waits `most_seconds` at most."""
         super().__init__(daemon=True)
         self._producer = client.create_producer(
-            TOPIC,
+            topic,
             producer_name=name,
             batching_enabled=True,
             batching_max_publish_delay_ms=2,
@@ -48,6 +51,7 @@ class StockProducer(threading.Thread):
         )
         self.name_in_log = name
         self._rng = random.Random(seed)
+        self._most_seconds = most_seconds
         self._stopping = threading.Event()
         self.sent = 0
         self.acknowledged: set[int] = set()
@@ -63,7 +67,7 @@ class StockProducer(threading.Thread):
                     sequence_id=number,
                 )
                 self.sent += 1
-            time.sleep(self._rng.uniform(0, 0.003))
+            time.sleep(self._rng.uniform(0, self._most_seconds))
 
     def _answered(self, result: Any, number: int) -> None:
         if result == pulsar.Result.Ok:
