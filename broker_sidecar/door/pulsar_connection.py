@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from broker_sidecar.door.entry_batches import ProducerSession
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final
 from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
 from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.streams import Stream, Streams
@@ -413,7 +414,7 @@ class PulsarConnection:
     async def _open(self, command: CommandProducer, stream: Stream, before: "asyncio.Task[None] | None") -> None:
         """Open a producer, in these steps:
 
-        1. What the door cannot keep to is refused.
+        1. What the door cannot keep to is refused, and what the caller may not do: a claim can end other producers.
         2. The name is claimed: one producer has it at a time, as with a broker.
         3. A session is opened. Everything that the name had in flight settles before.
         4. The client learns the highest sequence ID that the topic has.
@@ -430,6 +431,10 @@ class PulsarConnection:
             if len(self._producers) >= MAX_PRODUCERS:
                 raise error("QUEUE_FULL", f"the connection has {MAX_PRODUCERS} producers: that is the limit")
             name = command.producer_name or self._names.new_name()
+            self._permissions.check_topic(Action.PUBLISH, full)
+            _, denial = await self._permissions.denied_names(full, [name])
+            if denial is not None:
+                raise denial
             await self._names.claim(full, name, command.producer_access_mode, self, producer_id)  # 2
             opened = await self._publish.open(publish_pb2.OpenRequest(topic=full, producer_names=[name]))  # 3
             for refusal in opened.refusals:

@@ -12,7 +12,7 @@ import pytest
 import trustme
 
 from broker_sidecar.security.tokens import LEEWAY_SECONDS
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, ServerError
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, ExclusiveWithFencing, ServerError
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.door.wire import Wire, door_of, single
 from tests.broker_sidecar.pausing import wait_for
@@ -86,6 +86,17 @@ def test_the_rules_are_those_of_grpc(connect: OpenWire) -> None:
 def test_the_operators_token(guarded: Sidecar, open_wire: OpenWire) -> None:
     wire = open_wire(door_of(guarded), token=token_of(guarded).encode())
     assert wire.produce("anything").type == BaseCommand.PRODUCER_SUCCESS
+
+
+def test_who_may_not_publish_ends_nobodys_producer(guarded: Sidecar, connect: OpenWire, open_wire: OpenWire) -> None:
+    """A producer that wants the topic for itself ends all others, for good."""
+    owner, other = open_wire(door_of(guarded), token=token_of(guarded).encode()), connect()
+    for topic, name in (("bills", "b"), ("orders", "o")):
+        assert owner.produce(topic, name).type == BaseCommand.PRODUCER_SUCCESS
+        refused = other.produce(topic, name, producer_access_mode=ExclusiveWithFencing)
+        assert refused.error.error == ServerError.AuthorizationError
+        owner.send(0, single(0))
+        assert [i for i, _ in owner.receipts(1)] == [0]
 
 
 def test_rules_that_change_end_a_producer_for_good(guarded: Sidecar, connect: OpenWire) -> None:
