@@ -82,6 +82,9 @@ MAX_REQUESTS = 1_000
 MAX_PRODUCERS = 10_000
 """The most producers of a connection."""
 
+TURN_SECONDS = 0.005
+"""The time for which a connection's frames are taken before others are served: many small ones come at once."""
+
 READ_BYTES = 256 * 1024
 MAX_UNREAD_BYTES = 1024 * 1024
 """The answers that a client has not read. While there are more, nothing more is read from it."""
@@ -240,9 +243,13 @@ class PulsarConnection:
     async def _serve(self, frames: AsyncIterator[Frame], stream: Stream) -> None:
         keeping = asyncio.ensure_future(self._keep_alive())
         self._permissions.check_call("/seqdedupe.v1.PublishService/Open", b"")
+        turn_ends = 0.0
         try:
             async for frame in frames:
                 await self._take(frame, stream)
+                if time.monotonic() >= turn_ends:
+                    await asyncio.sleep(0)
+                    turn_ends = time.monotonic() + TURN_SECONDS
                 while len(self._requests) >= MAX_REQUESTS:
                     await asyncio.wait(self._requests, return_when=asyncio.FIRST_COMPLETED)
                 if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
