@@ -9,15 +9,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from broker_sidecar.door.entry_batches import ProducerSession, batches_of, rows_to_store
+from broker_sidecar.door.entry_batches import ProducerSession, batches_of, is_large, rows_to_store
 from broker_sidecar.rpc import refusals
 from broker_sidecar.streams import Stream, unasked
+from seqdedupe.batch import Batch
 from seqdedupe.core.rule import UNKNOWN
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.message_id import MessageId
 from seqdedupe.pulsar_wire.frames import Entry, metadata_of
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend, MessageMetadata
 from seqdedupe.topic.frame import Allowing, FrameReceipt, Refusal
 from seqdedupe.topic.topic import Topic
 
@@ -95,8 +96,10 @@ class StockProducer:
         pending = PendingEntry(command.sequence_id, command.highest_sequence_id)
         self._pending.append(pending)
         try:
-            rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES)  # 1
-            batches = list(batches_of(rows, self.session, self._last)) if len(rows) else []
+            if is_large(entry, metadata):
+                batches = await asyncio.to_thread(self._batches, entry, metadata)
+            else:
+                batches = self._batches(entry, metadata)  # 1
         except SeqdedupeError as e:
             pending.refused, batches = e, []
         for batch in batches:
@@ -108,6 +111,10 @@ class StockProducer:
             self._last = max(self._last, int(batch.sequence_ids[-1]))
         pending.is_admitted = True
         self._answer_all()
+
+    def _batches(self, entry: Entry, metadata: MessageMetadata) -> list[Batch]:
+        rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES)
+        return list(batches_of(rows, self.session, self._last)) if len(rows) else []
 
     async def _admit(self, pending: PendingEntry, batch: bytes) -> None:
         size = FRAME_BYTES + len(batch)

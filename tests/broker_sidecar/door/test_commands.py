@@ -429,3 +429,21 @@ def test_many_small_frames_hold_up_nobody(connect: Callable[..., Wire]) -> None:
         assert other.next().type == BaseCommand.PONG
         answers += 1
     assert answers > 40, answers
+
+
+def test_a_batch_of_very_many_rows_holds_up_nobody(connect: Callable[..., Wire], topic: str) -> None:
+    """The control: all of a second in which nobody was served, and much more for more rows."""
+    wire, other = connect(), connect()
+    wire.produce(topic)
+    entry = batch(*range(60_000), compression=ZLIB, ordering_key=b"o")
+    wire.send(0, entry)
+    answers = 0
+    receipts = threading.Thread(target=wire.receipts, args=(1,), daemon=True)
+    receipts.start()
+    while receipts.is_alive():
+        other.say(BaseCommand(type=BaseCommand.PING, ping=CommandPing()))
+        assert other.next().type == BaseCommand.PONG
+        answers += 1
+    assert answers > 20, answers
+    wire.send(60_000, batch(*range(60_000, 130_000), compression=ZLIB))
+    assert "has 70000 messages" in wire.next().send_error.message
