@@ -161,13 +161,16 @@ class StockProducer:
             self.fail(e)
 
     def _learn(self, pending: PendingEntry, receipt: FrameReceipt) -> None:
-        if pending.message_id != UNKNOWN_ID:
-            return
         if receipt.runs:
-            pending.message_id = MessageId(*receipt.runs[0][1:])
+            found = MessageId(*receipt.runs[0][1:])
         elif receipt.known_rows.size:
             columns = self.topic.log.known_message_ids(receipt.known_indexes[:1])
-            pending.message_id = MessageId(*(int(column[0]) for column in columns))
+            found = MessageId(*(int(column[0]) for column in columns))
+        else:
+            return
+        # Old rows are answered after new ones if their originals were in flight.
+        if pending.message_id == UNKNOWN_ID or UNKNOWN_ID < found < pending.message_id:
+            pending.message_id = found
 
     def _answer_all(self) -> None:
         """Answer the oldest entries that are settled. Clients take a receipt out of order for a lost message."""
