@@ -18,7 +18,7 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from broker_sidecar.door.entry_batches import ProducerSession
-from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final
+from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
@@ -242,7 +242,6 @@ class PulsarConnection:
 
     async def _serve(self, frames: AsyncIterator[Frame], stream: Stream) -> None:
         keeping = asyncio.ensure_future(self._keep_alive())
-        self._permissions.check_call("/seqdedupe.v1.PublishService/Open", b"")
         turn_ends = 0.0
         try:
             async for frame in frames:
@@ -354,9 +353,18 @@ class PulsarConnection:
                 self._refuse(command, field)
 
     def _start(self, request: Any) -> None:
-        task = asyncio.ensure_future(request)
+        self._keep(asyncio.ensure_future(request))
+
+    def _keep(self, task: "asyncio.Task[None]") -> None:
         self._requests.add(task)
-        task.add_done_callback(self._requests.discard)
+        task.add_done_callback(self._has_finished)
+
+    def _has_finished(self, task: "asyncio.Task[None]") -> None:
+        self._requests.discard(task)
+        if not task.cancelled() and (e := task.exception()) is not None:
+            # The client would wait for the answer.
+            logger.error("a request from %s has ended by a defect", self.peer, exc_info=e)
+            self.abort()
 
     def _refuse(self, command: BaseCommand, field: str) -> None:
         """Answer a command of a client that does more than produce."""
@@ -415,8 +423,7 @@ class PulsarConnection:
         self._forget(command.producer_id)
         task = asyncio.ensure_future(self._open(command, stream, before))
         self._opening[command.producer_id] = task
-        self._requests.add(task)
-        task.add_done_callback(self._requests.discard)
+        self._keep(task)
 
     async def _open(self, command: CommandProducer, stream: Stream, before: "asyncio.Task[None] | None") -> None:
         """Open a producer, in these steps:
@@ -426,6 +433,8 @@ class PulsarConnection:
         3. A session is opened. Everything that the name had in flight settles before.
         4. The client learns the highest sequence ID that the topic has.
         """
+        # Rights that are granted from here on are those of this task.
+        self._permissions.check_call("/seqdedupe.v1.PublishService/Open", b"")
         producer_id = command.producer_id
         full = name = ""
         try:
@@ -435,7 +444,7 @@ class PulsarConnection:
                 raise final
             full = topic_name(command.topic)
             _check(command)  # 1
-            if len(self._producers) >= MAX_PRODUCERS:
+            if len(self._producers) + len(self._refused) >= MAX_PRODUCERS:
                 raise error("QUEUE_FULL", f"the connection has {MAX_PRODUCERS} producers: that is the limit")
             name = command.producer_name or self._names.new_name()
             self._permissions.check_topic(Action.PUBLISH, full)
@@ -522,7 +531,7 @@ class PulsarConnection:
         """Tell the client that a producer has ended. It opens the producer again, and learns then if that is final."""
         if is_final(e):
             logger.warning("a producer from %s was ended: %s", self.peer, e)
-            self._refused[producer_id] = e
+            self._refused[producer_id] = without_traceback(e)
         self._forget(producer_id)
         closed = CommandCloseProducer(producer_id=producer_id, request_id=_NO_ENTRY)
         self._say(BaseCommand(type=BaseCommand.CLOSE_PRODUCER, close_producer=closed))

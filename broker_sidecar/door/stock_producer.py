@@ -101,7 +101,7 @@ class StockProducer:
             else:
                 batches = self._batches(entry, metadata)  # 1
         except SeqdedupeError as e:
-            pending.refused, batches = e, []
+            pending.refused, batches = without_traceback(e), []
         for batch in batches:
             await self._admit(pending, batch.encode())  # 2, 3
             if self.is_closed:
@@ -155,7 +155,7 @@ class StockProducer:
 
     def _refused(self, pending: PendingEntry, e: SeqdedupeError) -> None:
         if e.reason in OF_ONE_MESSAGE and pending.batches == 1:
-            pending.refused = e
+            pending.refused = without_traceback(e)
         else:
             # A part of the entry may be stored.
             self.fail(e)
@@ -205,3 +205,9 @@ class StockProducer:
 def is_final(e: SeqdedupeError) -> bool:
     """Return whether a producer that ended with this error cannot be opened again."""
     return e.retry_delay_ms < 0 and e.reason not in _PASSES
+
+
+def without_traceback(e: SeqdedupeError) -> SeqdedupeError:
+    """Return an error that is kept. Its traceback holds the entry that it is about, of up to 5 MiB."""
+    e.__traceback__ = e.__cause__ = e.__context__ = None
+    return e

@@ -447,3 +447,22 @@ def test_a_batch_of_very_many_rows_holds_up_nobody(connect: Callable[..., Wire],
     assert answers > 20, answers
     wire.send(60_000, batch(*range(60_000, 130_000), compression=ZLIB))
     assert "has 70000 messages" in wire.next().send_error.message
+
+
+def test_producers_that_are_refused_for_good_keep_nothing(
+    connect: Callable[..., Wire], shared: Sidecar, topic: str
+) -> None:
+    """The control: each kept its entry."""
+    wire = connect(GO)
+    entry = single(0, bytes(2_000_000), deliver_at_time=2**50)
+
+    def refuse(some: range) -> int:
+        for k in some:
+            wire.produce(topic, "p", k)
+            wire.send(0, entry, producer_id=k)
+            assert wire.next().type == BaseCommand.CLOSE_PRODUCER
+        status = Path(f"/proc/{shared.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) // 1024
+
+    before_mb = refuse(range(20))
+    assert refuse(range(20, 120)) < before_mb + 100
