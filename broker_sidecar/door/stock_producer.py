@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from broker_sidecar.door.entry_batches import ProducerSession, batches_of, is_large, rows_to_store
+from broker_sidecar.door.entry_batches import ProducerSession, batches_of, decoded_bytes, is_large, rows_to_store
 from broker_sidecar.rpc import refusals
 from broker_sidecar.streams import Stream, unasked
 from seqdedupe.batch import Batch
@@ -24,6 +24,9 @@ from seqdedupe.topic.topic import Topic
 
 FRAME_BYTES = 2048
 """The memory of a frame in flight in addition to its batch."""
+
+ENTRY_BYTES = 512
+"""The memory of an entry that waits for its answer. It may wait behind an entry in flight, with nothing in flight."""
 
 OF_ONE_MESSAGE = frozenset(
     {"INVALID_BATCH", "INVALID_REQUEST", "INVALID_SEQUENCE_ID", "MALFORMED_MESSAGE", "MESSAGE_TOO_LARGE"}
@@ -93,8 +96,20 @@ class StockProducer:
         Raises MALFORMED_MESSAGE if its metadata are not Pulsar's.
         """
         metadata = metadata_of(entry)
+        share, size = self._stream.share, decoded_bytes(entry, metadata)
+        await share.wait_for(ENTRY_BYTES + size)
+        if self.is_closed:
+            return
         pending = PendingEntry(command.sequence_id, command.highest_sequence_id)
         self._pending.append(pending)
+        share.take(ENTRY_BYTES)
+        share.has_read(size)
+        try:
+            await self._take(pending, entry, metadata)
+        finally:
+            share.has_read(0)
+
+    async def _take(self, pending: PendingEntry, entry: Entry, metadata: MessageMetadata) -> None:
         try:
             if is_large(entry, metadata):
                 batches = await asyncio.to_thread(self._batches, entry, metadata)
@@ -131,24 +146,30 @@ class StockProducer:
         self._number += 1
 
         def reply(answer: FrameReceipt | Refusal) -> None:
+            verdicts = answer.verdicts if isinstance(answer, FrameReceipt) else None
+            is_unknown = verdicts is not None and bool((verdicts == UNKNOWN).any())
             self._stream.frames_in_flight -= 1
-            self._stream.share.give_back(size)
             pending.frames -= 1
+            if not is_unknown:
+                self._stream.share.give_back(size)
             if isinstance(answer, Refusal):
                 refusals[answer.error.reason] += 1
                 self._refused(pending, answer.error)
-            elif answer.verdicts is not None and (answer.verdicts == UNKNOWN).any():
+            elif is_unknown:
                 # Nothing was appended for a row whose copy is in flight. Its outcome decides.
                 pending.frames += 1
-                unasked(self._again(pending, batch))
+                unasked(self._again(pending, batch, size))
             else:
                 self._learn(pending, answer)
             self._answer_all()
 
         self.topic.admit(batch, self._number, reply, self._cache)
 
-    async def _again(self, pending: PendingEntry, batch: bytes) -> None:
-        await self.topic.all_settled()
+    async def _again(self, pending: PendingEntry, batch: bytes, size: int) -> None:
+        try:
+            await self.topic.all_settled()
+        finally:
+            self._stream.share.give_back(size)
         pending.frames -= 1
         if not self.is_closed:
             await self._admit(pending, batch)
@@ -178,6 +199,7 @@ class StockProducer:
             oldest = self._pending[0]
             if oldest.frames or not oldest.is_admitted:
                 return
+            self._stream.share.give_back(ENTRY_BYTES)
             self._answer(self._pending.popleft())
         self._settled.set()
 
@@ -197,6 +219,7 @@ class StockProducer:
         """End the producer. Entries without a receipt are stored or not; they get none any more."""
         if not self.is_closed:
             self.is_closed = True
+            self._stream.share.give_back(ENTRY_BYTES * len(self._pending))
             self._pending.clear()
             self._settled.set()
             self.topic.disconnect(self._cache)
