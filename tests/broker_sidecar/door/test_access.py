@@ -156,7 +156,7 @@ def test_answers_that_are_not_read_go_with_their_connection(guarded: Sidecar, op
     wire = open_wire(door_of(guarded), token=token)
     ping = command_frame(BaseCommand(type=BaseCommand.PING, ping=CommandPing()))
     wire.socket.settimeout(2)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError):  # noqa: PT012
         while True:
             wire.socket.sendall(ping * 1000)
     wait_for(lambda: open_files(guarded) <= before)

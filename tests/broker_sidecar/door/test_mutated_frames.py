@@ -15,6 +15,7 @@ from pathlib import Path
 from seqdedupe.pulsar_wire.frames import Entry, command_frame, entry_frame
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     LZ4,
+    NONE,
     SNAPPY,
     ZLIB,
     ZSTD,
@@ -63,7 +64,9 @@ def _commands(rng: random.Random) -> bytes:
         BaseCommand.PING: ("ping", CommandPing()),
         BaseCommand.SUBSCRIBE: (
             "subscribe",
-            CommandSubscribe(topic=topic, subscription="s", subType=0, consumer_id=1, request_id=number),
+            CommandSubscribe(
+                topic=topic, subscription="s", subType=CommandSubscribe.Exclusive, consumer_id=1, request_id=number
+            ),
         ),
     }
     kind = rng.choice([*kinds, BaseCommand.PRODUCER])
@@ -88,7 +91,7 @@ def _entry(rng: random.Random) -> Entry:
         )
         return single(first, **fields)
     ids = [rng.randrange(100) for _ in range(rng.randrange(1, 6))]
-    entry = batch(*ids, compression=rng.choice((0, LZ4, ZLIB, ZSTD, SNAPPY)), key=b"k", ordering_key=b"o")
+    entry = batch(*ids, compression=rng.choice((NONE, LZ4, ZLIB, ZSTD, SNAPPY)), key=b"k", ordering_key=b"o")
     metadata = MessageMetadata.FromString(bytes(entry.metadata))
     if rng.random() < 0.3:
         metadata.num_messages_in_batch = rng.choice((0, -1, 1, 2**31 - 1, len(ids) + 1))
@@ -151,7 +154,8 @@ def campaign(sidecar: Sidecar, frames: int, seed: int) -> list[int]:
     address = door_of(sidecar)
     good = Wire(address)
     good.produce(GOOD)
-    resident, sent = [], 0
+    resident: list[int] = []
+    sent = 0
     for number, begin in enumerate(_connections(rng, frames)):
         some = [_frame(rng) for _ in range(FRAMES_A_CONNECTION)]
         with socket.create_connection((address.host, address.port), 60) as there, suppress(OSError):

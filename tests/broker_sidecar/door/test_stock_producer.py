@@ -91,10 +91,11 @@ def test_a_defect_in_a_request_ends_the_connection() -> None:
             names=nothing,
             find_caller=nothing,
         )
+
         async def fails() -> None:
             raise RuntimeError
 
-        connection._start(fails())  # noqa: SLF001
+        connection._start(fails())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
