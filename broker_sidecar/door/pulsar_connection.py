@@ -303,6 +303,8 @@ class PulsarConnection:
 
     async def is_alive(self) -> bool:
         """Ask the client whether it is there, and return whether it answers in time."""
+        if self._writer.transport.is_closing():
+            return False
         self._has_heard.clear()
         self._ask()
         try:
@@ -562,7 +564,9 @@ class PulsarConnection:
         self._say(BaseCommand(type=BaseCommand.ERROR, error=failure))
 
     def _say(self, command: BaseCommand) -> None:
-        self._writer.write(command_frame(command))
+        # uvloop raises an error once a transport is closed, and a producer may get its answers later.
+        if not self._writer.transport.is_closing():
+            self._writer.write(command_frame(command))
 
 
 def _check(command: CommandProducer) -> None:

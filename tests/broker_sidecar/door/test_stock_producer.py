@@ -72,30 +72,43 @@ def test_entries_that_wait_behind_another_count(verdict: int, payload_bytes: int
     asyncio.run(run())
 
 
+def connection_of(writer: Any) -> PulsarConnection:
+    nothing: Any = None
+    return PulsarConnection(
+        nothing,
+        writer,
+        "peer",
+        {},
+        topics=nothing,
+        streams=nothing,
+        permissions=nothing,
+        publish=nothing,
+        names=nothing,
+        find_caller=nothing,
+    )
+
+
+def test_a_connection_that_has_closed_is_not_alive() -> None:
+    """The control: its producers were asked for by another client, whose request failed without an answer."""
+
+    def write(_: bytes) -> None:
+        raise RuntimeError
+
+    closed: Any = SimpleNamespace(transport=SimpleNamespace(is_closing=lambda: True), write=write)
+    assert not asyncio.run(connection_of(closed).is_alive())
+
+
 def test_a_defect_in_a_request_ends_the_connection() -> None:
     """The control: the client waited for an answer, and nobody was told."""
     ended: list[bool] = []
 
     async def run() -> None:
         writer: Any = SimpleNamespace(transport=SimpleNamespace(abort=lambda: ended.append(True)))
-        nothing: Any = None
-        connection = PulsarConnection(
-            nothing,
-            writer,
-            "peer",
-            {},
-            topics=nothing,
-            streams=nothing,
-            permissions=nothing,
-            publish=nothing,
-            names=nothing,
-            find_caller=nothing,
-        )
 
         async def fails() -> None:
             raise RuntimeError
 
-        connection._start(fails())
+        connection_of(writer)._start(fails())  # noqa: SLF001
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
