@@ -36,7 +36,7 @@ TLS_SECONDS = 10.0
 """The time by which a client must have agreed on TLS."""
 
 STOP_SECONDS = 2.0
-"""The time in which clients can read their last receipts when the sidecar stops."""
+"""The time in which a client can read its last answers when its connection ends, or the sidecar stops."""
 
 _METHOD = "pulsar.CONNECT"
 """The name of a connection in the audit trail."""
@@ -164,6 +164,8 @@ class Door:
             del self._serving[task]
             with suppress(OSError):
                 writer.close()
+            # A closed connection stays until its client has read everything. It counts nowhere any more.
+            asyncio.get_running_loop().call_later(STOP_SECONDS, writer.transport.abort)
 
     def _make_room(self) -> None:
         origins = Counter(origin for origin in self._serving.values() if origin)

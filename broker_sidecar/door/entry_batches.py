@@ -26,6 +26,10 @@ SPLIT_BYTES = MAX_BATCH_BYTES * 3 // 4
 
 SPLIT_ROWS = MAX_BATCH_ROWS // 2
 
+INLINE_ROWS = 1_000
+INLINE_BYTES = 256 * 1024
+"""Entries up to this size are read in a few milliseconds."""
+
 _NOT_TAKEN = {
     Kind.CHUNK: "is a chunk of a larger message",
     Kind.ENCRYPTED: "is encrypted",
@@ -38,6 +42,17 @@ class ProducerSession(NamedTuple):
 
     name: bytes
     epoch: int
+
+
+def decoded_bytes(entry: Entry, metadata: MessageMetadata) -> int:
+    """Return the size of the entry's payload when decompressed, as far as it is taken."""
+    return min(max(len(entry.payload), metadata.uncompressed_size), MAX_BATCH_BYTES)
+
+
+def is_large(entry: Entry, metadata: MessageMetadata) -> bool:
+    """Return whether reading the entry takes long: a few kilobytes can be a million rows."""
+    size = len(entry.metadata) + decoded_bytes(entry, metadata)
+    return metadata.num_messages_in_batch > INLINE_ROWS or size > INLINE_BYTES
 
 
 def rows_to_store(entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Rows:
@@ -54,6 +69,9 @@ def rows_to_store(entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Ro
         raise _not_taken(metadata, "is to be delivered later", "Publish it when it is due: nothing is delayed here.")
     if metadata.HasField("txnid_most_bits"):
         raise _not_taken(metadata, "belongs to a transaction", "Publish outside of transactions.")
+    if metadata.num_messages_in_batch > MAX_BATCH_ROWS:
+        what = f"has {metadata.num_messages_in_batch} messages"
+        raise _not_taken(metadata, what, f"A batch has at most {MAX_BATCH_ROWS}: set the producer's limit.")
     return rows_of(entry, metadata, max_bytes)
 
 

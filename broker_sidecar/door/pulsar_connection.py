@@ -18,9 +18,10 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from broker_sidecar.door.entry_batches import ProducerSession
-from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final
+from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
 from broker_sidecar.rpc import refusals
 from broker_sidecar.security.permissions import Permissions
+from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
 from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.streams import Stream, Streams
@@ -84,6 +85,9 @@ MAX_REQUESTS = 1_000
 
 MAX_PRODUCERS = 10_000
 """The most producers of a connection."""
+
+TURN_SECONDS = 0.005
+"""The time for which a connection's frames are taken before others are served: many small ones come at once."""
 
 READ_BYTES = 256 * 1024
 MAX_UNREAD_BYTES = 1024 * 1024
@@ -256,10 +260,13 @@ class PulsarConnection:
 
     async def _serve(self, frames: AsyncIterator[Frame], stream: Stream) -> None:
         keeping = asyncio.ensure_future(self._keep_alive())
-        self._permissions.check_call("/seqdedupe.v1.PublishService/Open", b"")
+        turn_ends = 0.0
         try:
             async for frame in frames:
                 await self._take(frame, stream)
+                if time.monotonic() >= turn_ends:
+                    await asyncio.sleep(0)
+                    turn_ends = time.monotonic() + TURN_SECONDS
                 while len(self._requests) >= MAX_REQUESTS:
                     await asyncio.wait(self._requests, return_when=asyncio.FIRST_COMPLETED)
                 if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
@@ -314,6 +321,8 @@ class PulsarConnection:
 
     async def is_alive(self) -> bool:
         """Ask the client whether it is there, and return whether it answers in time."""
+        if self._writer.transport.is_closing():
+            return False
         self._has_heard.clear()
         self._ask()
         try:
@@ -364,9 +373,18 @@ class PulsarConnection:
                 self._refuse(command, field)
 
     def _start(self, request: Any) -> None:
-        task = asyncio.ensure_future(request)
+        self._keep(asyncio.ensure_future(request))
+
+    def _keep(self, task: "asyncio.Task[None]") -> None:
         self._requests.add(task)
-        task.add_done_callback(self._requests.discard)
+        task.add_done_callback(self._has_finished)
+
+    def _has_finished(self, task: "asyncio.Task[None]") -> None:
+        self._requests.discard(task)
+        if not task.cancelled() and (e := task.exception()) is not None:
+            # The client would wait for the answer.
+            logger.error("a request from %s has ended by a defect", self.peer, exc_info=e)
+            self.abort()
 
     def _refuse(self, command: BaseCommand, field: str) -> None:
         """Answer a command of a client that does more than produce."""
@@ -425,17 +443,18 @@ class PulsarConnection:
         self._forget(command.producer_id)
         task = asyncio.ensure_future(self._open(command, stream, before))
         self._opening[command.producer_id] = task
-        self._requests.add(task)
-        task.add_done_callback(self._requests.discard)
+        self._keep(task)
 
     async def _open(self, command: CommandProducer, stream: Stream, before: "asyncio.Task[None] | None") -> None:
         """Open a producer, in these steps:
 
-        1. What the door cannot keep to is refused.
+        1. What the door cannot keep to is refused, and what the caller may not do: a claim can end other producers.
         2. The name is claimed: one producer has it at a time, as with a broker.
         3. A session is opened. Everything that the name had in flight settles before.
         4. The client learns the highest sequence ID that the topic has.
         """
+        # Rights that are granted from here on are those of this task.
+        self._permissions.check_call("/seqdedupe.v1.PublishService/Open", b"")
         producer_id = command.producer_id
         full = name = ""
         try:
@@ -445,9 +464,13 @@ class PulsarConnection:
                 raise final
             full = topic_name(command.topic)
             _check(command)  # 1
-            if len(self._producers) >= MAX_PRODUCERS:
+            if len(self._producers) + len(self._refused) >= MAX_PRODUCERS:
                 raise error("QUEUE_FULL", f"the connection has {MAX_PRODUCERS} producers: that is the limit")
             name = command.producer_name or self._names.new_name()
+            self._permissions.check_topic(Action.PUBLISH, full)
+            _, denial = await self._permissions.denied_names(full, [name])
+            if denial is not None:
+                raise denial
             await self._names.claim(full, name, command.producer_access_mode, self, producer_id)  # 2
             opened = await self._publish.open(publish_pb2.OpenRequest(topic=full, producer_names=[name]))  # 3
             for refusal in opened.refusals:
@@ -529,7 +552,7 @@ class PulsarConnection:
         """Tell the client that a producer has ended. It opens the producer again, and learns then if that is final."""
         if is_final(e):
             logger.warning("a producer from %s was ended: %s", self.peer, e)
-            self._refused[producer_id] = e
+            self._refused[producer_id] = without_traceback(e)
         self._forget(producer_id)
         closed = CommandCloseProducer(producer_id=producer_id, request_id=_NO_ENTRY)
         self._say(BaseCommand(type=BaseCommand.CLOSE_PRODUCER, close_producer=closed))
@@ -561,7 +584,9 @@ class PulsarConnection:
         self._say(BaseCommand(type=BaseCommand.ERROR, error=failure))
 
     def _say(self, command: BaseCommand) -> None:
-        self._writer.write(command_frame(command))
+        # uvloop raises an error once a transport is closed, and a producer may get its answers later.
+        if not self._writer.transport.is_closing():
+            self._writer.write(command_frame(command))
 
 
 def _check(command: CommandProducer) -> None:

@@ -9,20 +9,24 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from broker_sidecar.door.entry_batches import ProducerSession, batches_of, rows_to_store
+from broker_sidecar.door.entry_batches import ProducerSession, batches_of, decoded_bytes, is_large, rows_to_store
 from broker_sidecar.rpc import refusals
 from broker_sidecar.streams import Stream, unasked
+from seqdedupe.batch import Batch
 from seqdedupe.core.rule import UNKNOWN
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.message_id import MessageId
 from seqdedupe.pulsar_wire.frames import Entry, metadata_of
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend, MessageMetadata
 from seqdedupe.topic.frame import Allowing, FrameReceipt, Refusal
 from seqdedupe.topic.topic import Topic
 
 FRAME_BYTES = 2048
 """The memory of a frame in flight in addition to its batch."""
+
+ENTRY_BYTES = 512
+"""The memory of an entry that waits for its answer. It may wait behind an entry in flight, with nothing in flight."""
 
 OF_ONE_MESSAGE = frozenset(
     {"INVALID_BATCH", "INVALID_REQUEST", "INVALID_SEQUENCE_ID", "MALFORMED_MESSAGE", "MESSAGE_TOO_LARGE"}
@@ -102,14 +106,27 @@ class StockProducer:
         if self._has_refused and not self._goes_on:
             return
         metadata = metadata_of(entry)
+        share, size = self._stream.share, decoded_bytes(entry, metadata)
+        await share.wait_for(ENTRY_BYTES + size)
+        if self.is_closed:
+            return
         pending = PendingEntry(command.sequence_id, command.highest_sequence_id)
         self._pending.append(pending)
+        share.take(ENTRY_BYTES)
+        share.has_read(size)
         try:
-            rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES)  # 1
-            pending.rows = len(rows)
-            batches = list(batches_of(rows, self.session, self._last)) if len(rows) else []
+            await self._take(pending, entry, metadata)
+        finally:
+            share.has_read(0)
+
+    async def _take(self, pending: PendingEntry, entry: Entry, metadata: MessageMetadata) -> None:
+        try:
+            if is_large(entry, metadata):
+                pending.rows, batches = await asyncio.to_thread(self._batches, entry, metadata)
+            else:
+                pending.rows, batches = self._batches(entry, metadata)  # 1
         except SeqdedupeError as e:
-            pending.refused, batches = e, []
+            pending.refused, batches = without_traceback(e), []
         for batch in batches:
             await self._admit(pending, batch.encode())  # 2, 3
             if self.is_closed:
@@ -120,6 +137,11 @@ class StockProducer:
         self._has_refused |= pending.refused is not None
         pending.is_admitted = True
         self._answer_all()
+
+    def _batches(self, entry: Entry, metadata: MessageMetadata) -> tuple[int, list[Batch]]:
+        """Return the number of rows of an entry, and their batches."""
+        rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES)
+        return len(rows), list(batches_of(rows, self.session, self._last)) if len(rows) else []
 
     async def _admit(self, pending: PendingEntry, batch: bytes) -> None:
         size = FRAME_BYTES + len(batch)
@@ -136,31 +158,37 @@ class StockProducer:
         self._number += 1
 
         def reply(answer: FrameReceipt | Refusal) -> None:
+            verdicts = answer.verdicts if isinstance(answer, FrameReceipt) else None
+            is_unknown = verdicts is not None and bool((verdicts == UNKNOWN).any())
             self._stream.frames_in_flight -= 1
-            self._stream.share.give_back(size)
             pending.frames -= 1
+            if not is_unknown:
+                self._stream.share.give_back(size)
             if isinstance(answer, Refusal):
                 refusals[answer.error.reason] += 1
                 self._refused(pending, answer.error)
-            elif answer.verdicts is not None and (answer.verdicts == UNKNOWN).any():
+            elif is_unknown:
                 # Nothing was appended for a row whose copy is in flight. Its outcome decides.
                 pending.frames += 1
-                unasked(self._again(pending, batch))
+                unasked(self._again(pending, batch, size))
             else:
                 self._learn(pending, answer)
             self._answer_all()
 
         self.topic.admit(batch, self._number, reply, self._cache)
 
-    async def _again(self, pending: PendingEntry, batch: bytes) -> None:
-        await self.topic.all_settled()
+    async def _again(self, pending: PendingEntry, batch: bytes, size: int) -> None:
+        try:
+            await self.topic.all_settled()
+        finally:
+            self._stream.share.give_back(size)
         pending.frames -= 1
         if not self.is_closed:
             await self._admit(pending, batch)
 
     def _refused(self, pending: PendingEntry, e: SeqdedupeError) -> None:
         if e.reason in OF_ONE_MESSAGE and pending.batches == 1:
-            pending.refused = e
+            pending.refused = without_traceback(e)
         else:
             # A part of the entry may be stored.
             self.fail(e)
@@ -178,7 +206,12 @@ class StockProducer:
                 pending.message_id = run.message_id(0)
         elif pending.rows == 1 and receipt.known_rows.size:
             columns = self.topic.log.known_message_ids(receipt.known_indexes[:1])
-            pending.message_id = MessageId(*(int(column[0]) for column in columns))
+            found = MessageId(*(int(column[0]) for column in columns))
+        else:
+            return
+        # Old rows are answered after new ones if their originals were in flight.
+        if pending.message_id == UNKNOWN_ID or UNKNOWN_ID < found < pending.message_id:
+            pending.message_id = found
 
     def _answer_all(self) -> None:
         """Answer the oldest entries that are settled. Clients take a receipt out of order for a lost message."""
@@ -186,6 +219,7 @@ class StockProducer:
             oldest = self._pending[0]
             if oldest.frames or not oldest.is_admitted:
                 return
+            self._stream.share.give_back(ENTRY_BYTES)
             self._answer(self._pending.popleft())
         self._settled.set()
 
@@ -205,6 +239,7 @@ class StockProducer:
         """End the producer. Entries without a receipt are stored or not; they get none any more."""
         if not self.is_closed:
             self.is_closed = True
+            self._stream.share.give_back(ENTRY_BYTES * len(self._pending))
             self._pending.clear()
             self._settled.set()
             self.topic.disconnect(self._cache)
@@ -213,3 +248,9 @@ class StockProducer:
 def is_final(e: SeqdedupeError) -> bool:
     """Return whether a producer that ended with this error cannot be opened again."""
     return e.retry_delay_ms < 0 and e.reason not in _PASSES
+
+
+def without_traceback(e: SeqdedupeError) -> SeqdedupeError:
+    """Return an error that is kept. Its traceback holds the entry that it is about, of up to 5 MiB."""
+    e.__traceback__ = e.__cause__ = e.__context__ = None
+    return e

@@ -12,7 +12,8 @@ import pytest
 import trustme
 
 from broker_sidecar.security.tokens import LEEWAY_SECONDS
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, ServerError
+from seqdedupe.pulsar_wire.frames import command_frame
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, CommandPing, ExclusiveWithFencing, ServerError
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.door.wire import Wire, door_of, single
 from tests.broker_sidecar.pausing import wait_for
@@ -88,6 +89,17 @@ def test_the_operators_token(guarded: Sidecar, open_wire: OpenWire) -> None:
     assert wire.produce("anything").type == BaseCommand.PRODUCER_SUCCESS
 
 
+def test_who_may_not_publish_ends_nobodys_producer(guarded: Sidecar, connect: OpenWire, open_wire: OpenWire) -> None:
+    """A producer that wants the topic for itself ends all others, for good."""
+    owner, other = open_wire(door_of(guarded), token=token_of(guarded).encode()), connect()
+    for topic, name in (("bills", "b"), ("orders", "o")):
+        assert owner.produce(topic, name).type == BaseCommand.PRODUCER_SUCCESS
+        refused = other.produce(topic, name, producer_access_mode=ExclusiveWithFencing)
+        assert refused.error.error == ServerError.AuthorizationError
+        owner.send(0, single(0))
+        assert [i for i, _ in owner.receipts(1)] == [0]
+
+
 def test_rules_that_change_end_a_producer_for_good(guarded: Sidecar, connect: OpenWire) -> None:
     wire = connect()
     wire.produce("orders", "shop-2")
@@ -134,6 +146,24 @@ def test_silent_clients_keep_nobody_out(guarded: Sidecar, connect: OpenWire, ope
         except ConnectionError:
             is_open.append(False)
     assert 0 < sum(is_open) < 100
+
+
+def test_answers_that_are_not_read_go_with_their_connection(guarded: Sidecar, open_wire: OpenWire) -> None:
+    """The control: the connection stayed, with a megabyte that nothing counts, until the client closed it."""
+    before = open_files(guarded)
+    expires = int(time.time()) - LEEWAY_SECONDS + 8
+    token = ISSUER.token(sub="shop", exp=expires, iat=expires - 100).encode()
+    wire = open_wire(door_of(guarded), token=token)
+    ping = command_frame(BaseCommand(type=BaseCommand.PING, ping=CommandPing()))
+    wire.socket.settimeout(2)
+    with pytest.raises(OSError):  # noqa: PT012
+        while True:
+            wire.socket.sendall(ping * 1000)
+    wait_for(lambda: open_files(guarded) <= before)
+
+
+def open_files(sidecar: Sidecar) -> int:
+    return len(list(Path(f"/proc/{sidecar.pid}/fd").iterdir()))
 
 
 def test_a_large_first_frame_is_not_received(guarded: Sidecar, open_wire: OpenWire) -> None:

@@ -1,17 +1,20 @@
 """The door, command by command: what each kind of client gets, and what a client that lies gets."""
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from seqdedupe.pulsar_wire.frames import Entry
+from seqdedupe.pulsar_wire.frames import Entry, command_frame
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     LZ4,
     ZLIB,
     BaseCommand,
+    CommandPing,
+    CommandPong,
     CommandSubscribe,
     EncryptionKeys,
     Exclusive,
@@ -399,3 +402,66 @@ def test_receipts_that_are_not_read_stop_the_reading(
     other.send(0, single(0), producer_id=2)
     assert ids_of(other.receipts(1)) == [0]
     assert "other" in {name for record in client.records(topic) for name in calls.names_of(record.batch)}
+
+
+def test_many_small_frames_hold_up_nobody(connect: Callable[..., Wire]) -> None:
+    """A client that asks one by one is served between the frames of another. The control: some 25,000 fit into one
+    read, and were all answered before anybody else.
+    """
+    flooding, other = connect(), connect()
+    count = 200_000
+    ping = command_frame(BaseCommand(type=BaseCommand.PING, ping=CommandPing()))
+    pong_bytes = len(command_frame(BaseCommand(type=BaseCommand.PONG, pong=CommandPong())))
+
+    def read_all() -> None:
+        left = count * pong_bytes
+        while left:
+            left -= len(flooding.socket.recv(1 << 20))
+
+    sending = threading.Thread(target=flooding.socket.sendall, args=(ping * count,), daemon=True)
+    reading = threading.Thread(target=read_all, daemon=True)
+    sending.start()
+    reading.start()
+    answers = 0
+    while reading.is_alive():
+        other.say(BaseCommand(type=BaseCommand.PING, ping=CommandPing()))
+        assert other.next().type == BaseCommand.PONG
+        answers += 1
+    assert answers > 40, answers
+
+
+def test_a_batch_of_very_many_rows_holds_up_nobody(connect: Callable[..., Wire], topic: str) -> None:
+    """The control: all of a second in which nobody was served, and much more for more rows."""
+    wire, other = connect(), connect()
+    wire.produce(topic)
+    entry = batch(*range(60_000), compression=ZLIB, ordering_key=b"o")
+    wire.send(0, entry)
+    answers = 0
+    receipts = threading.Thread(target=wire.receipts, args=(1,), daemon=True)
+    receipts.start()
+    while receipts.is_alive():
+        other.say(BaseCommand(type=BaseCommand.PING, ping=CommandPing()))
+        assert other.next().type == BaseCommand.PONG
+        answers += 1
+    assert answers > 20, answers
+    wire.send(60_000, batch(*range(60_000, 130_000), compression=ZLIB))
+    assert "has 70000 messages" in wire.next().send_error.message
+
+
+def test_producers_that_are_refused_for_good_keep_nothing(
+    connect: Callable[..., Wire], shared: Sidecar, topic: str
+) -> None:
+    """The control: each kept its entry."""
+    wire = connect(GO)
+    entry = single(0, bytes(2_000_000), deliver_at_time=2**50)
+
+    def refuse(some: range) -> int:
+        for k in some:
+            wire.produce(topic, "p", k)
+            wire.send(0, entry, producer_id=k)
+            assert wire.next().type == BaseCommand.CLOSE_PRODUCER
+        status = Path(f"/proc/{shared.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) // 1024
+
+    before_mb = refuse(range(20))
+    assert refuse(range(20, 120)) < before_mb + 100

@@ -1,0 +1,116 @@
+"""What a stock producer holds while its topic answers late, or not at all."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from broker_sidecar import kernels
+from broker_sidecar.door.entry_batches import ProducerSession
+from broker_sidecar.door.pulsar_connection import PulsarConnection
+from broker_sidecar.door.stock_producer import PendingEntry, StockProducer
+from broker_sidecar.shares import MAX_HELD_BYTES, NO_LIMITS, Budget, Share, Use
+from seqdedupe.core.rule import DUP, UNKNOWN
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend
+from seqdedupe.topic.frame import NONE_KNOWN, FrameReceipt
+from tests.broker_sidecar.door.wire import single
+
+
+class LateTopic:
+    """A topic that never settles the first frame, and gives all later ones this verdict at once."""
+
+    def __init__(self, verdict: int) -> None:
+        self.name = "t"
+        self.flight = SimpleNamespace(wait_for_room=self._nothing)
+        self.settled = asyncio.Event()
+        self._verdict = verdict
+
+    async def _nothing(self) -> None:
+        pass
+
+    async def all_settled(self) -> None:
+        await self.settled.wait()
+
+    def connect(self, _: object) -> Any:
+        return SimpleNamespace()
+
+    def disconnect(self, _: object) -> None:
+        pass
+
+    def admit(self, _: bytes, number: int, reply: Any, __: object) -> None:
+        if number > 1:
+            reply(FrameReceipt(number, np.array([self._verdict], np.uint8), -1, (), *NONE_KNOWN))
+
+
+@pytest.mark.parametrize(("verdict", "payload_bytes", "least"), [(UNKNOWN, 100_000, 900_000), (DUP, 1, 5_000)])
+def test_entries_that_wait_behind_another_count(verdict: int, payload_bytes: int, least: int) -> None:
+    """The control: a client could send them without end while the disk did not answer."""
+    kernels.prepare()
+
+    async def run() -> None:
+        topic: Any = LateTopic(verdict)
+        share = Share(Budget(lambda _: None, MAX_HELD_BYTES), Use("u", NO_LIMITS))
+        stream: Any = SimpleNamespace(share=share, frames_in_flight=0, moves=lambda: None)
+        answered: list[PendingEntry] = []
+        producer = StockProducer(
+            topic, ProducerSession(b"p", 1), -1, stream, None, answered.append, lambda e: pytest.fail(str(e))
+        )
+        for _ in range(10):
+            await producer.send(CommandSend(producer_id=1, sequence_id=0), single(0, bytes(payload_bytes)))
+        first_bytes = 2048 + payload_bytes
+        assert share.held_bytes - first_bytes > least - payload_bytes
+        assert not answered
+        producer.close()
+        topic.settled.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        # Only the first frame is in flight.
+        assert share.held_bytes < first_bytes + 200
+
+    asyncio.run(run())
+
+
+def connection_of(writer: Any) -> PulsarConnection:
+    nothing: Any = None
+    return PulsarConnection(
+        nothing,
+        writer,
+        "peer",
+        {},
+        topics=nothing,
+        streams=nothing,
+        permissions=nothing,
+        publish=nothing,
+        names=nothing,
+        find_caller=nothing,
+    )
+
+
+def test_a_connection_that_has_closed_is_not_alive() -> None:
+    """The control: its producers were asked for by another client, whose request failed without an answer."""
+
+    def write(_: bytes) -> None:
+        raise RuntimeError
+
+    closed: Any = SimpleNamespace(transport=SimpleNamespace(is_closing=lambda: True), write=write)
+    assert not asyncio.run(connection_of(closed).is_alive())
+
+
+def test_a_defect_in_a_request_ends_the_connection() -> None:
+    """The control: the client waited for an answer, and nobody was told."""
+    ended: list[bool] = []
+
+    async def run() -> None:
+        writer: Any = SimpleNamespace(transport=SimpleNamespace(abort=lambda: ended.append(True)))
+
+        async def fails() -> None:
+            raise RuntimeError
+
+        connection_of(writer)._start(fails())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert ended
