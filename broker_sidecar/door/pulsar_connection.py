@@ -390,8 +390,9 @@ class PulsarConnection:
         else:
             answer.response = CommandLookupTopicResponse.Connect
             # The client keeps to the address that it knows, so the door need not know by which name it is reached.
-            answer.brokerServiceUrl, answer.proxy_through_service_url = "pulsar://seqdedupe", True
-            answer.brokerServiceUrlTls = "pulsar+ssl://seqdedupe"
+            # Java takes no URL without a port.
+            answer.brokerServiceUrl, answer.proxy_through_service_url = "pulsar://seqdedupe:6650", True
+            answer.brokerServiceUrlTls = "pulsar+ssl://seqdedupe:6651"
         self._say(BaseCommand(type=BaseCommand.LOOKUP_RESPONSE, lookupTopicResponse=answer))
 
     def _check_may_look(self, full: str) -> None:

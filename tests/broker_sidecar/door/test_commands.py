@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -73,6 +74,9 @@ def test_every_topic_is_here(wire: Wire, client: Client, topic: str) -> None:
     client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic=topic, partitions=3))
     assert wire.partitions(topic).partitionMetadataResponse.partitions == 3
     found = wire.look_up(f"{topic}-partition-1").lookupTopicResponse
+    # The Java client takes no URL without a port.
+    assert urlsplit(found.brokerServiceUrl).port
+    assert urlsplit(found.brokerServiceUrlTls).port
     assert (found.response, found.proxy_through_service_url) == (found.Connect, True)
 
 
