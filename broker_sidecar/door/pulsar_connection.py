@@ -425,7 +425,8 @@ class PulsarConnection:
             if before is not None:
                 await asyncio.wait([before])
             if (final := self._refused.pop(producer_id, None)) is not None:
-                raise final
+                self._say_error(command.request_id, final, _ending_code_of(final))
+                return
             full = topic_name(command.topic)
             _check(command)  # 1
             if len(self._producers) >= MAX_PRODUCERS:
@@ -537,8 +538,8 @@ class PulsarConnection:
 
     # -- answers -----------------------------------------------------------------------------------------------
 
-    def _say_error(self, request_id: int, e: SeqdedupeError) -> None:
-        failure = CommandError(request_id=request_id, error=_code_of(e), message=_told(e))
+    def _say_error(self, request_id: int, e: SeqdedupeError, code: Any = None) -> None:
+        failure = CommandError(request_id=request_id, error=_code_of(e) if code is None else code, message=_told(e))
         self._say(BaseCommand(type=BaseCommand.ERROR, error=failure))
 
     def _say(self, command: BaseCommand) -> None:
@@ -581,6 +582,12 @@ def _code_of(e: SeqdedupeError) -> Any:
     if (code := _CODES.get(e.reason)) is not None:
         return code
     return ServerError.ServiceNotReady if e.retry_delay_ms >= 0 else ServerError.NotAllowedError
+
+
+def _ending_code_of(e: SeqdedupeError) -> Any:
+    """Return the code for a producer that was open before. After NotAllowedError, Java and Go try again for ever."""
+    code = _code_of(e)
+    return ServerError.ProducerFenced if code == ServerError.NotAllowedError else code
 
 
 def _told(e: SeqdedupeError) -> str:

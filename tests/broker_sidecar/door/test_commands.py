@@ -284,7 +284,8 @@ def test_one_entry_that_is_refused(
     answer = wire.next()
     if kind == GO:
         assert answer.close_producer.producer_id == 1
-        assert wire.produce(topic).type == BaseCommand.ERROR
+        # After any other code the client tries again, and sends the entry again, for ever.
+        assert wire.produce(topic).error.error == ServerError.ProducerFenced
         assert [i for _, i in client.rows(topic)] == [0]
         return
     expected = (4, ServerError.NotAllowedError) if kind == JAVA else (1, ServerError.ChecksumError)
