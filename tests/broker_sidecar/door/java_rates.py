@@ -18,7 +18,7 @@ from tests.broker_sidecar.door.java_client import JavaClient
 from tests.broker_sidecar.door.wire import door_of
 
 BYTES = 100
-MESSAGES = 200_000
+MESSAGES = 1_000_000
 ONE_BY_ONE = 2_000
 
 
