@@ -35,6 +35,10 @@ MAX_UNKNOWN = 64
 TLS_SECONDS = 10.0
 """The time by which a client must have agreed on TLS."""
 
+LARGE_FRAMES_AT_ONCE = 8
+"""The frames above 256 KiB that are received at once: 40 MiB at most. Others wait for their turn, and for nothing else,
+so that frames that are half received never wait for each other."""
+
 STOP_SECONDS = 2.0
 """The time in which a client can read its last answers when its connection ends, or the sidecar stops."""
 
@@ -77,6 +81,7 @@ class Door:
         """The origin of each connection's client, until it is known; then an empty text."""
         self._holders: dict[str, dict[str, Holder]] = {}
         """By topic and name."""
+        self._large_frames = asyncio.Semaphore(LARGE_FRAMES_AT_ONCE)
         self._alone: dict[str, Holder] = {}
         """The producers that are alone in their topic."""
 
@@ -197,6 +202,7 @@ class Door:
             publish=self._publish,
             names=self,
             find_caller=find_caller,
+            large_frames=self._large_frames,
             log_limit=self._log_limit,
         ).run()
 

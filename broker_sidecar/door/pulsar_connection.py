@@ -12,10 +12,10 @@ Begin with `PulsarConnection.run`. The commands of a client, in their usual orde
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from broker_sidecar.door.entry_batches import ProducerSession
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
@@ -146,6 +146,34 @@ class ShownCredentials:
         """Pulsar's protocol has none."""
 
 
+class _Turn:
+    """A connection's turn to receive a large frame. It ends with the block at the latest."""
+
+    def __init__(self, turns: asyncio.Semaphore) -> None:
+        self._turns = turns
+        self._is_taken = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    async def take(self) -> bool:
+        """Wait for the turn. Return False if it is taken already."""
+        if self._is_taken:
+            return False
+        await self._turns.acquire()
+        self._is_taken = True
+        return True
+
+    def end(self) -> None:
+        """Leave the turn to others."""
+        if self._is_taken:
+            self._is_taken = False
+            self._turns.release()
+
+
 class Names(Protocol):
     """The producers of all connections, by topic and name."""
 
@@ -176,6 +204,7 @@ class PulsarConnection:
         names: Names,
         find_caller: Callable[[ShownCredentials], Any],
         log_limit: LogLimit | None,
+        large_frames: asyncio.Semaphore,
     ) -> None:
         """`find_caller` sets the caller of the present task, or raises why it is unknown."""
         self.peer = peer
@@ -189,9 +218,8 @@ class PulsarConnection:
         self._names = names
         self._find_caller = find_caller
         self._log_limit = log_limit
+        self._large_frames = large_frames
         self._splitter = Splitter(MAX_UNKNOWN_BYTES)
-        self._stream: Stream | None = None
-        """What the connection holds, once the client is known."""
         self._client = ""
         self._producers: dict[int, StockProducer] = {}
         self._opening: dict[int, asyncio.Task[None]] = {}
@@ -207,21 +235,19 @@ class PulsarConnection:
 
     async def run(self) -> None:
         """Serve the client until it or the door ends the connection."""
-        frames = self._frames()
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                context = await self._connect(await anext(frames))
-        except (StopAsyncIteration, TimeoutError):
-            return
-        stream = Stream(context, self._streams.budget, caller(), self._streams.shares)  # type: ignore[arg-type]
-        self._stream = stream
-        try:
-            with self._streams.serving(stream):
-                await stream.begin()
-                await self._serve(frames, stream)
-        finally:
-            stream.share.has_read(0)
-            await self._end()
+        async with aclosing(self._frames()) as frames:
+            try:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    context = await self._connect(await anext(frames))
+            except (StopAsyncIteration, TimeoutError):
+                return
+            stream = Stream(context, self._streams.budget, caller(), self._streams.shares)  # type: ignore[arg-type]
+            try:
+                with self._streams.serving(stream):
+                    await stream.begin()
+                    await self._serve(frames, stream)
+            finally:
+                await self._end()
 
     async def _connect(self, first: Frame) -> ShownCredentials:
         """Learn who the client is from its first command. Raises UNAUTHENTICATED and other errors of the
@@ -276,30 +302,32 @@ class PulsarConnection:
         finally:
             keeping.cancel()
 
-    async def _frames(self) -> AsyncIterator[Frame]:
-        """Yield the client's frames. Of an incomplete one more is read when there is room for it."""
+    async def _frames(self) -> AsyncGenerator[Frame, None]:
+        """Yield the client's frames. A large one is received when it is its turn, and keeps the turn until the caller
+        wants the next frame.
+        """
+        loop = asyncio.get_running_loop()
         began_at: float | None = None
-        while True:
-            if (stream := self._stream) is not None:
-                held = self._splitter.held_bytes
-                stream.share.has_read(held)
-                if held > READ_BYTES and not stream.share.fits(held, to_read=True):
-                    await stream.share.wait_for(held, to_read=True)
-            self._is_reading = True
-            async with asyncio.timeout_at(None if began_at is None else began_at + FRAME_SECONDS):
-                data = await self._reader.read(READ_BYTES)
-            self._is_reading = self._is_silent = False
-            self._has_heard.set()
-            if not data:
-                return
-            before = self._splitter.held_bytes
-            for frame in self._splitter.feed(data):
-                before = 0
-                yield frame
-            if not self._splitter.held_bytes:
-                began_at = None
-            elif not before or began_at is None:
-                began_at = asyncio.get_running_loop().time()
+        with _Turn(self._large_frames) as turn:
+            while True:
+                if self._splitter.held_bytes > READ_BYTES and await turn.take():
+                    began_at = loop.time()
+                self._is_reading = True
+                async with asyncio.timeout_at(None if began_at is None else began_at + FRAME_SECONDS):
+                    data = await self._reader.read(READ_BYTES)
+                self._is_reading = self._is_silent = False
+                self._has_heard.set()
+                if not data:
+                    return
+                is_same = self._splitter.held_bytes > 0
+                for frame in self._splitter.feed(data):
+                    is_same = False
+                    yield frame
+                    turn.end()
+                if not self._splitter.held_bytes:
+                    began_at = None
+                elif not is_same:
+                    began_at = loop.time()
 
     async def _keep_alive(self) -> None:
         """End the connection of a client that is gone.
@@ -426,8 +454,9 @@ class PulsarConnection:
         else:
             answer.response = CommandLookupTopicResponse.Connect
             # The client keeps to the address that it knows, so the door need not know by which name it is reached.
-            answer.brokerServiceUrl, answer.proxy_through_service_url = "pulsar://seqdedupe", True
-            answer.brokerServiceUrlTls = "pulsar+ssl://seqdedupe"
+            # Java takes no URL without a port.
+            answer.brokerServiceUrl, answer.proxy_through_service_url = "pulsar://seqdedupe:6650", True
+            answer.brokerServiceUrlTls = "pulsar+ssl://seqdedupe:6651"
         self._say(BaseCommand(type=BaseCommand.LOOKUP_RESPONSE, lookupTopicResponse=answer))
 
     def _check_may_look(self, full: str) -> None:
@@ -461,7 +490,8 @@ class PulsarConnection:
             if before is not None:
                 await asyncio.wait([before])
             if (final := self._refused.pop(producer_id, None)) is not None:
-                raise final
+                self._say_error(command.request_id, final, _ending_code_of(final))
+                return
             full = topic_name(command.topic)
             _check(command)  # 1
             if len(self._producers) + len(self._refused) >= MAX_PRODUCERS:
@@ -578,9 +608,9 @@ class PulsarConnection:
 
     # -- answers -----------------------------------------------------------------------------------------------
 
-    def _say_error(self, request_id: int, e: SeqdedupeError) -> None:
+    def _say_error(self, request_id: int, e: SeqdedupeError, code: Any = None) -> None:
         refusals[e.reason] += 1
-        failure = CommandError(request_id=request_id, error=_code_of(e), message=_told(e))
+        failure = CommandError(request_id=request_id, error=_code_of(e) if code is None else code, message=_told(e))
         self._say(BaseCommand(type=BaseCommand.ERROR, error=failure))
 
     def _say(self, command: BaseCommand) -> None:
@@ -631,6 +661,12 @@ def _lookup_code_of(e: SeqdedupeError) -> Any:
     """Return the code for a failed lookup. At ServiceNotReady a client ends the connection with all its producers."""
     code = _code_of(e)
     return ServerError.MetadataError if code == ServerError.ServiceNotReady else code
+
+
+def _ending_code_of(e: SeqdedupeError) -> Any:
+    """Return the code for a producer that was open before. After NotAllowedError, Java and Go try again for ever."""
+    code = _code_of(e)
+    return ServerError.ProducerFenced if code == ServerError.NotAllowedError else code
 
 
 def _told(e: SeqdedupeError) -> str:

@@ -5,6 +5,7 @@ states the links, and numbers the frames. It keeps no messages: the stock client
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from broker_sidecar.rpc import refusals
 from broker_sidecar.streams import Stream, unasked
 from seqdedupe.batch import Batch
 from seqdedupe.core.rule import UNKNOWN
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.message_id import MessageId
 from seqdedupe.pulsar_wire.frames import Entry, metadata_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend, MessageMetadata
 from seqdedupe.topic.frame import Allowing, FrameReceipt, Refusal
 from seqdedupe.topic.topic import Topic
+
+logger = logging.getLogger("broker_sidecar.door")
 
 FRAME_BYTES = 2048
 """The memory of a frame in flight in addition to its batch."""
@@ -158,6 +161,14 @@ class StockProducer:
         self._number += 1
 
         def reply(answer: FrameReceipt | Refusal) -> None:
+            try:
+                take_answer(answer)
+            except Exception as e:
+                # Without an answer the client would wait for ever.
+                logger.exception("the door could not take an answer")
+                self.fail(error("OUTCOME_UNKNOWN", f"the door could not take an answer: {type(e).__name__}"))
+
+        def take_answer(answer: FrameReceipt | Refusal) -> None:
             verdicts = answer.verdicts if isinstance(answer, FrameReceipt) else None
             is_unknown = verdicts is not None and bool((verdicts == UNKNOWN).any())
             self._stream.frames_in_flight -= 1
@@ -206,12 +217,7 @@ class StockProducer:
                 pending.message_id = run.message_id(0)
         elif pending.rows == 1 and receipt.known_rows.size:
             columns = self.topic.log.known_message_ids(receipt.known_indexes[:1])
-            found = MessageId(*(int(column[0]) for column in columns))
-        else:
-            return
-        # Old rows are answered after new ones if their originals were in flight.
-        if pending.message_id == UNKNOWN_ID or UNKNOWN_ID < found < pending.message_id:
-            pending.message_id = found
+            pending.message_id = MessageId(*(int(column[0]) for column in columns))
 
     def _answer_all(self) -> None:
         """Answer the oldest entries that are settled. Clients take a receipt out of order for a lost message."""

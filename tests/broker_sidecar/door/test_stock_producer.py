@@ -55,7 +55,14 @@ def test_entries_that_wait_behind_another_count(verdict: int, payload_bytes: int
         stream: Any = SimpleNamespace(share=share, frames_in_flight=0, moves=lambda: None)
         answered: list[PendingEntry] = []
         producer = StockProducer(
-            topic, ProducerSession(b"p", 1), -1, stream, None, answered.append, lambda e: pytest.fail(str(e))
+            topic,
+            ProducerSession(b"p", 1),
+            -1,
+            stream,
+            None,
+            answered.append,
+            lambda e: pytest.fail(str(e)),
+            goes_on=True,
         )
         for _ in range(10):
             await producer.send(CommandSend(producer_id=1, sequence_id=0), single(0, bytes(payload_bytes)))
@@ -85,6 +92,8 @@ def connection_of(writer: Any) -> PulsarConnection:
         publish=nothing,
         names=nothing,
         find_caller=nothing,
+        log_limit=None,
+        large_frames=asyncio.Semaphore(),
     )
 
 

@@ -1,0 +1,282 @@
+"""Pulsar's own Java client at the door."""
+
+from collections.abc import Iterator
+from itertools import chain, pairwise
+from pathlib import Path
+
+import pulsar
+import pytest
+import trustme
+
+from pulsar_broker.distribution import Unavailable, home
+from pulsar_broker.standalone import Broker
+from seqdedupe.client.blocking import Client
+from seqdedupe.client.message import Message
+from seqdedupe.testing import Sidecar
+from seqdedupe.v1 import admin_pb2
+from tests.broker_sidecar import calls
+from tests.broker_sidecar.door.java_client import JavaClient, JavaFailed
+from tests.broker_sidecar.door.stock_kills import free_port
+from tests.broker_sidecar.door.wire import door_of
+from tests.broker_sidecar.security.issuing import of_server
+from tests.broker_sidecar.security.showing import token_of
+from tests.broker_sidecar.security.test_certificates import tls_keys
+from tests.tiers import PULSAR
+
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def pulsar_home() -> Path:
+    try:
+        return home()
+    except Unavailable:
+        PULSAR.missing()
+
+
+@pytest.fixture(scope="module")
+def program(pulsar_home: Path) -> Iterator[JavaClient]:
+    with JavaClient(pulsar_home) as program:
+        yield program
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path_factory.mktemp("door"), pulsar_listen="127.0.0.1:0") as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def java(program: JavaClient, shared: Sidecar) -> JavaClient:
+    """The program, connected to the door."""
+    program.connect(f"pulsar://{door_of(shared)}")
+    return program
+
+
+def messages_of(sidecar: Sidecar, topic: str) -> list[Message]:
+    with Client(sidecar.address) as client, client.reader(topic) as reader:
+        return list(reader)
+
+
+def ids_in(sidecar: Sidecar, topic: str) -> list[int]:
+    return [message.sequence_id for message in messages_of(sidecar, topic)]
+
+
+@pytest.mark.parametrize("compression", ["NONE", "LZ4", "ZLIB", "ZSTD", "SNAPPY"])
+@pytest.mark.parametrize("how", ["gathered", "single"])
+def test_messages_arrive_as_they_were_sent(
+    java: JavaClient, shared: Sidecar, topic: str, how: str, compression: str
+) -> None:
+    assert java.open(topic, how=how, compression=compression) == ("p", -1)
+    java.ask("send", "a", 0, 19)
+    java.ask("flush", "a")
+    assert java.ids() == list(range(20))
+    assert not java.errors
+    messages = messages_of(shared, topic)
+    assert [message.sequence_id for message in messages] == list(range(20))
+    for i, message in enumerate(messages):
+        assert message.producer_name == "p"
+        assert message.payload == b"payload %d " % i * 10
+        assert message.key == f"key {i}".encode()
+        assert message.properties == {"number": str(i), "ü": ""}
+        assert message.event_time_ms == 1_700_000_000_000 + i
+
+
+@pytest.mark.parametrize("how", ["gathered", "single"])
+def test_sent_again_each_has_the_id_of_its_original(java: JavaClient, shared: Sidecar, topic: str, how: str) -> None:
+    java.open(topic, how=how)
+    java.ask("send", "a", 0, 9)
+    java.ask("flush", "a")
+    java.ask("send", "a", 0, 9)
+    java.ask("flush", "a")
+    java.ask("close", "a")
+    assert java.open(topic, how=how) == ("p", 9)
+    java.ask("send", "a", 0, 9)
+    java.ask("flush", "a")
+    receipts = java.receipts["a"]
+    assert receipts[:10] == receipts[20:]
+    assert ids_in(shared, topic) == list(range(10))
+
+
+def send_old_and_new(java: JavaClient, topic: str) -> None:
+    """One batch has messages that the topic has, and messages that it does not have."""
+    java.open(topic)
+    java.ask("send", "a", 0, 4)
+    java.ask("flush", "a")
+    java.ask("close", "a")
+    assert java.open(topic) == ("p", 4)
+    java.ask("send", "a", 3, 9)
+    java.ask("flush", "a")
+    assert java.ids() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_old_and_new_messages_in_one_batch(java: JavaClient, shared: Sidecar, topic: str) -> None:
+    send_old_and_new(java, topic)
+    assert ids_in(shared, topic) == list(range(10))
+
+
+def test_control_a_broker_loses_what_is_new_in_such_a_batch(program: JavaClient, pulsar_home: Path, topic: str) -> None:
+    with Broker(pulsar_home, brokerDeduplicationEnabled="true") as broker:
+        program.connect(broker.service_url)
+        send_old_and_new(program, topic)
+        client = pulsar.Client(broker.service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+        reader = client.create_reader(topic, pulsar.MessageId.earliest)
+        found = []
+        while reader.has_message_available():
+            found.append(reader.read_next().partition_key())
+        client.close()
+    assert found == [f"key {i}" for i in range(5)]
+
+
+def test_a_message_that_is_refused_fails_alone(java: JavaClient, shared: Sidecar, topic: str) -> None:
+    java.open(topic)
+    java.ask("send", "a", 0, 4)
+    java.ask("later", "a", 5)
+    java.ask("send", "a", 6, 9)
+    java.ask("flush", "a")
+    [(number, why)] = java.errors["a"]
+    assert number == 5
+    assert "is to be delivered later [INVALID_REQUEST]" in why
+    assert java.ids() == ids_in(shared, topic) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+
+
+def test_a_message_in_chunks_is_refused_and_fails_alone(java: JavaClient, shared: Sidecar, topic: str) -> None:
+    java.open(topic, how="chunks")
+    java.ask("send", "a", 0, 4)
+    java.ask("large", "a", 5, 12 * MEBIBYTE)
+    java.ask("send", "a", 6, 9)
+    java.ask("flush", "a")
+    [(number, why)] = java.errors["a"]
+    assert number == 5
+    assert "is a chunk of a larger message" in why
+    assert java.ids() == ids_in(shared, topic) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+
+
+def test_a_schema_is_refused_plainly(java: JavaClient, topic: str) -> None:
+    with pytest.raises(JavaFailed, match=r"the producer has a schema.*\[INVALID_REQUEST\] Publish bytes"):
+        java.open(topic, how="json")
+
+
+def test_a_topic_without_a_schema_takes_the_bytes_of_any(java: JavaClient, shared: Sidecar, topic: str) -> None:
+    """The client asks for the topic's schema."""
+    java.open(topic, how="auto")
+    java.ask("send", "a", 0, 4)
+    java.ask("flush", "a")
+    assert ids_in(shared, topic) == list(range(5))
+
+
+def test_producers_without_names(java: JavaClient, shared: Sidecar, topic: str) -> None:
+    names = [java.open(topic, "-", label=label)[0] for label in ("a", "b")]
+    for label in ("a", "b"):
+        java.ask("send", label, 0, 4)
+        java.ask("flush", label)
+    found = [(message.producer_name, message.sequence_id) for message in messages_of(shared, topic)]
+    assert found == [(name, i) for name in names for i in range(5)]
+
+
+def test_a_partitioned_topic(java: JavaClient, client: calls.Client, shared: Sidecar, topic: str) -> None:
+    client.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic=topic, partitions=3))
+    for _ in range(2):
+        java.open(topic)
+        java.ask("send", "a", 0, 59)
+        java.ask("flush", "a")
+        java.ask("close", "a")
+    found = [ids_in(shared, f"{topic}-partition-{k}") for k in range(3)]
+    assert all(found)
+    assert sorted(chain(*found)) == list(range(60))
+    assert all(a < b for ids in found for a, b in pairwise(ids))
+
+
+def test_a_producer_is_closed_under_load(java: JavaClient, shared: Sidecar, topic: str) -> None:
+    """What has a receipt is stored, and the next producer goes on after what is stored."""
+    java.open(topic, how="batches")
+    last = -1
+    for _ in range(3):
+        java.forget()
+        java.ask("load", "a")
+        java.wait_for_more(500)
+        java.ask("close", "a")
+        sent = int(java.ask("stop", "a"))
+        assert len(java.receipts["a"]) + len(java.errors["a"]) == sent
+        assert java.ids() == list(range(last + 1, last + 1 + len(java.ids())))
+        name, last = java.open(topic, how="batches")
+        assert name == "p"
+        assert last >= java.ids()[-1]
+        assert ids_in(shared, topic) == list(range(last + 1))
+
+
+def test_a_client_that_was_killed_goes_on_after_its_last_message(
+    pulsar_home: Path, shared: Sidecar, topic: str
+) -> None:
+    for _ in range(3):
+        with JavaClient(pulsar_home) as java:
+            java.connect(f"pulsar://{door_of(shared)}")
+            _, last = java.open(topic, how="batches", compression="LZ4")
+            assert last == len(ids_in(shared, topic)) - 1
+            java.ask("load", "a")
+            java.wait_for_more(500)
+    ids = ids_in(shared, topic)
+    assert len(ids) >= 1500
+    assert ids == list(range(len(ids)))
+
+
+def kill_under_load(java: JavaClient, folder: Path, *, deduplicates: bool = True) -> int:
+    """Kills a sidecar six times under two producers. Returns how many copies too many the log has. Raises
+    AssertionError if a message is missing or out of order.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    with Sidecar(folder, pulsar_listen=address, deduplication_entries_interval=50) as sidecar:
+        with Client(sidecar.address) as operator:
+            operator.admin.create_topic("t")
+        if not deduplicates:
+            admin = calls.Client(sidecar.address)
+            policy = admin_pb2.TopicPolicy(deduplication_enabled=False)
+            admin.admin.SetTopicPolicy(admin_pb2.SetTopicPolicyRequest(topic="t", policy=policy))
+            admin.close()
+        java.connect(f"pulsar://{address}")
+        names = {
+            label: java.open("t", name, "batches", compression, label)[0]
+            for label, name, compression in (("a", "p", "LZ4"), ("b", "-", "ZSTD"))
+        }
+        for label in names:
+            java.ask("load", label)
+        for _ in range(6):
+            for label in names:
+                java.wait_for_more(200, label)
+            sidecar.restart()
+        sent = {label: int(java.ask("stop", label)) for label in names}
+        messages = messages_of(sidecar, "t")
+    extra = 0
+    assert not java.errors
+    for label, name in names.items():
+        assert java.ids(label) == list(range(sent[label]))
+        ids = [message.sequence_id for message in messages if message.producer_name == name]
+        assert list(dict.fromkeys(ids)) == list(range(sent[label]))
+        extra += len(ids) - sent[label]
+    return extra
+
+
+def test_nothing_is_lost_or_doubled_over_kills(program: JavaClient, tmp_path: Path) -> None:
+    assert kill_under_load(program, tmp_path) == 0
+
+
+def test_control_without_deduplication_the_client_doubles(program: JavaClient, tmp_path: Path) -> None:
+    """What the client resends after a kill is in the log already."""
+    if not any(kill_under_load(program, tmp_path / f"{k}", deduplicates=False) for k in range(5)):
+        pytest.fail("nothing was doubled: this shows nothing")
+
+
+def test_with_a_token_over_tls(program: JavaClient, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    keys = tls_keys(tmp_path / "tls", of_server(authority)) | {"authentication": "token"}
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    with Sidecar(tmp_path / "sidecar", pulsar_listen="127.0.0.1:0", **keys) as sidecar:
+        url = f"pulsar+ssl://localhost:{door_of(sidecar).port}"
+        program.connect(url, "wrong", tmp_path / "authority.pem")
+        with pytest.raises(JavaFailed, match="UNAUTHENTICATED"):
+            program.open("t")
+        program.connect(url, token_of(sidecar), tmp_path / "authority.pem")
+        assert program.open("t") == ("p", -1)
+        program.ask("send", "a", 0, 9)
+        program.ask("flush", "a")
+        assert program.ids() == list(range(10))
