@@ -58,7 +58,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """For a sidecar that has done something of everything, and of a service."""
     backups = tmp_path_factory.mktemp("backups")
     folder = tmp_path_factory.mktemp("metrics")
-    keys = {"metrics_listen": "127.0.0.1:0", "pulsar_listen": "127.0.0.1:0", "backup_directory": backups}
+    keys: dict[str, Any] = {"metrics_listen": "127.0.0.1:0", "pulsar_listen": "127.0.0.1:0", "backup_directory": backups}
     with Sidecar(folder, **keys) as sidecar:
         client = Client(sidecar.address)
         epochs = client.epochs("t", "a")
