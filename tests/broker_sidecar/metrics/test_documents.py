@@ -58,8 +58,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """For a sidecar that has done something of everything, and of a service."""
     backups = tmp_path_factory.mktemp("backups")
     folder = tmp_path_factory.mktemp("metrics")
-    keys: dict[str, Any] = {"metrics_listen": "127.0.0.1:0", "pulsar_listen": "127.0.0.1:0", "backup_directory": backups}
-    with Sidecar(folder, **keys) as sidecar:
+    port = "127.0.0.1:0"
+    with Sidecar(folder, metrics_listen=port, pulsar_listen=port, backup_directory=backups) as sidecar:
         client = Client(sidecar.address)
         epochs = client.epochs("t", "a")
         client.stream("t").receipt(batch([("a", 0)], epochs))
