@@ -46,7 +46,7 @@ _METHOD = "pulsar.CONNECT"
 """The name of a connection in the audit trail."""
 
 
-class Holder(NamedTuple):
+class NameHolder(NamedTuple):
     """Who has a producer's name."""
 
     connection: PulsarConnection
@@ -79,10 +79,10 @@ class Door:
         self._server: asyncio.Server | None = None
         self._serving: dict[asyncio.Task[None], str] = {}
         """The origin of each connection's client, until it is known; then an empty text."""
-        self._holders: dict[str, dict[str, Holder]] = {}
+        self._holders: dict[str, dict[str, NameHolder]] = {}
         """By topic and name."""
         self._large_frames = asyncio.Semaphore(LARGE_FRAMES_AT_ONCE)
-        self._alone: dict[str, Holder] = {}
+        self._alone: dict[str, NameHolder] = {}
         """The producers that are alone in their topic."""
 
     @property
@@ -218,7 +218,7 @@ class Door:
         A client that does not answer any more loses all its producers: it may be the former connection of this very
         client. Raises PRODUCER_BUSY.
         """
-        own = Holder(connection, producer_id)
+        own = NameHolder(connection, producer_id)
         if fences(mode):
             for holder in self._others_in(topic, own):
                 why = error("FENCED", f"another producer has taken topic {topic} for itself")
@@ -232,14 +232,14 @@ class Door:
         if is_exclusive(mode):
             self._alone[topic] = own
 
-    def _in_the_way(self, topic: str, name: str, mode: int, own: Holder) -> Holder | None:
+    def _in_the_way(self, topic: str, name: str, mode: int, own: NameHolder) -> NameHolder | None:
         """Return a producer that excludes this one."""
         same = self._holders.get(topic, {}).get(name)
         one_of = (same, self._alone.get(topic))
         candidates = self._others_in(topic, own) if is_exclusive(mode) else [one for one in one_of if one is not None]
         return next((other for other in candidates if other != own), None)
 
-    def _others_in(self, topic: str, own: Holder) -> list[Holder]:
+    def _others_in(self, topic: str, own: NameHolder) -> list[NameHolder]:
         return [holder for holder in self._holders.get(topic, {}).values() if holder != own]
 
     def _drop(self, connection: PulsarConnection) -> None:
@@ -250,7 +250,7 @@ class Door:
 
     def release(self, topic: str, name: str, connection: PulsarConnection, producer_id: int) -> None:
         """Take the name back, if this producer has it."""
-        own = Holder(connection, producer_id)
+        own = NameHolder(connection, producer_id)
         names = self._holders.get(topic, {})
         if names.get(name) == own:
             del names[name]

@@ -13,8 +13,8 @@ import numpy as np
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s, single_producer
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
-from seqdedupe.pulsar_wire.batches import Kind, Rows, Values, kind_of, rows_of
-from seqdedupe.pulsar_wire.frames import Entry
+from seqdedupe.pulsar_wire.batches import EntryKind, EntryRows, Values, kind_of, rows_of
+from seqdedupe.pulsar_wire.frames import PulsarEntry
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata
 from seqdedupe.pulsar_wire.rows import HAS_KEY, HAS_ORDERING_KEY, KEY_IS_BASE64, NULL_VALUE
 
@@ -31,9 +31,9 @@ INLINE_BYTES = 256 * 1024
 """Entries up to this size are read in a few milliseconds."""
 
 _NOT_TAKEN = {
-    Kind.CHUNK: "is a chunk of a larger message",
-    Kind.ENCRYPTED: "is encrypted",
-    Kind.MARKER: "is a marker of Pulsar's own",
+    EntryKind.CHUNK: "is a chunk of a larger message",
+    EntryKind.ENCRYPTED: "is encrypted",
+    EntryKind.MARKER: "is a marker of Pulsar's own",
 }
 
 
@@ -44,18 +44,18 @@ class ProducerSession(NamedTuple):
     epoch: int
 
 
-def decoded_bytes(entry: Entry, metadata: MessageMetadata) -> int:
+def decoded_bytes(entry: PulsarEntry, metadata: MessageMetadata) -> int:
     """Return the size of the entry's payload when decompressed, as far as it is taken."""
     return min(max(len(entry.payload), metadata.uncompressed_size), MAX_BATCH_BYTES)
 
 
-def is_large(entry: Entry, metadata: MessageMetadata) -> bool:
+def is_large(entry: PulsarEntry, metadata: MessageMetadata) -> bool:
     """Return whether reading the entry takes long: a few kilobytes can be a million rows."""
     size = len(entry.metadata) + decoded_bytes(entry, metadata)
     return metadata.num_messages_in_batch > INLINE_ROWS or size > INLINE_BYTES
 
 
-def rows_to_store(entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Rows:
+def rows_to_store(entry: PulsarEntry, metadata: MessageMetadata, max_bytes: int) -> EntryRows:
     """Return the rows of an entry. `max_bytes` limits its payload when decompressed.
 
     Raises INVALID_REQUEST if this sidecar does not take such entries; MALFORMED_MESSAGE, MESSAGE_TOO_LARGE,
@@ -75,7 +75,7 @@ def rows_to_store(entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Ro
     return rows_of(entry, metadata, max_bytes)
 
 
-def batches_of(rows: Rows, session: ProducerSession, last: int) -> Iterator[Batch]:
+def batches_of(rows: EntryRows, session: ProducerSession, last: int) -> Iterator[Batch]:
     """Yield the batches that store these rows, in order. `last` is the highest sequence ID that the session has sent,
     or that the topic had before.
 
@@ -96,7 +96,7 @@ def batches_of(rows: Rows, session: ProducerSession, last: int) -> Iterator[Batc
             link = int(ids[part[-1]])
 
 
-def _parts(rows: Rows, some: Int64s) -> Iterator[Int64s]:
+def _parts(rows: EntryRows, some: Int64s) -> Iterator[Int64s]:
     """Yield these rows in groups that fit into a batch."""
     if not len(some):
         return
@@ -112,13 +112,13 @@ def _parts(rows: Rows, some: Int64s) -> Iterator[Int64s]:
         first = stop
 
 
-def _property_bytes(rows: Rows) -> Int64s:
+def _property_bytes(rows: EntryRows) -> Int64s:
     properties = rows.properties
     names, values = (column.offsets[properties.offsets] for column in (properties.names, properties.values))
     return np.diff(names) + np.diff(values)
 
 
-def _columns(rows: Rows, session: ProducerSession) -> Batch:
+def _columns(rows: EntryRows, session: ProducerSession) -> Batch:
     keys = _keys(rows)
     offsets, names, values = _properties(rows)
     return single_producer(
@@ -135,7 +135,7 @@ def _columns(rows: Rows, session: ProducerSession) -> Batch:
     )
 
 
-def _keys(rows: Rows) -> Binary:
+def _keys(rows: EntryRows) -> Binary:
     has_key = (rows.flags & HAS_KEY) != 0
     if not has_key.any():
         return Binary()
@@ -144,7 +144,7 @@ def _keys(rows: Rows) -> Binary:
     return Binary.of([_key(rows, k) if has_key[k] else None for k in range(len(rows))])
 
 
-def _key(rows: Rows, k: int) -> bytes:
+def _key(rows: EntryRows, k: int) -> bytes:
     key = rows.keys.value(k)
     if not rows.flags[k] & KEY_IS_BASE64:
         return key
@@ -154,7 +154,7 @@ def _key(rows: Rows, k: int) -> bytes:
         raise error("MALFORMED_MESSAGE", f"the key of row {k} is not base64, as its entry says") from e
 
 
-def _properties(rows: Rows) -> tuple[Int32s, Binary, Binary]:
+def _properties(rows: EntryRows) -> tuple[Int32s, Binary, Binary]:
     own = rows.properties
     has_ordering_key = (rows.flags & HAS_ORDERING_KEY) != 0
     if not has_ordering_key.any():

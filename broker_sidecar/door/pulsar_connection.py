@@ -28,7 +28,7 @@ from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
-from seqdedupe.pulsar_wire.frames import FRAME_OVERHEAD_BYTES, Frame, Splitter, command_frame, entry_of
+from seqdedupe.pulsar_wire.frames import FRAME_OVERHEAD_BYTES, PulsarFrame, Splitter, command_frame, entry_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     BaseCommand,
     CommandCloseProducer,
@@ -174,7 +174,7 @@ class _Turn:
             self._turns.release()
 
 
-class Names(Protocol):
+class ProducerNames(Protocol):
     """The producers of all connections, by topic and name."""
 
     async def claim(self, topic: str, name: str, mode: int, connection: "PulsarConnection", producer_id: int) -> None:
@@ -201,7 +201,7 @@ class PulsarConnection:
         streams: Streams,
         permissions: Permissions,
         publish: PublishService,
-        names: Names,
+        names: ProducerNames,
         find_caller: Callable[[ShownCredentials], Any],
         log_limit: LogLimit | None,
         large_frames: asyncio.Semaphore,
@@ -249,7 +249,7 @@ class PulsarConnection:
             finally:
                 await self._end()
 
-    async def _connect(self, first: Frame) -> ShownCredentials:
+    async def _connect(self, first: PulsarFrame) -> ShownCredentials:
         """Learn who the client is from its first command. Raises UNAUTHENTICATED and other errors of the
         authentication, after the client was told.
         """
@@ -284,7 +284,7 @@ class PulsarConnection:
                     limit = min(limit, await self._log_limit())
         return limit
 
-    async def _serve(self, frames: AsyncIterator[Frame], stream: Stream) -> None:
+    async def _serve(self, frames: AsyncIterator[PulsarFrame], stream: Stream) -> None:
         keeping = asyncio.ensure_future(self._keep_alive())
         turn_ends = 0.0
         try:
@@ -302,7 +302,7 @@ class PulsarConnection:
         finally:
             keeping.cancel()
 
-    async def _frames(self) -> AsyncGenerator[Frame, None]:
+    async def _frames(self) -> AsyncGenerator[PulsarFrame, None]:
         """Yield the client's frames. A large one is received when it is its turn, and keeps the turn until the caller
         wants the next frame.
         """
@@ -374,7 +374,7 @@ class PulsarConnection:
 
     # -- commands ----------------------------------------------------------------------------------------------
 
-    async def _take(self, frame: Frame, stream: Stream) -> None:
+    async def _take(self, frame: PulsarFrame, stream: Stream) -> None:
         command = frame.command
         match frame.field:
             case "send":
@@ -531,7 +531,7 @@ class PulsarConnection:
             if producer_id not in self._producers and name:
                 self._names.release(full, name, self, producer_id)
 
-    async def _send(self, command: CommandSend, frame: Frame, stream: Stream) -> None:
+    async def _send(self, command: CommandSend, frame: PulsarFrame, stream: Stream) -> None:
         producer = self._producers.get(command.producer_id)
         if producer is None or producer.is_closed:
             # It was ended, and the client sends this again when it has learned that.

@@ -19,7 +19,7 @@ from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.pulsar_wire import rows as kernels
 from seqdedupe.pulsar_wire.compression import compress, decompress
-from seqdedupe.pulsar_wire.frames import Buffer, Entry, malformed, readable
+from seqdedupe.pulsar_wire.frames import Buffer, PulsarEntry, malformed, readable
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
 from seqdedupe.pulsar_wire.rows import (
     HAS_KEY,
@@ -35,7 +35,7 @@ _MIN_ROW_BYTES = 6
 """The bytes of the smallest row: the size of its metadata, and in them the size of its payload."""
 
 
-class Kind(Enum):
+class EntryKind(Enum):
     """What an entry's payload is."""
 
     SINGLE = "single"
@@ -46,7 +46,7 @@ class Kind(Enum):
     """A message of Pulsar's own, which no consumer receives."""
 
 
-class Chunk(NamedTuple):
+class EntryChunk(NamedTuple):
     """Which part of a large message an entry is."""
 
     uuid: bytes
@@ -54,8 +54,8 @@ class Chunk(NamedTuple):
     chunks: int
 
 
-class Row(NamedTuple):
-    """One row. For many, use the columns of `Rows`."""
+class EntryRow(NamedTuple):
+    """One row. For many, use the columns of `EntryRows`."""
 
     sequence_id: int
     payload: bytes = b""
@@ -104,7 +104,7 @@ class Properties:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class EntryRows:
     """Rows as columns. A row without a key has an empty one, and no HAS_KEY among its flags; so with ordering keys."""
 
     sequence_ids: Int64s
@@ -120,7 +120,7 @@ class Rows:
         return len(self.sequence_ids)
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Self:
+    def of(cls, rows: Sequence[EntryRow]) -> Self:
         """Return the columns of these rows."""
         pairs = [pair for row in rows for pair in row.properties]
         return cls(
@@ -137,11 +137,11 @@ class Rows:
             Values.of([row.payload for row in rows]),
         )
 
-    def row(self, k: int) -> Row:
+    def row(self, k: int) -> EntryRow:
         """Return one row."""
         flags = int(self.flags[k])
         own = range(int(self.properties.offsets[k]), int(self.properties.offsets[k + 1]))
-        return Row(
+        return EntryRow(
             int(self.sequence_ids[k]),
             self.payloads.value(k),
             self.keys.value(k) if flags & HAS_KEY else None,
@@ -152,20 +152,20 @@ class Rows:
         )
 
 
-def kind_of(metadata: MessageMetadata) -> Kind:
+def kind_of(metadata: MessageMetadata) -> EntryKind:
     """Return what an entry's payload is."""
     if metadata.HasField("marker_type"):
-        return Kind.MARKER
+        return EntryKind.MARKER
     if metadata.encryption_keys:
-        return Kind.ENCRYPTED
+        return EntryKind.ENCRYPTED
     if metadata.num_chunks_from_msg > 1:
-        return Kind.CHUNK
-    return Kind.BATCH if metadata.HasField("num_messages_in_batch") else Kind.SINGLE
+        return EntryKind.CHUNK
+    return EntryKind.BATCH if metadata.HasField("num_messages_in_batch") else EntryKind.SINGLE
 
 
-def chunk_of(metadata: MessageMetadata) -> Chunk:
+def chunk_of(metadata: MessageMetadata) -> EntryChunk:
     """Return which chunk an entry of that kind is. Raises MALFORMED_MESSAGE."""
-    chunk = Chunk(metadata.uuid, metadata.chunk_id, metadata.num_chunks_from_msg)
+    chunk = EntryChunk(metadata.uuid, metadata.chunk_id, metadata.num_chunks_from_msg)
     if not chunk.uuid or not 0 <= chunk.number < chunk.chunks:
         raise malformed(f"chunk {chunk.number} of {chunk.chunks}, of the message {chunk.uuid!r}, is none")
     return chunk
@@ -181,7 +181,7 @@ def range_of(metadata: MessageMetadata) -> tuple[int, int]:
     return _valid(first), _valid(max(first, metadata.highest_sequence_id))
 
 
-class Batch:
+class PulsarBatch:
     """A batch that was decoded, as far as a verdict needs it: the rows' sequence IDs."""
 
     def __init__(self, metadata: MessageMetadata, body: Buffer) -> None:
@@ -204,7 +204,7 @@ class Batch:
             raise error("INVALID_SEQUENCE_ID", "a row's sequence ID is above 2^63 - 1")
 
     @classmethod
-    def of(cls, entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Self:
+    def of(cls, entry: PulsarEntry, metadata: MessageMetadata, max_bytes: int) -> Self:
         """Decode an entry of the kind BATCH. `max_bytes` limits its payload when decompressed.
 
         Raises the errors of `decompress` and of the constructor.
@@ -214,13 +214,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sequence_ids)
 
-    def rows(self) -> Rows:
+    def rows(self) -> EntryRows:
         """Return all columns. Raises MALFORMED_MESSAGE."""
         spans = np.empty(4 * self._property_count, np.int64)
         if not kernels.find_properties(self._body, len(self), self._flat, spans):
             raise malformed("a property of a batch is none of Pulsar's")
         pairs = spans.reshape(-1, 4)
-        return Rows(
+        return EntryRows(
             self.sequence_ids,
             self._column(kernels.EVENT_TIME),
             self._column(kernels.FLAGS),
@@ -234,7 +234,7 @@ class Batch:
             self._values(self._column(kernels.PAYLOAD), self._column(kernels.END)),
         )
 
-    def take(self, marks: Uint8s) -> Entry:
+    def take(self, marks: Uint8s) -> PulsarEntry:
         """Return an entry of the rows whose mark is not 0; at least one. The rows keep their bytes.
 
         The entry has the metadata of the batch, but for what follows from the rows: IDs, counts, sizes, shared keys.
@@ -262,24 +262,24 @@ class Batch:
         return Values(offsets, out.tobytes())
 
 
-def rows_of(entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Rows:
+def rows_of(entry: PulsarEntry, metadata: MessageMetadata, max_bytes: int) -> EntryRows:
     """Return the rows of an entry of the kind SINGLE or BATCH.
 
-    Raises the errors of `Batch.of`. INVALID_REQUEST says that the entry is of another kind.
+    Raises the errors of `PulsarBatch.of`. INVALID_REQUEST says that the entry is of another kind.
     """
     kind = kind_of(metadata)
-    if kind is Kind.BATCH:
-        return Batch.of(entry, metadata, max_bytes).rows()
-    if kind is not Kind.SINGLE:
+    if kind is EntryKind.BATCH:
+        return PulsarBatch.of(entry, metadata, max_bytes).rows()
+    if kind is not EntryKind.SINGLE:
         raise error("INVALID_REQUEST", f"an entry has no rows that can be read: it is a {kind.value} entry")
     flags = (
         KEY_IS_BASE64 * metadata.partition_key_b64_encoded
         | NULL_VALUE * metadata.null_value
         | NULL_KEY * metadata.null_partition_key
     )
-    return Rows.of(
+    return EntryRows.of(
         [
-            Row(
+            EntryRow(
                 range_of(metadata)[0],
                 bytes(_body(entry, metadata, max_bytes)),
                 metadata.partition_key if metadata.HasField("partition_key") else None,
@@ -293,12 +293,12 @@ def rows_of(entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Rows:
 
 
 def batch_of(
-    rows: Rows,
+    rows: EntryRows,
     producer_name: bytes,
     publish_time_ms: int,
     compression: CompressionType.ValueType = NONE,
     schema_version: bytes | None = None,
-) -> Entry:
+) -> PulsarEntry:
     """Return a batch of at least one row, for `stamped`. Every stock consumer reads it.
 
     Each row states its sequence ID. The entry has no event time: Java would show it for rows without one. It has the
@@ -334,7 +334,7 @@ def batch_of(
 
 def _entry(
     metadata: MessageMetadata, ids: Int64s, flags: Int64s, keys: Values, ordering_keys: Values, body: Buffer
-) -> Entry:
+) -> PulsarEntry:
     """Return a batch of these rows, whose metadata are completed here."""
     metadata.sequence_id = int(ids[0])
     metadata.highest_sequence_id = int(ids[-1])
@@ -350,21 +350,21 @@ def _entry(
             metadata.partition_key_b64_encoded = True
     if shared & HAS_ORDERING_KEY and ordering_keys.is_one_value():
         metadata.ordering_key = ordering_keys.value(0)
-    return Entry(metadata.SerializeToString(), compress(metadata.compression, body))
+    return PulsarEntry(metadata.SerializeToString(), compress(metadata.compression, body))
 
 
-def _body(entry: Entry, metadata: MessageMetadata, max_bytes: int) -> Buffer:
+def _body(entry: PulsarEntry, metadata: MessageMetadata, max_bytes: int) -> Buffer:
     return decompress(metadata.compression, entry.payload, metadata.uncompressed_size, max_bytes)
 
 
-def _most_bytes(rows: Rows) -> int:
+def _most_bytes(rows: EntryRows) -> int:
     """Return what the rows have room in."""
     names, values = rows.properties.names, rows.properties.values
     data = sum(int(column.offsets[-1]) for column in (rows.keys, rows.ordering_keys, names, values, rows.payloads))
     return data + len(rows) * kernels.ROW_BYTES + (len(names.offsets) - 1) * kernels.PROPERTY_BYTES
 
 
-def _flags_of(row: Row) -> int:
+def _flags_of(row: EntryRow) -> int:
     key = 0 if row.key is None else HAS_KEY
     return row.flags | key | (0 if row.ordering_key is None else HAS_ORDERING_KEY) | HAS_SEQUENCE_ID
 

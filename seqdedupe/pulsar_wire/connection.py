@@ -18,8 +18,8 @@ from google.protobuf.message import Message
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.pulsar_wire.frames import (
     FRAME_OVERHEAD_BYTES,
-    Entry,
-    Frame,
+    PulsarEntry,
+    PulsarFrame,
     Splitter,
     command_frame,
     command_of,
@@ -84,22 +84,22 @@ Token = Callable[[], str]
 """Returns a token; it may block, and is called in a thread."""
 
 
-class Place(NamedTuple):
+class EntryPlace(NamedTuple):
     """Where an entry is stored."""
 
     ledger_id: int
     entry_id: int
 
 
-class Stored(NamedTuple):
+class StoredEntry(NamedTuple):
     """An entry that a reader received."""
 
-    place: Place
-    entry: Entry
+    place: EntryPlace
+    entry: PulsarEntry
     metadata: MessageMetadata
 
 
-class Producer:
+class EntryProducer:
     """A producer that a broker has let in. `Connection.producer` makes it.
 
     Receipts come in the order of sending, each as a call of `on_receipt(sequence_id, place)`. When the producer ends,
@@ -111,7 +111,7 @@ class Producer:
         self,
         connection: "Connection",
         producer_id: int,
-        on_receipt: Callable[[int, Place], None],
+        on_receipt: Callable[[int, EntryPlace], None],
         on_end: Callable[[SeqdedupeError, tuple[int, ...]], None],
     ) -> None:
         self._connection = connection
@@ -133,7 +133,7 @@ class Producer:
         """The number of entries without a receipt."""
         return len(self._outstanding)
 
-    def send(self, sequence_id: int, entry: Entry, *, highest: int | None = None, rows: int = 1) -> None:
+    def send(self, sequence_id: int, entry: PulsarEntry, *, highest: int | None = None, rows: int = 1) -> None:
         """Send an entry. If this raises, nothing was sent.
 
         Raises QUEUE_FULL with MAX_OUTSTANDING entries without a receipt, MESSAGE_TOO_LARGE, and the error that has
@@ -170,7 +170,7 @@ class Producer:
             why = f"the broker takes entry {receipt.sequence_id} of {self.name} for a duplicate, and has not stored it"
             self._connection._abandon(self, error("LOG_REFUSED", why))
             return
-        self._on_receipt(self._outstanding.popleft(), Place(place.ledgerId, place.entryId))
+        self._on_receipt(self._outstanding.popleft(), EntryPlace(place.ledgerId, place.entryId))
 
     def _end(self, why: SeqdedupeError) -> None:
         self._connection._producers.pop(self._id, None)
@@ -185,7 +185,7 @@ class Producer:
             self._connection._refuse(self._command.request_id, why)
 
 
-class Reader:
+class EntryReader:
     """Reads a topic's entries as they are stored, with all of their metadata. `Connection.reader` makes it.
 
     The topic keeps no cursor for it. It holds about READER_PERMITS entries at most.
@@ -194,11 +194,11 @@ class Reader:
     def __init__(self, connection: "Connection", consumer_id: int) -> None:
         self._connection = connection
         self._id = consumer_id
-        self._entries: asyncio.Queue[Stored | None] = asyncio.Queue()
+        self._entries: asyncio.Queue[StoredEntry | None] = asyncio.Queue()
         self._ended: SeqdedupeError | None = None
         self._taken = 0
 
-    async def next(self) -> Stored:
+    async def next(self) -> StoredEntry:
         """Return the next entry, as soon as there is one. Raises the error that has ended the reader, after all that
         came before."""
         stored = await self._entries.get()
@@ -223,7 +223,7 @@ class Reader:
         if self._ended is None:
             self._connection._command("flow", CommandFlow(consumer_id=self._id, messagePermits=rows))
 
-    def _received(self, stored: Stored) -> None:
+    def _received(self, stored: StoredEntry) -> None:
         # Entries without rows need no permits.
         if self._entries.qsize() < 2 * READER_PERMITS:
             self._entries.put_nowait(stored)
@@ -253,8 +253,8 @@ class Connection:
         self._splitter = Splitter(_MAX_HANDSHAKE_BYTES)
         self._requests: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count(1)
-        self._producers: dict[int, Producer] = {}
-        self._readers: dict[int, Reader] = {}
+        self._producers: dict[int, EntryProducer] = {}
+        self._readers: dict[int, EntryReader] = {}
         self._connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._heard = False
         self._is_challenged = False
@@ -303,7 +303,7 @@ class Connection:
     async def producer(
         self,
         topic: str,
-        on_receipt: Callable[[int, Place], None],
+        on_receipt: Callable[[int, EntryPlace], None],
         on_end: Callable[[SeqdedupeError, tuple[int, ...]], None],
         *,
         name: str = "",
@@ -312,14 +312,14 @@ class Connection:
         schema: Schema | None = None,
         properties: Mapping[str, str] | None = None,
         timeout: float | None = TIMEOUT_SECONDS,
-    ) -> Producer:
+    ) -> EntryProducer:
         """Open a producer. The connection must be to the topic's broker, see `connect_to_owner`.
 
         With WaitForExclusive and no time-out, this waits until the topic is free. A caller that gives up leaves no
         producer: it is closed as soon as it is open. Raises the errors of `request`; NOT_OWNER says that the topic has
         another producer.
         """
-        producer = Producer(self, next(self._numbers), on_receipt, on_end)
+        producer = EntryProducer(self, next(self._numbers), on_receipt, on_end)
         self._producers[producer._id] = producer
         command = producer._command = CommandProducer(
             topic=topic,
@@ -348,14 +348,14 @@ class Connection:
         producer.topic_epoch = answer.topic_epoch if answer.HasField("topic_epoch") else None
         return producer
 
-    async def reader(self, topic: str, name: str, start: Place | None = None) -> Reader:
+    async def reader(self, topic: str, name: str, start: EntryPlace | None = None) -> EntryReader:
         """Open a reader of the entries from `start` on, that one included, or of all.
 
         Raises the errors of `request`.
         """
-        reader = Reader(self, next(self._numbers))
+        reader = EntryReader(self, next(self._numbers))
         self._readers[reader._id] = reader
-        place = start or Place(_NO_LEDGER, _NO_LEDGER)
+        place = start or EntryPlace(_NO_LEDGER, _NO_LEDGER)
         command = CommandSubscribe(
             topic=topic,
             subscription=name,
@@ -450,7 +450,7 @@ class Connection:
         )
         self._command("authResponse", response)
 
-    def _handle(self, frame: Frame) -> None:
+    def _handle(self, frame: PulsarFrame) -> None:
         command = frame.command
         message: Any = getattr(command, frame.field) if frame.field else None
         match frame.field:
@@ -482,9 +482,9 @@ class Connection:
                     reader._end(error("LOG_UNREADABLE", f"{self.url} has closed a reader"))
             case "message":
                 if (reader := self._readers.get(message.consumer_id)) is not None:
-                    place = Place(message.message_id.ledgerId, message.message_id.entryId)
+                    place = EntryPlace(message.message_id.ledgerId, message.message_id.entryId)
                     entry = entry_of(frame.content)
-                    reader._received(Stored(place, entry, metadata_of(entry)))
+                    reader._received(StoredEntry(place, entry, metadata_of(entry)))
             case "error":
                 self._refused(message)
             case "producer_success" if not message.producer_ready:
@@ -510,7 +510,7 @@ class Connection:
         if waiting is not None and not waiting.done():
             waiting.set_exception(why)
 
-    def _abandon(self, producer: Producer, why: SeqdedupeError) -> None:
+    def _abandon(self, producer: EntryProducer, why: SeqdedupeError) -> None:
         """End a producer that the broker still has."""
         close = CommandCloseProducer(producer_id=producer._id, request_id=next(self._numbers))
         self._command("close_producer", close)

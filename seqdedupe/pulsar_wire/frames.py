@@ -43,7 +43,7 @@ _TYPES = BaseCommand.Type.DESCRIPTOR.values_by_number
 _FIELDS = {number: BaseCommand.DESCRIPTOR.fields_by_number[number].name for number in _TYPES if number}
 
 
-class Entry(NamedTuple):
+class PulsarEntry(NamedTuple):
     """An entry's two parts. They are views of the frame that they came in."""
 
     metadata: Buffer
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
     payload: Buffer
 
 
-class Frame(NamedTuple):
+class PulsarFrame(NamedTuple):
     """A frame that was received."""
 
     command: BaseCommand
@@ -83,7 +83,7 @@ class Splitter:
         """The bytes of the incomplete frame that have come."""
         return len(self._rest)
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def feed(self, data: bytes) -> Iterator[PulsarFrame]:
         """Yield the frames that are complete with these bytes. Views of them stay valid.
 
         The caller must exhaust the iterator. Raises MALFORMED_MESSAGE, MESSAGE_TOO_LARGE.
@@ -126,7 +126,7 @@ class Splitter:
         return _SIZE.size + claimed
 
 
-def frame_of(raw: memoryview) -> Frame:
+def frame_of(raw: memoryview) -> PulsarFrame:
     """Return what these bytes of one whole frame are. Raises MALFORMED_MESSAGE."""
     if len(raw) < _TWO_SIZES.size:
         raise malformed(f"a frame of {len(raw)} bytes is cut off")
@@ -140,13 +140,13 @@ def frame_of(raw: memoryview) -> Frame:
         command = BaseCommand.FromString(bytes(raw[_TWO_SIZES.size : end]))
     except DecodeError as e:
         raise malformed(f"a command of {command_bytes} bytes is none of Pulsar's") from e
-    frame = Frame(command, raw, raw[end:])
+    frame = PulsarFrame(command, raw, raw[end:])
     if frame.field and not command.HasField(frame.field):  # type: ignore[arg-type]
         raise malformed(f"a command of type {frame.field} has no such field")
     return frame
 
 
-def entry_of(content: memoryview) -> Entry:
+def entry_of(content: memoryview) -> PulsarEntry:
     """Return the entry that follows a SEND or MESSAGE command. The checksum is compared if there is one: clients of
     protocol version 6 and newer write it.
 
@@ -165,10 +165,10 @@ def entry_of(content: memoryview) -> Entry:
     end = begin + _number_at(content, at)
     if end > len(content):
         raise malformed(f"an entry of {len(content)} bytes ends before its metadata, at {end}")
-    return Entry(content[begin:end], content[end:])
+    return PulsarEntry(content[begin:end], content[end:])
 
 
-def metadata_of(entry: Entry) -> MessageMetadata:
+def metadata_of(entry: PulsarEntry) -> MessageMetadata:
     """Return an entry's metadata. It has the three fields that Pulsar requires. Raises MALFORMED_MESSAGE."""
     try:
         metadata = MessageMetadata.FromString(bytes(entry.metadata))
@@ -180,13 +180,13 @@ def metadata_of(entry: Entry) -> MessageMetadata:
     return metadata
 
 
-def stamped(entry: Entry, value: bytes) -> Entry:
+def stamped(entry: PulsarEntry, value: bytes) -> PulsarEntry:
     """Return the entry with our own field. The payload is the same object, and the rest of the metadata the same bytes.
 
     A field of ours that the metadata already have does not count any more: of a field, the last one does.
     """
     key = varint(SEQDEDUPE_FIELD << 3 | _BYTES_FIELD)
-    return Entry(bytes(entry.metadata) + key + varint(len(value)) + value, entry.payload)
+    return PulsarEntry(bytes(entry.metadata) + key + varint(len(value)) + value, entry.payload)
 
 
 def command_of(field: str, message: Message) -> BaseCommand:
@@ -202,7 +202,7 @@ def command_frame(command: BaseCommand) -> bytes:
     return _TWO_SIZES.pack(_SIZE.size + len(raw), len(raw)) + raw
 
 
-def entry_frame(command: BaseCommand, entry: Entry) -> tuple[bytes, Buffer]:
+def entry_frame(command: BaseCommand, entry: PulsarEntry) -> tuple[bytes, Buffer]:
     """Return the frame of a command with an entry, in two parts: the second is the entry's payload, not copied.
 
     The checksum is computed here.
@@ -214,7 +214,7 @@ def entry_frame(command: BaseCommand, entry: Entry) -> tuple[bytes, Buffer]:
     return b"".join((_TWO_SIZES.pack(size, len(raw)), raw, _CHECKSUM, crc, metadata)), entry.payload
 
 
-def entry_frame_bytes(entry: Entry) -> int:
+def entry_frame_bytes(entry: PulsarEntry) -> int:
     """Return the bytes of an entry as a broker counts them: all that follows the command."""
     return _HEAD_BYTES + len(entry.metadata) + len(entry.payload)
 

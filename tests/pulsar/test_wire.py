@@ -9,9 +9,9 @@ import pulsar.asyncio
 import pytest
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.pulsar_wire.batches import Row, Rows, batch_of, rows_of
+from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, batch_of, rows_of
 from seqdedupe.pulsar_wire.compression import TYPES
-from seqdedupe.pulsar_wire.connection import Connection, Place, Producer, connect, connect_to_owner
+from seqdedupe.pulsar_wire.connection import Connection, EntryPlace, EntryProducer, connect, connect_to_owner
 from seqdedupe.pulsar_wire.frames import entry_frame_bytes, stamped
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import LZ4, NONE, SNAPPY, ZLIB, ZSTD, CompressionType, WaitForExclusive
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -26,9 +26,9 @@ STOCK = {
 }
 MAX_BYTES = 5 * 1024 * 1024
 ROWS = [
-    Row(0, b"first"),
-    Row(5, b"second" * 100, b"key", b"ordering", ((b"a", b"1"), ("ü".encode(), b"")), 1_700_000_000_000),
-    Row(2**40, b"", b"", None, (), 3),
+    EntryRow(0, b"first"),
+    EntryRow(5, b"second" * 100, b"key", b"ordering", ((b"a", b"1"), ("ü".encode(), b"")), 1_700_000_000_000),
+    EntryRow(2**40, b"", b"", None, (), 3),
 ]
 
 
@@ -36,11 +36,11 @@ class Log:
     """What the callbacks of a producer are given."""
 
     def __init__(self) -> None:
-        self.receipts: list[tuple[int, Place]] = []
+        self.receipts: list[tuple[int, EntryPlace]] = []
         self.ends: list[tuple[SeqdedupeError, tuple[int, ...]]] = []
         self._news = asyncio.Event()
 
-    def receipt(self, sequence_id: int, place: Place) -> None:
+    def receipt(self, sequence_id: int, place: EntryPlace) -> None:
         self.receipts.append((sequence_id, place))
         self._news.set()
 
@@ -63,7 +63,7 @@ async def owner(cluster: Cluster, topic: str) -> AsyncIterator[Connection]:
     await connection.close()
 
 
-async def opened(connection: Connection, topic: str, log: Log) -> Producer:
+async def opened(connection: Connection, topic: str, log: Log) -> EntryProducer:
     return await connection.producer(topic, log.receipt, log.end, name="wire")
 
 
@@ -73,7 +73,7 @@ async def test_a_stock_consumer_reads_what_we_write(
 ) -> None:
     log = Log()
     producer = await opened(owner, topic, log)
-    entry = stamped(batch_of(Rows.of(ROWS), b"true name", int(time.time() * 1000), compression), b"ours" * 20)
+    entry = stamped(batch_of(EntryRows.of(ROWS), b"true name", int(time.time() * 1000), compression), b"ours" * 20)
     producer.send(7, entry, highest=8, rows=len(ROWS))
     await log.until(receipts=1)
     reader = await client.create_reader(topic, pulsar.MessageId.earliest)
@@ -94,7 +94,7 @@ async def test_a_stock_consumer_reads_what_we_write(
 async def test_our_reader_gets_entries_as_they_were_written(owner: Connection, topic: str) -> None:
     log = Log()
     producer = await opened(owner, topic, log)
-    entries = [stamped(batch_of(Rows.of(ROWS * 50), b"p", 1), b"%d" % k) for k in range(8)]
+    entries = [stamped(batch_of(EntryRows.of(ROWS * 50), b"p", 1), b"%d" % k) for k in range(8)]
     for k, entry in enumerate(entries):
         producer.send(k, entry, rows=len(ROWS) * 50)
     await log.until(receipts=len(entries))
@@ -131,14 +131,15 @@ async def test_we_read_what_the_stock_client_writes(
     )
     await producer.close()
     reader = await owner.reader(topic, "reader")
-    rows: list[Row] = []
+    rows: list[EntryRow] = []
     while len(rows) < 5:
         stored = await asyncio.wait_for(reader.next(), LAST_RESORT_SECONDS)
         columns = rows_of(stored.entry, stored.metadata, MAX_BYTES)
         rows += (columns.row(k) for k in range(len(columns)))
         assert stored.metadata.producer_name == b"stock"
     assert rows == [
-        Row(10 * k, b"payload %d" % k, b"key-%d" % (k % 2), b"o", ((b"k", b"%d" % k),), 1000 + k) for k in range(1, 6)
+        EntryRow(10 * k, b"payload %d" % k, b"key-%d" % (k % 2), b"o", ((b"k", b"%d" % k),), 1000 + k)
+        for k in range(1, 6)
     ]
 
 
@@ -167,7 +168,7 @@ async def test_an_unload_ends_a_producer_and_nothing_is_sent_again(
 ) -> None:
     log = Log()
     producer = await opened(owner, topic, log)
-    entry = batch_of(Rows.of(ROWS), b"p", 1)
+    entry = batch_of(EntryRows.of(ROWS), b"p", 1)
     sent = 0
     unloading = asyncio.create_task(cluster.admin.unload(topic))
     while not log.ends:
@@ -191,9 +192,11 @@ async def test_an_entry_may_be_as_large_as_the_broker_says(
     """With our field, which is appended to what a client has kept within the limit."""
     log = Log()
     producer = await opened(owner, topic, log)
-    room = owner.max_message_bytes - entry_frame_bytes(stamped(batch_of(Rows.of([Row(1, b"")]), b"p", 1), bytes(300)))
+    room = owner.max_message_bytes - entry_frame_bytes(
+        stamped(batch_of(EntryRows.of([EntryRow(1, b"")]), b"p", 1), bytes(300))
+    )
     # Sizes of some kilobytes and more take some bytes more to write.
-    rows = Rows.of([Row(1, bytes(room - 16))])
+    rows = EntryRows.of([EntryRow(1, bytes(room - 16))])
     entry = stamped(batch_of(rows, b"p", 1), bytes(300))
     producer.send(1, entry)
     await log.until(receipts=1)

@@ -22,9 +22,17 @@ from google.protobuf.message import DecodeError
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.pulsar_wire import rows as kernels
-from seqdedupe.pulsar_wire.batches import Batch, Row, Rows, batch_of, kind_of, rows_of
+from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, PulsarBatch, batch_of, kind_of, rows_of
 from seqdedupe.pulsar_wire.compression import TYPES
-from seqdedupe.pulsar_wire.frames import Entry, Splitter, command_frame, entry_frame, entry_of, metadata_of, stamped
+from seqdedupe.pulsar_wire.frames import (
+    PulsarEntry,
+    Splitter,
+    command_frame,
+    entry_frame,
+    entry_of,
+    metadata_of,
+    stamped,
+)
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     BaseCommand,
     CommandMessage,
@@ -52,12 +60,12 @@ class Failure(Exception):
     """A case that is neither read rightly nor refused."""
 
 
-def some_rows(random: Random) -> list[Row]:
+def some_rows(random: Random) -> list[EntryRow]:
     def text() -> bytes:
         return random.randbytes(random.choice((0, 1, 5, 130)))
 
     return [
-        Row(
+        EntryRow(
             random.choice((0, k, 2**63 - 1, random.randrange(2**40))),
             text(),
             random.choice((None, text())),
@@ -110,7 +118,7 @@ def rows_case(random: Random, seen: Seen) -> None:
     except (ValueError, struct.error, DecodeError):
         expected = None
     try:
-        batch = Batch(metadata, payload)
+        batch = PulsarBatch(metadata, payload)
         columns = batch.rows()
     except SeqdedupeError as e:
         if expected is not None:
@@ -132,14 +140,14 @@ def rows_case(random: Random, seen: Seen) -> None:
 
 def entries_case(random: Random, seen: Seen) -> None:
     """A whole entry in which anything may be changed, behind a checksum that is right or wrong."""
-    entry = batch_of(Rows.of(some_rows(random)), b"p", 1, random.choice(TYPES))
+    entry = batch_of(EntryRows.of(some_rows(random)), b"p", 1, random.choice(TYPES))
     metadata, payload = bytes(stamped(entry, b"ours").metadata), bytes(entry.payload)
     if random.random() < 0.5:
         metadata = spoilt(random, metadata)
     else:
         payload = spoilt(random, payload)
     command = BaseCommand(type=BaseCommand.SEND, send=CommandSend(producer_id=1))
-    frame = b"".join(entry_frame(command, Entry(metadata, payload)))
+    frame = b"".join(entry_frame(command, PulsarEntry(metadata, payload)))
     if random.random() < 0.1:
         frame = frame[:8] + spoilt(random, frame[8:])
         frame = struct.pack(">I", len(frame) - 4) + frame[4:]

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Sequence
 
-from seqdedupe.pulsar_wire.batches import Row
+from seqdedupe.pulsar_wire.batches import EntryRow
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import Property, SingleMessageMetadata
 from seqdedupe.pulsar_wire.rows import COMPACTED_OUT, KEY_IS_BASE64, NULL_KEY, NULL_VALUE
 
@@ -15,7 +15,7 @@ _FLAGS = {
 }
 
 
-def written(rows: Sequence[Row], *, with_ids: bool = True) -> bytes:
+def written(rows: Sequence[EntryRow], *, with_ids: bool = True) -> bytes:
     """The payload of a batch of these rows."""
     parts = []
     for row in rows:
@@ -35,7 +35,7 @@ def written(rows: Sequence[Row], *, with_ids: bool = True) -> bytes:
     return b"".join(parts)
 
 
-def read(payload: bytes, count: int, first: int) -> list[Row]:
+def read(payload: bytes, count: int, first: int) -> list[EntryRow]:
     """The rows of a batch's payload. Raises ValueError, struct.error or DecodeError if it is malformed."""
     rows = []
     at = 0
@@ -48,7 +48,7 @@ def read(payload: bytes, count: int, first: int) -> list[Row]:
             raise ValueError("payload size")
         at = end + size
         rows.append(
-            Row(
+            EntryRow(
                 metadata.sequence_id if metadata.HasField("sequence_id") else first + k,
                 payload[end:at],
                 metadata.partition_key if metadata.HasField("partition_key") else None,

@@ -8,8 +8,15 @@ import pytest
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.pulsar_wire import connection as module
-from seqdedupe.pulsar_wire.connection import MAX_OUTSTANDING, Connection, Place, Producer, connect, connect_to_owner
-from seqdedupe.pulsar_wire.frames import Entry, Frame, Splitter, command_frame, command_of, entry_frame
+from seqdedupe.pulsar_wire.connection import (
+    MAX_OUTSTANDING,
+    Connection,
+    EntryPlace,
+    EntryProducer,
+    connect,
+    connect_to_owner,
+)
+from seqdedupe.pulsar_wire.frames import PulsarEntry, PulsarFrame, Splitter, command_frame, command_of, entry_frame
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     AuthData,
     BaseCommand,
@@ -34,7 +41,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 METADATA = MessageMetadata(producer_name=b"p", sequence_id=1, publish_time=1).SerializeToString()
-ENTRY = Entry(METADATA, b"payload")
+ENTRY = PulsarEntry(METADATA, b"payload")
 MAX_MESSAGE_BYTES = 10_000
 
 Answer = Callable[["Peer", Any], object]
@@ -96,7 +103,7 @@ class FakeBroker:
         finally:
             writer.close()
 
-    def _take(self, peer: Peer, frame: Frame) -> None:
+    def _take(self, peer: Peer, frame: PulsarFrame) -> None:
         self.commands.append(frame.command)
         self._news.set()
         if (answer := self.answers.get(frame.field)) is not None:
@@ -122,10 +129,10 @@ class Log:
     """What the callbacks of a producer are given."""
 
     def __init__(self) -> None:
-        self.receipts: list[tuple[int, Place]] = []
+        self.receipts: list[tuple[int, EntryPlace]] = []
         self.ended: asyncio.Future[tuple[SeqdedupeError, tuple[int, ...]]] = asyncio.get_running_loop().create_future()
 
-    def receipt(self, sequence_id: int, place: Place) -> None:
+    def receipt(self, sequence_id: int, place: EntryPlace) -> None:
         self.receipts.append((sequence_id, place))
 
     def end(self, why: SeqdedupeError, unknown: tuple[int, ...]) -> None:
@@ -166,7 +173,7 @@ async def connection(broker: FakeBroker) -> AsyncIterator[Connection]:
     await connection.close()
 
 
-async def opened(connection: Connection, log: Log) -> Producer:
+async def opened(connection: Connection, log: Log) -> EntryProducer:
     return await connection.producer("t", log.receipt, log.end, name="p")
 
 
@@ -185,7 +192,7 @@ async def test_receipts_come_in_order(connection: Connection) -> None:
         producer.send(k, ENTRY)
     assert producer.outstanding == 3
     await producer.close()
-    assert log.receipts == [(3, Place(9, 3)), (1, Place(9, 1)), (2, Place(9, 2))]
+    assert log.receipts == [(3, EntryPlace(9, 3)), (1, EntryPlace(9, 1)), (2, EntryPlace(9, 2))]
     assert log.ended.result()[1] == ()
     with pytest.raises(SeqdedupeError, match="was closed"):
         producer.send(4, ENTRY)
@@ -237,7 +244,7 @@ async def test_what_has_no_receipt_is_reported_once(
         why, unknown = await log.ended
     assert message in str(why)
     assert unknown == (2, 3, 4)
-    assert log.receipts == [(1, Place(9, 1))]
+    assert log.receipts == [(1, EntryPlace(9, 1))]
     with pytest.raises(SeqdedupeError, match=message):
         producer.send(5, ENTRY)
     await connection.close()
@@ -249,7 +256,7 @@ async def test_a_producer_is_bounded(connection: Connection, broker: FakeBroker)
     log = Log()
     producer = await opened(connection, log)
     with pytest.raises(SeqdedupeError, match="MESSAGE_TOO_LARGE"):
-        producer.send(0, Entry(METADATA, bytes(MAX_MESSAGE_BYTES)))
+        producer.send(0, PulsarEntry(METADATA, bytes(MAX_MESSAGE_BYTES)))
     for k in range(MAX_OUTSTANDING):
         producer.send(k, ENTRY)
     with pytest.raises(SeqdedupeError, match="QUEUE_FULL"):
@@ -417,7 +424,7 @@ async def test_what_is_no_service_url_is_refused(url: str) -> None:
 
 
 async def test_a_reader_asks_for_more_and_is_bounded(connection: Connection, broker: FakeBroker) -> None:
-    reader = await connection.reader("t", "name", Place(3, 4))
+    reader = await connection.reader("t", "name", EntryPlace(3, 4))
     [subscribe] = await broker.until("subscribe")
     assert (subscribe.durable, subscribe.start_message_id.ledgerId, subscribe.start_message_id.entryId) == (False, 3, 4)
 
@@ -428,7 +435,7 @@ async def test_a_reader_asks_for_more_and_is_bounded(connection: Connection, bro
     send(60)
     for _ in range(60):
         stored = await reader.next()
-        assert (stored.place, *map(bytes, stored.entry)) == (Place(3, 4), *ENTRY)
+        assert (stored.place, *map(bytes, stored.entry)) == (EntryPlace(3, 4), *ENTRY)
     flows = await broker.until("flow", 2)
     assert [flow.messagePermits for flow in flows] == [100, 50]
     send(300)

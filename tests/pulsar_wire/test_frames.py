@@ -10,8 +10,8 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.pulsar_wire.frames import (
     MAX_COMMAND_BYTES,
     SEQDEDUPE_FIELD,
-    Entry,
-    Frame,
+    PulsarEntry,
+    PulsarFrame,
     Splitter,
     checksum,
     command_frame,
@@ -32,7 +32,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
 
 MAX_BYTES = 100_000
 METADATA = MessageMetadata(producer_name=b"p", sequence_id=3, publish_time=1).SerializeToString()
-ENTRY = Entry(METADATA, b"payload" * 100)
+ENTRY = PulsarEntry(METADATA, b"payload" * 100)
 PING = command_frame(BaseCommand(type=BaseCommand.PING, ping=CommandPing()))
 CONNECT = command_frame(
     BaseCommand(type=BaseCommand.CONNECT, connect=CommandConnect(client_version="x", protocol_version=20))
@@ -41,7 +41,7 @@ SEND = b"".join(entry_frame(BaseCommand(type=BaseCommand.SEND, send=CommandSend(
 STREAM = PING + CONNECT + SEND + PING
 
 
-def split(data: bytes, step: int) -> list[Frame]:
+def split(data: bytes, step: int) -> list[PulsarFrame]:
     splitter = Splitter(MAX_BYTES)
     return [frame for at in range(0, len(data), step) for frame in splitter.feed(data[at : at + step])]
 
@@ -168,9 +168,9 @@ def test_metadata_without_what_pulsar_requires_are_refused(field: str) -> None:
     metadata = MessageMetadata.FromString(METADATA)
     metadata.ClearField(field)  # type: ignore[arg-type]
     with pytest.raises(SeqdedupeError, match=field):
-        metadata_of(Entry(metadata.SerializeToString(), b""))
+        metadata_of(PulsarEntry(metadata.SerializeToString(), b""))
     with pytest.raises(SeqdedupeError, match="MALFORMED_MESSAGE"):
-        metadata_of(Entry(METADATA[:-1], b""))
+        metadata_of(PulsarEntry(METADATA[:-1], b""))
 
 
 def test_our_field_is_appended_and_the_last_one_counts() -> None:

@@ -7,37 +7,46 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seqdedupe.pulsar_wire.batches import Batch, Chunk, Kind, Row, chunk_of, kind_of, range_of, rows_of
-from seqdedupe.pulsar_wire.frames import Entry, metadata_of
+from seqdedupe.pulsar_wire.batches import (
+    EntryChunk,
+    EntryKind,
+    EntryRow,
+    PulsarBatch,
+    chunk_of,
+    kind_of,
+    range_of,
+    rows_of,
+)
+from seqdedupe.pulsar_wire.frames import PulsarEntry, metadata_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata
 from seqdedupe.pulsar_wire.rows import KEY_IS_BASE64, NULL_VALUE
 
 FILE = Path(__file__).parents[1] / "data" / "pulsar_entries.json"
 MAX_BYTES = 1000
-SECOND = Row(20, b"second", b"key", None, ((b"name", b"value"), (b"", "ü".encode())), 1_700_000_000_000)
+SECOND = EntryRow(20, b"second", b"key", None, ((b"name", b"value"), (b"", "ü".encode())), 1_700_000_000_000)
 ROWS = {
-    "python": [Row(10, b"first"), SECOND, Row(30, b"", None, b"o")],
-    "java": [Row(10, b"first"), SECOND, Row(30, b"", b"AAE=", b"o", flags=KEY_IS_BASE64 | NULL_VALUE)],
+    "python": [EntryRow(10, b"first"), SECOND, EntryRow(30, b"", None, b"o")],
+    "java": [EntryRow(10, b"first"), SECOND, EntryRow(30, b"", b"AAE=", b"o", flags=KEY_IS_BASE64 | NULL_VALUE)],
 }
 HIGHEST = {"python": 10, "java": 30}
 """Python's client does not state the highest ID of a batch."""
 
 
-def recorded(client: str, kind: Kind) -> list[tuple[Entry, MessageMetadata]]:
-    entries = [Entry(*map(bytes.fromhex, entry.values())) for entry in json.loads(FILE.read_text())[client]]
+def recorded(client: str, kind: EntryKind) -> list[tuple[PulsarEntry, MessageMetadata]]:
+    entries = [PulsarEntry(*map(bytes.fromhex, entry.values())) for entry in json.loads(FILE.read_text())[client]]
     pairs = [(entry, metadata_of(entry)) for entry in entries]
     return [pair for pair in pairs if kind_of(pair[1]) is kind]
 
 
 @pytest.mark.parametrize("client", ROWS)
 def test_batches_of_every_compression_are_read(client: str) -> None:
-    batches = recorded(client, Kind.BATCH)
+    batches = recorded(client, EntryKind.BATCH)
     assert Counter(metadata.compression for _, metadata in batches) == dict.fromkeys(range(5), 1)
     for entry, metadata in batches:
         columns = rows_of(entry, metadata, MAX_BYTES)
         assert [columns.row(k) for k in range(len(columns))] == ROWS[client]
         assert range_of(metadata) == (10, HIGHEST[client])
-        taken = Batch.of(entry, metadata, MAX_BYTES).take(np.array([0, 1, 1], np.uint8))
+        taken = PulsarBatch.of(entry, metadata, MAX_BYTES).take(np.array([0, 1, 1], np.uint8))
         columns = rows_of(taken, metadata_of(taken), MAX_BYTES)
         assert [columns.row(k) for k in range(len(columns))] == ROWS[client][1:]
         assert range_of(metadata_of(taken)) == (20, 30)
@@ -45,11 +54,11 @@ def test_batches_of_every_compression_are_read(client: str) -> None:
 
 @pytest.mark.parametrize("client", ROWS)
 def test_unbatched_entries_are_read(client: str) -> None:
-    columns = [rows_of(entry, metadata, MAX_BYTES) for entry, metadata in recorded(client, Kind.SINGLE)]
+    columns = [rows_of(entry, metadata, MAX_BYTES) for entry, metadata in recorded(client, EntryKind.SINGLE)]
     assert [one.row(0) for one in columns] == ROWS[client]
 
 
 def test_chunks_and_encrypted_entries_are_recognised() -> None:
-    chunks = [chunk_of(metadata) for _, metadata in recorded("java", Kind.CHUNK)]
-    assert chunks == [Chunk(chunks[0].uuid, k, 2) for k in range(2)]
-    assert [range_of(metadata) for _, metadata in recorded("java", Kind.ENCRYPTED)] == [(10, 30)]
+    chunks = [chunk_of(metadata) for _, metadata in recorded("java", EntryKind.CHUNK)]
+    assert chunks == [EntryChunk(chunks[0].uuid, k, 2) for k in range(2)]
+    assert [range_of(metadata) for _, metadata in recorded("java", EntryKind.ENCRYPTED)] == [(10, 30)]

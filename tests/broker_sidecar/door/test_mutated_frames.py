@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from seqdedupe.pulsar_wire.frames import Entry, Splitter, command_frame, entry_frame
+from seqdedupe.pulsar_wire.frames import PulsarEntry, Splitter, command_frame, entry_frame
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     LZ4,
     NONE,
@@ -76,7 +76,7 @@ def _commands(rng: random.Random) -> bytes:
     return command_frame(BaseCommand(type=kind, **{field: value}))  # type: ignore[arg-type]
 
 
-def _entry(rng: random.Random) -> Entry:
+def _entry(rng: random.Random) -> PulsarEntry:
     first = rng.choice((*EDGES, *range(100)))
     if rng.random() < 0.4:
         fields = rng.choice(
@@ -99,7 +99,7 @@ def _entry(rng: random.Random) -> Entry:
         metadata.uncompressed_size = rng.choice((0, 1, 2**32 - 1, metadata.uncompressed_size + 1))
     if rng.random() < 0.2:
         metadata.sequence_id = first
-    return Entry(metadata.SerializeToString(), entry.payload)
+    return PulsarEntry(metadata.SerializeToString(), entry.payload)
 
 
 def _changed(rng: random.Random, data: bytes) -> bytes:
@@ -127,9 +127,9 @@ def _frame(rng: random.Random) -> bytes:
         entry = _entry(rng)
         match rng.randrange(30):
             case 0:
-                entry = Entry(_changed(rng, bytes(entry.metadata)), entry.payload)
+                entry = PulsarEntry(_changed(rng, bytes(entry.metadata)), entry.payload)
             case k if k < 20:
-                entry = Entry(entry.metadata, _changed(rng, bytes(entry.payload)))
+                entry = PulsarEntry(entry.metadata, _changed(rng, bytes(entry.payload)))
         send = CommandSend(
             producer_id=rng.randrange(3), sequence_id=rng.choice(EDGES), highest_sequence_id=rng.choice(EDGES)
         )
