@@ -14,7 +14,7 @@ from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s,
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
 from seqdedupe.pulsar_wire.batches import EntryKind, EntryRows, Values, kind_of, rows_of
-from seqdedupe.pulsar_wire.frames import PulsarEntry
+from seqdedupe.pulsar_wire.frames import WireEntry
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata
 from seqdedupe.pulsar_wire.rows import HAS_KEY, HAS_ORDERING_KEY, KEY_IS_BASE64, NULL_VALUE
 
@@ -44,18 +44,18 @@ class ProducerSession(NamedTuple):
     epoch: int
 
 
-def decoded_bytes(entry: PulsarEntry, metadata: MessageMetadata) -> int:
+def decoded_bytes(entry: WireEntry, metadata: MessageMetadata) -> int:
     """Return the size of the entry's payload when decompressed, as far as it is taken."""
     return min(max(len(entry.payload), metadata.uncompressed_size), MAX_BATCH_BYTES)
 
 
-def is_large(entry: PulsarEntry, metadata: MessageMetadata) -> bool:
+def is_large(entry: WireEntry, metadata: MessageMetadata) -> bool:
     """Return whether reading the entry takes long: a few kilobytes can be a million rows."""
     size = len(entry.metadata) + decoded_bytes(entry, metadata)
     return metadata.num_messages_in_batch > INLINE_ROWS or size > INLINE_BYTES
 
 
-def rows_to_store(entry: PulsarEntry, metadata: MessageMetadata, max_bytes: int) -> EntryRows:
+def rows_to_store(entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -> EntryRows:
     """Return the rows of an entry. `max_bytes` limits its payload when decompressed.
 
     Raises INVALID_REQUEST if this sidecar does not take such entries; MALFORMED_MESSAGE, MESSAGE_TOO_LARGE,

@@ -18,7 +18,7 @@ from seqdedupe.core.rule import UNKNOWN
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.message_id import MessageId
-from seqdedupe.pulsar_wire.frames import PulsarEntry, metadata_of
+from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend, MessageMetadata
 from seqdedupe.topic.frame import Allowing, FrameReceipt, Refusal
 from seqdedupe.topic.topic import Topic
@@ -97,7 +97,7 @@ class StockProducer:
         self._settled = asyncio.Event()
         self.is_closed = False
 
-    async def send(self, command: CommandSend, entry: PulsarEntry) -> None:
+    async def send(self, command: CommandSend, entry: WireEntry) -> None:
         """Take an entry, in these steps:
 
         1. Its rows are read. An entry that cannot be taken is answered in its turn.
@@ -122,7 +122,7 @@ class StockProducer:
         finally:
             share.has_read(0)
 
-    async def _take(self, pending: PendingEntry, entry: PulsarEntry, metadata: MessageMetadata) -> None:
+    async def _take(self, pending: PendingEntry, entry: WireEntry, metadata: MessageMetadata) -> None:
         try:
             if is_large(entry, metadata):
                 pending.rows, batches = await asyncio.to_thread(self._batches, entry, metadata)
@@ -141,7 +141,7 @@ class StockProducer:
         pending.is_admitted = True
         self._answer_all()
 
-    def _batches(self, entry: PulsarEntry, metadata: MessageMetadata) -> tuple[int, list[Batch]]:
+    def _batches(self, entry: WireEntry, metadata: MessageMetadata) -> tuple[int, list[Batch]]:
         """Return the number of rows of an entry, and their batches."""
         rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES)
         return len(rows), list(batches_of(rows, self.session, self._last)) if len(rows) else []

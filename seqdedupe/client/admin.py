@@ -89,8 +89,7 @@ class Admin:
 
     Each call waits while its topic recovers. It raises UnavailableError if recovery or the answer takes over 30
     seconds. With several sidecars, a call about one topic goes to the topic's owner, and any other call to one sidecar
-    that answers.
-    """
+    that answers."""
 
     def __init__(self, calls: ClientCalls) -> None:
         self._calls = calls
@@ -178,8 +177,7 @@ class Admin:
         """Set these values for a topic or a namespace. Values that are unset in `policy` do not change. When the call
         returns, the new values are in force and durable.
 
-        Raises InvalidRequestError, NotFoundError.
-        """
+        Raises InvalidRequestError, NotFoundError."""
         if is_namespace(name):
             of_namespace = admin_pb2.SetNamespacePolicyRequest(namespace=name, policy=policy)
             return _state(await self._calls.call(lambda sidecar: sidecar.admin.SetNamespacePolicy, of_namespace))
@@ -246,8 +244,7 @@ class Admin:
 
         The producer's sessions are fenced, and the topic accepts messages above that ID as new. Raises NotFoundError,
         InvalidRequestError. After OutcomeUnknownError, read the producer's state before you repeat the call. If a
-        client has opened the producer name since the first call, the second call would also reset that client.
-        """
+        client has opened the producer name since the first call, the second call would also reset that client."""
         with _making_a_request():
             request = admin_pb2.ResetProducerRequest(topic=topic_name(topic), producer_name=name, persisted=persisted)
         return await self._calls.call(lambda sidecar: sidecar.admin.ResetProducer, request)
@@ -284,8 +281,7 @@ class Admin:
         the same moment; messages published after that moment are not included.
 
         Return the number of watermarks. The call holds all watermarks in memory. Raises NotFoundError,
-        UnavailableError, OSError: after any of these errors an existing file is unchanged.
-        """
+        UnavailableError, OSError: after any of these errors an existing file is unchanged."""
         return await self._transfer(export_watermarks, topic, path, is_look=True)
 
     async def import_watermarks(self, topic: str, path: Path) -> int:

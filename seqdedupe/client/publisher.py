@@ -1,9 +1,7 @@
-"""A publisher: sends messages with deduplication IDs in batches. The publisher resends a batch until all messages have
-receipts.
+"""A publisher: sends batches of messages with deduplication IDs, and resends a batch until all messages have receipts.
 
 Begin with `Publisher`, at the end. Its `Delivery` sends to one topic; a `PartitionedDelivery` has one `Delivery` for
-each partition. `TopicHistory` detects that the current topic is not the topic that gave earlier receipts.
-"""
+each partition. `TopicHistory` detects that the current topic is not the topic that gave earlier receipts."""
 
 import asyncio
 import os
@@ -62,12 +60,10 @@ from seqdedupe.wording import counted
 # -- Delivery of batches with deduplication IDs to a topic: each batch is resent until all of it has its receipt.
 
 MAX_PENDING_BYTES = 64 * 1024 * 1024
-"""The maximum number of bytes that wait for receipts. A call that would exceed this number waits until there is
-room."""
+"""The maximum number of bytes that wait for receipts. A call that would exceed it waits until there is room."""
 
 MAX_RUNS = 4096
-"""The maximum number of runs of indexes that a publisher remembers. Between two runs are messages of other publishers.
-If there are more runs, the lowest run is dropped."""
+"""The maximum number of runs of indexes that a publisher remembers. Of more runs, the lowest is dropped."""
 
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 1.0
@@ -112,8 +108,7 @@ class TopicHistory:
         self._floor = self._durable_index
 
     def take(self, incarnation: int, term: int, durable_index: int) -> None:
-        """Record the topic's state from an answer with receipts. The caller has checked that the term of the answer is
-        not too low. Raises DATA_LOSS."""
+        """Record the topic's state from an answer with receipts, whose term is not too low. Raises DATA_LOSS."""
         if self.has_receipts and incarnation != self._incarnation:
             what = f"the topic was recreated: its incarnation is {incarnation}, and was {self._incarnation} before"
             raise error("DATA_LOSS", what, incarnation=incarnation, incarnation_before=self._incarnation)
@@ -200,8 +195,7 @@ class Delivery:
         self._has_begun = False  # a sidecar has answered
         self._history = TopicHistory()
         self._older: set[SidecarAddress] = set()
-        """The sidecars that have answered with a lower term than the highest term, since the last answer with the
-        highest term."""
+        """The sidecars that have answered with a lower term since the last answer with the highest term."""
 
     def open(self) -> None:
         """Start to send."""
@@ -227,8 +221,7 @@ class Delivery:
             self._spread.abandon()
 
     async def send(self, batch: Batch) -> BatchResult:
-        """Send the batch, and return when all of its messages are in the log. Raises the errors of
-        `Publisher.send_batch`."""
+        """Send the batch, and return when its messages are in the log. Raises as `Publisher.send_batch`."""
         self._check_is_open()
         size_bytes = BATCH_OVERHEAD_BYTES + sum(map(len, batch.encoded_parts()))
         if size_bytes > MAX_BATCH_BYTES:
@@ -366,8 +359,7 @@ class Delivery:
                 await channel.close()
 
     def _broke(self, why: SeqdedupeError) -> None:
-        """Count a broken connection for each call that was in flight. A call that was alone on too many broken
-        connections ends."""
+        """Count a broken connection for each call in flight. A call alone on too many broken connections ends."""
         now = asyncio.get_running_loop().time()
         is_alone = self._is_taken and len(self._out) == 1 and now - self._answered_at < SOON_SECONDS
         for call in self._out.values():
@@ -515,8 +507,7 @@ class Delivery:
 
 
 class PartitionedDelivery:
-    """Spreads the batches of a publisher over the partitions. The open deliveries of the partitions are given in
-    order."""
+    """Spreads the batches of a publisher over the partitions. The open deliveries are given in order."""
 
     def __init__(self, parts: Sequence[Delivery], route: int) -> None:
         self._parts = parts
@@ -647,8 +638,7 @@ class Publisher:
 
         Raises InvalidRequestError. Raises OutcomeUnknownError if no receipt arrives within `delivery_timeout_seconds`.
         These errors end the publisher: AccessDeniedError, NotFoundError, DamagedError, and DataLossError if the topic
-        contradicts earlier receipts.
-        """
+        contradicts earlier receipts."""
         one = new_id() if deduplication_id is None else deduplication_id
         times = None if event_time is None else [milliseconds(event_time)]
         result = await self.send_batch(
@@ -673,8 +663,7 @@ class Publisher:
         the log. Otherwise the same as `send`.
 
         The result has arrays for `verdicts`, `indexes` and `message_ids`; its `sequence_ids` are -1. If an ID occurs
-        twice in one batch, the second message is answered DUP of the first. Raises BATCH_TOO_LARGE.
-        """
+        twice in one batch, the second message is answered DUP of the first. Raises BATCH_TOO_LARGE."""
         rows = len(payloads.offsets) - 1 if isinstance(payloads, Binary) else len(payloads)
         batch = self._checks.check_columns(payloads, np.arange(rows), keys, event_times_ms, properties)
         batch.producer_names, batch.deduplication_ids = Binary(), _column(deduplication_ids, rows)

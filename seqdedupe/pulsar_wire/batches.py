@@ -19,7 +19,7 @@ from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.pulsar_wire import rows as kernels
 from seqdedupe.pulsar_wire.compression import compress, decompress
-from seqdedupe.pulsar_wire.frames import Buffer, PulsarEntry, malformed, readable
+from seqdedupe.pulsar_wire.frames import Buffer, WireEntry, malformed, readable
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
 from seqdedupe.pulsar_wire.rows import (
     HAS_KEY,
@@ -204,7 +204,7 @@ class PulsarBatch:
             raise error("INVALID_SEQUENCE_ID", "a row's sequence ID is above 2^63 - 1")
 
     @classmethod
-    def of(cls, entry: PulsarEntry, metadata: MessageMetadata, max_bytes: int) -> Self:
+    def of(cls, entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -> Self:
         """Decode an entry of the kind BATCH. `max_bytes` limits its payload when decompressed.
 
         Raises the errors of `decompress` and of the constructor.
@@ -234,7 +234,7 @@ class PulsarBatch:
             self._values(self._column(kernels.PAYLOAD), self._column(kernels.END)),
         )
 
-    def take(self, marks: Uint8s) -> PulsarEntry:
+    def take(self, marks: Uint8s) -> WireEntry:
         """Return an entry of the rows whose mark is not 0; at least one. The rows keep their bytes.
 
         The entry has the metadata of the batch, but for what follows from the rows: IDs, counts, sizes, shared keys.
@@ -262,7 +262,7 @@ class PulsarBatch:
         return Values(offsets, out.tobytes())
 
 
-def rows_of(entry: PulsarEntry, metadata: MessageMetadata, max_bytes: int) -> EntryRows:
+def rows_of(entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -> EntryRows:
     """Return the rows of an entry of the kind SINGLE or BATCH.
 
     Raises the errors of `PulsarBatch.of`. INVALID_REQUEST says that the entry is of another kind.
@@ -298,7 +298,7 @@ def batch_of(
     publish_time_ms: int,
     compression: CompressionType.ValueType = NONE,
     schema_version: bytes | None = None,
-) -> PulsarEntry:
+) -> WireEntry:
     """Return a batch of at least one row, for `stamped`. Every stock consumer reads it.
 
     Each row states its sequence ID. The entry has no event time: Java would show it for rows without one. It has the
@@ -334,7 +334,7 @@ def batch_of(
 
 def _entry(
     metadata: MessageMetadata, ids: Int64s, flags: Int64s, keys: Values, ordering_keys: Values, body: Buffer
-) -> PulsarEntry:
+) -> WireEntry:
     """Return a batch of these rows, whose metadata are completed here."""
     metadata.sequence_id = int(ids[0])
     metadata.highest_sequence_id = int(ids[-1])
@@ -350,10 +350,10 @@ def _entry(
             metadata.partition_key_b64_encoded = True
     if shared & HAS_ORDERING_KEY and ordering_keys.is_one_value():
         metadata.ordering_key = ordering_keys.value(0)
-    return PulsarEntry(metadata.SerializeToString(), compress(metadata.compression, body))
+    return WireEntry(metadata.SerializeToString(), compress(metadata.compression, body))
 
 
-def _body(entry: PulsarEntry, metadata: MessageMetadata, max_bytes: int) -> Buffer:
+def _body(entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -> Buffer:
     return decompress(metadata.compression, entry.payload, metadata.uncompressed_size, max_bytes)
 
 

@@ -18,9 +18,9 @@ from google.protobuf.message import Message
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.pulsar_wire.frames import (
     FRAME_OVERHEAD_BYTES,
-    PulsarEntry,
     PulsarFrame,
     Splitter,
+    WireEntry,
     command_frame,
     command_of,
     entry_frame,
@@ -84,7 +84,7 @@ Token = Callable[[], str]
 """Returns a token; it may block, and is called in a thread."""
 
 
-class EntryPlace(NamedTuple):
+class WirePlace(NamedTuple):
     """Where an entry is stored."""
 
     ledger_id: int
@@ -94,8 +94,8 @@ class EntryPlace(NamedTuple):
 class StoredEntry(NamedTuple):
     """An entry that a reader received."""
 
-    place: EntryPlace
-    entry: PulsarEntry
+    place: WirePlace
+    entry: WireEntry
     metadata: MessageMetadata
 
 
@@ -111,7 +111,7 @@ class EntryProducer:
         self,
         connection: "Connection",
         producer_id: int,
-        on_receipt: Callable[[int, EntryPlace], None],
+        on_receipt: Callable[[int, WirePlace], None],
         on_end: Callable[[SeqdedupeError, tuple[int, ...]], None],
     ) -> None:
         self._connection = connection
@@ -133,7 +133,7 @@ class EntryProducer:
         """The number of entries without a receipt."""
         return len(self._outstanding)
 
-    def send(self, sequence_id: int, entry: PulsarEntry, *, highest: int | None = None, rows: int = 1) -> None:
+    def send(self, sequence_id: int, entry: WireEntry, *, highest: int | None = None, rows: int = 1) -> None:
         """Send an entry. If this raises, nothing was sent.
 
         Raises QUEUE_FULL with MAX_OUTSTANDING entries without a receipt, MESSAGE_TOO_LARGE, and the error that has
@@ -170,7 +170,7 @@ class EntryProducer:
             why = f"the broker takes entry {receipt.sequence_id} of {self.name} for a duplicate, and has not stored it"
             self._connection._abandon(self, error("LOG_REFUSED", why))
             return
-        self._on_receipt(self._outstanding.popleft(), EntryPlace(place.ledgerId, place.entryId))
+        self._on_receipt(self._outstanding.popleft(), WirePlace(place.ledgerId, place.entryId))
 
     def _end(self, why: SeqdedupeError) -> None:
         self._connection._producers.pop(self._id, None)
@@ -185,7 +185,7 @@ class EntryProducer:
             self._connection._refuse(self._command.request_id, why)
 
 
-class EntryReader:
+class WireReader:
     """Reads a topic's entries as they are stored, with all of their metadata. `Connection.reader` makes it.
 
     The topic keeps no cursor for it. It holds about READER_PERMITS entries at most.
@@ -254,7 +254,7 @@ class Connection:
         self._requests: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count(1)
         self._producers: dict[int, EntryProducer] = {}
-        self._readers: dict[int, EntryReader] = {}
+        self._readers: dict[int, WireReader] = {}
         self._connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._heard = False
         self._is_challenged = False
@@ -303,7 +303,7 @@ class Connection:
     async def producer(
         self,
         topic: str,
-        on_receipt: Callable[[int, EntryPlace], None],
+        on_receipt: Callable[[int, WirePlace], None],
         on_end: Callable[[SeqdedupeError, tuple[int, ...]], None],
         *,
         name: str = "",
@@ -348,14 +348,14 @@ class Connection:
         producer.topic_epoch = answer.topic_epoch if answer.HasField("topic_epoch") else None
         return producer
 
-    async def reader(self, topic: str, name: str, start: EntryPlace | None = None) -> EntryReader:
+    async def reader(self, topic: str, name: str, start: WirePlace | None = None) -> WireReader:
         """Open a reader of the entries from `start` on, that one included, or of all.
 
         Raises the errors of `request`.
         """
-        reader = EntryReader(self, next(self._numbers))
+        reader = WireReader(self, next(self._numbers))
         self._readers[reader._id] = reader
-        place = start or EntryPlace(_NO_LEDGER, _NO_LEDGER)
+        place = start or WirePlace(_NO_LEDGER, _NO_LEDGER)
         command = CommandSubscribe(
             topic=topic,
             subscription=name,
@@ -482,7 +482,7 @@ class Connection:
                     reader._end(error("LOG_UNREADABLE", f"{self.url} has closed a reader"))
             case "message":
                 if (reader := self._readers.get(message.consumer_id)) is not None:
-                    place = EntryPlace(message.message_id.ledgerId, message.message_id.entryId)
+                    place = WirePlace(message.message_id.ledgerId, message.message_id.entryId)
                     entry = entry_of(frame.content)
                     reader._received(StoredEntry(place, entry, metadata_of(entry)))
             case "error":

@@ -43,7 +43,7 @@ _TYPES = BaseCommand.Type.DESCRIPTOR.values_by_number
 _FIELDS = {number: BaseCommand.DESCRIPTOR.fields_by_number[number].name for number in _TYPES if number}
 
 
-class PulsarEntry(NamedTuple):
+class WireEntry(NamedTuple):
     """An entry's two parts. They are views of the frame that they came in."""
 
     metadata: Buffer
@@ -146,7 +146,7 @@ def frame_of(raw: memoryview) -> PulsarFrame:
     return frame
 
 
-def entry_of(content: memoryview) -> PulsarEntry:
+def entry_of(content: memoryview) -> WireEntry:
     """Return the entry that follows a SEND or MESSAGE command. The checksum is compared if there is one: clients of
     protocol version 6 and newer write it.
 
@@ -165,10 +165,10 @@ def entry_of(content: memoryview) -> PulsarEntry:
     end = begin + _number_at(content, at)
     if end > len(content):
         raise malformed(f"an entry of {len(content)} bytes ends before its metadata, at {end}")
-    return PulsarEntry(content[begin:end], content[end:])
+    return WireEntry(content[begin:end], content[end:])
 
 
-def metadata_of(entry: PulsarEntry) -> MessageMetadata:
+def metadata_of(entry: WireEntry) -> MessageMetadata:
     """Return an entry's metadata. It has the three fields that Pulsar requires. Raises MALFORMED_MESSAGE."""
     try:
         metadata = MessageMetadata.FromString(bytes(entry.metadata))
@@ -180,13 +180,13 @@ def metadata_of(entry: PulsarEntry) -> MessageMetadata:
     return metadata
 
 
-def stamped(entry: PulsarEntry, value: bytes) -> PulsarEntry:
+def stamped(entry: WireEntry, value: bytes) -> WireEntry:
     """Return the entry with our own field. The payload is the same object, and the rest of the metadata the same bytes.
 
     A field of ours that the metadata already have does not count any more: of a field, the last one does.
     """
     key = varint(SEQDEDUPE_FIELD << 3 | _BYTES_FIELD)
-    return PulsarEntry(bytes(entry.metadata) + key + varint(len(value)) + value, entry.payload)
+    return WireEntry(bytes(entry.metadata) + key + varint(len(value)) + value, entry.payload)
 
 
 def command_of(field: str, message: Message) -> BaseCommand:
@@ -202,7 +202,7 @@ def command_frame(command: BaseCommand) -> bytes:
     return _TWO_SIZES.pack(_SIZE.size + len(raw), len(raw)) + raw
 
 
-def entry_frame(command: BaseCommand, entry: PulsarEntry) -> tuple[bytes, Buffer]:
+def entry_frame(command: BaseCommand, entry: WireEntry) -> tuple[bytes, Buffer]:
     """Return the frame of a command with an entry, in two parts: the second is the entry's payload, not copied.
 
     The checksum is computed here.
@@ -214,7 +214,7 @@ def entry_frame(command: BaseCommand, entry: PulsarEntry) -> tuple[bytes, Buffer
     return b"".join((_TWO_SIZES.pack(size, len(raw)), raw, _CHECKSUM, crc, metadata)), entry.payload
 
 
-def entry_frame_bytes(entry: PulsarEntry) -> int:
+def entry_frame_bytes(entry: WireEntry) -> int:
     """Return the bytes of an entry as a broker counts them: all that follows the command."""
     return _HEAD_BYTES + len(entry.metadata) + len(entry.payload)
 

@@ -14,7 +14,7 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.client.blocking import Client
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.message_id import MessageId
-from seqdedupe.pulsar_wire.frames import PulsarEntry
+from seqdedupe.pulsar_wire.frames import WireEntry
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, CommandSendReceipt, ServerError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.door.conftest import open_wire as open_wire
@@ -175,7 +175,7 @@ def test_what_is_sent_again_is_there_once_and_receipts_name_what_consumers_see(
     wire = open_wire(door_of(sidecar))
     wire.produce(topic)
 
-    def send(first: int, entry: PulsarEntry, highest: int = 0) -> CommandSendReceipt:
+    def send(first: int, entry: WireEntry, highest: int = 0) -> CommandSendReceipt:
         wire.send(first, entry, highest=highest)
         command = wire.next()
         assert command.type == BaseCommand.SEND_RECEIPT, command

@@ -11,7 +11,7 @@ import pytest
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, batch_of, rows_of
 from seqdedupe.pulsar_wire.compression import TYPES
-from seqdedupe.pulsar_wire.connection import Connection, EntryPlace, EntryProducer, connect, connect_to_owner
+from seqdedupe.pulsar_wire.connection import Connection, EntryProducer, WirePlace, connect, connect_to_owner
 from seqdedupe.pulsar_wire.frames import entry_frame_bytes, stamped
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import LZ4, NONE, SNAPPY, ZLIB, ZSTD, CompressionType, WaitForExclusive
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -36,11 +36,11 @@ class Log:
     """What the callbacks of a producer are given."""
 
     def __init__(self) -> None:
-        self.receipts: list[tuple[int, EntryPlace]] = []
+        self.receipts: list[tuple[int, WirePlace]] = []
         self.ends: list[tuple[SeqdedupeError, tuple[int, ...]]] = []
         self._news = asyncio.Event()
 
-    def receipt(self, sequence_id: int, place: EntryPlace) -> None:
+    def receipt(self, sequence_id: int, place: WirePlace) -> None:
         self.receipts.append((sequence_id, place))
         self._news.set()
 

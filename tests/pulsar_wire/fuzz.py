@@ -25,8 +25,8 @@ from seqdedupe.pulsar_wire import rows as kernels
 from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, PulsarBatch, batch_of, kind_of, rows_of
 from seqdedupe.pulsar_wire.compression import TYPES
 from seqdedupe.pulsar_wire.frames import (
-    PulsarEntry,
     Splitter,
+    WireEntry,
     command_frame,
     entry_frame,
     entry_of,
@@ -147,7 +147,7 @@ def entries_case(random: Random, seen: Seen) -> None:
     else:
         payload = spoilt(random, payload)
     command = BaseCommand(type=BaseCommand.SEND, send=CommandSend(producer_id=1))
-    frame = b"".join(entry_frame(command, PulsarEntry(metadata, payload)))
+    frame = b"".join(entry_frame(command, WireEntry(metadata, payload)))
     if random.random() < 0.1:
         frame = frame[:8] + spoilt(random, frame[8:])
         frame = struct.pack(">I", len(frame) - 4) + frame[4:]

@@ -20,7 +20,7 @@ from seqdedupe.pulsar_wire.batches import (
     rows_of,
 )
 from seqdedupe.pulsar_wire.compression import TYPES
-from seqdedupe.pulsar_wire.frames import PulsarEntry, metadata_of, stamped
+from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of, stamped
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     LZ4,
     CompressionType,
@@ -44,17 +44,17 @@ ROWS = [
 ]
 
 
-def entry_of(rows: list[EntryRow], payload: bytes | None = None, **fields: object) -> PulsarEntry:
+def entry_of(rows: list[EntryRow], payload: bytes | None = None, **fields: object) -> WireEntry:
     """A batch as clients write it."""
     metadata = MessageMetadata(
         producer_name=b"p", publish_time=1, sequence_id=rows[0].sequence_id, num_messages_in_batch=len(rows)
     )
     for name, value in fields.items():
         setattr(metadata, name, value)
-    return PulsarEntry(metadata.SerializeToString(), oracle.written(rows) if payload is None else payload)
+    return WireEntry(metadata.SerializeToString(), oracle.written(rows) if payload is None else payload)
 
 
-def read(entry: PulsarEntry) -> list[EntryRow]:
+def read(entry: WireEntry) -> list[EntryRow]:
     columns = rows_of(entry, metadata_of(entry), MAX_BYTES)
     return [columns.row(k) for k in range(len(columns))]
 
@@ -156,13 +156,13 @@ def test_an_unbatched_entry_is_one_row() -> None:
         event_time=2**64 - 5,
         properties=[Property(key=b"a", value=b"1")],
     )
-    entry = PulsarEntry(metadata.SerializeToString(), b"payload")
+    entry = WireEntry(metadata.SerializeToString(), b"payload")
     assert read(entry) == [EntryRow(9, b"payload", b"a2V5", b"o", ((b"a", b"1"),), -5, KEY_IS_BASE64)]
 
 
 def test_a_batch_without_rows_is_void() -> None:
     metadata = MessageMetadata(producer_name=b"p", publish_time=1, sequence_id=9, num_messages_in_batch=0)
-    assert read(PulsarEntry(metadata.SerializeToString(), b"")) == []
+    assert read(WireEntry(metadata.SerializeToString(), b"")) == []
 
 
 def test_entries_without_rows_are_recognised() -> None:
@@ -172,7 +172,7 @@ def test_entries_without_rows_are_recognised() -> None:
     assert (kind_of(encrypted), range_of(encrypted)) == (EntryKind.ENCRYPTED, (3, 8))
     assert kind_of(MessageMetadata(marker_type=10)) is EntryKind.MARKER
     with pytest.raises(SeqdedupeError, match="encrypted") as raised:
-        rows_of(PulsarEntry(b"", b""), encrypted, MAX_BYTES)
+        rows_of(WireEntry(b"", b""), encrypted, MAX_BYTES)
     assert raised.value.reason == "INVALID_REQUEST"
 
 
@@ -217,7 +217,7 @@ def test_a_malformed_batch_is_refused(rows: int, payload: bytes) -> None:
 def test_ids_above_the_highest_are_refused() -> None:
     for entry in (
         entry_of([EntryRow(0)], row_of(b"\x18\x00\x40" + b"\xff" * 9 + b"\x01")),
-        PulsarEntry(MessageMetadata(producer_name=b"p", publish_time=1, sequence_id=2**63).SerializeToString(), b""),
+        WireEntry(MessageMetadata(producer_name=b"p", publish_time=1, sequence_id=2**63).SerializeToString(), b""),
     ):
         with pytest.raises(SeqdedupeError, match="INVALID_SEQUENCE_ID"):
             read(entry)

@@ -11,12 +11,12 @@ from seqdedupe.pulsar_wire import connection as module
 from seqdedupe.pulsar_wire.connection import (
     MAX_OUTSTANDING,
     Connection,
-    EntryPlace,
     EntryProducer,
+    WirePlace,
     connect,
     connect_to_owner,
 )
-from seqdedupe.pulsar_wire.frames import PulsarEntry, PulsarFrame, Splitter, command_frame, command_of, entry_frame
+from seqdedupe.pulsar_wire.frames import PulsarFrame, Splitter, WireEntry, command_frame, command_of, entry_frame
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     AuthData,
     BaseCommand,
@@ -41,7 +41,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 METADATA = MessageMetadata(producer_name=b"p", sequence_id=1, publish_time=1).SerializeToString()
-ENTRY = PulsarEntry(METADATA, b"payload")
+ENTRY = WireEntry(METADATA, b"payload")
 MAX_MESSAGE_BYTES = 10_000
 
 Answer = Callable[["Peer", Any], object]
@@ -129,10 +129,10 @@ class Log:
     """What the callbacks of a producer are given."""
 
     def __init__(self) -> None:
-        self.receipts: list[tuple[int, EntryPlace]] = []
+        self.receipts: list[tuple[int, WirePlace]] = []
         self.ended: asyncio.Future[tuple[SeqdedupeError, tuple[int, ...]]] = asyncio.get_running_loop().create_future()
 
-    def receipt(self, sequence_id: int, place: EntryPlace) -> None:
+    def receipt(self, sequence_id: int, place: WirePlace) -> None:
         self.receipts.append((sequence_id, place))
 
     def end(self, why: SeqdedupeError, unknown: tuple[int, ...]) -> None:
@@ -192,7 +192,7 @@ async def test_receipts_come_in_order(connection: Connection) -> None:
         producer.send(k, ENTRY)
     assert producer.outstanding == 3
     await producer.close()
-    assert log.receipts == [(3, EntryPlace(9, 3)), (1, EntryPlace(9, 1)), (2, EntryPlace(9, 2))]
+    assert log.receipts == [(3, WirePlace(9, 3)), (1, WirePlace(9, 1)), (2, WirePlace(9, 2))]
     assert log.ended.result()[1] == ()
     with pytest.raises(SeqdedupeError, match="was closed"):
         producer.send(4, ENTRY)
@@ -244,7 +244,7 @@ async def test_what_has_no_receipt_is_reported_once(
         why, unknown = await log.ended
     assert message in str(why)
     assert unknown == (2, 3, 4)
-    assert log.receipts == [(1, EntryPlace(9, 1))]
+    assert log.receipts == [(1, WirePlace(9, 1))]
     with pytest.raises(SeqdedupeError, match=message):
         producer.send(5, ENTRY)
     await connection.close()
@@ -256,7 +256,7 @@ async def test_a_producer_is_bounded(connection: Connection, broker: FakeBroker)
     log = Log()
     producer = await opened(connection, log)
     with pytest.raises(SeqdedupeError, match="MESSAGE_TOO_LARGE"):
-        producer.send(0, PulsarEntry(METADATA, bytes(MAX_MESSAGE_BYTES)))
+        producer.send(0, WireEntry(METADATA, bytes(MAX_MESSAGE_BYTES)))
     for k in range(MAX_OUTSTANDING):
         producer.send(k, ENTRY)
     with pytest.raises(SeqdedupeError, match="QUEUE_FULL"):
@@ -424,7 +424,7 @@ async def test_what_is_no_service_url_is_refused(url: str) -> None:
 
 
 async def test_a_reader_asks_for_more_and_is_bounded(connection: Connection, broker: FakeBroker) -> None:
-    reader = await connection.reader("t", "name", EntryPlace(3, 4))
+    reader = await connection.reader("t", "name", WirePlace(3, 4))
     [subscribe] = await broker.until("subscribe")
     assert (subscribe.durable, subscribe.start_message_id.ledgerId, subscribe.start_message_id.entryId) == (False, 3, 4)
 
@@ -435,7 +435,7 @@ async def test_a_reader_asks_for_more_and_is_bounded(connection: Connection, bro
     send(60)
     for _ in range(60):
         stored = await reader.next()
-        assert (stored.place, *map(bytes, stored.entry)) == (EntryPlace(3, 4), *ENTRY)
+        assert (stored.place, *map(bytes, stored.entry)) == (WirePlace(3, 4), *ENTRY)
     flows = await broker.until("flow", 2)
     assert [flow.messagePermits for flow in flows] == [100, 50]
     send(300)

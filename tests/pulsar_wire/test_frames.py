@@ -10,9 +10,9 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.pulsar_wire.frames import (
     MAX_COMMAND_BYTES,
     SEQDEDUPE_FIELD,
-    PulsarEntry,
     PulsarFrame,
     Splitter,
+    WireEntry,
     checksum,
     command_frame,
     entry_frame,
@@ -32,7 +32,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
 
 MAX_BYTES = 100_000
 METADATA = MessageMetadata(producer_name=b"p", sequence_id=3, publish_time=1).SerializeToString()
-ENTRY = PulsarEntry(METADATA, b"payload" * 100)
+ENTRY = WireEntry(METADATA, b"payload" * 100)
 PING = command_frame(BaseCommand(type=BaseCommand.PING, ping=CommandPing()))
 CONNECT = command_frame(
     BaseCommand(type=BaseCommand.CONNECT, connect=CommandConnect(client_version="x", protocol_version=20))
@@ -168,9 +168,9 @@ def test_metadata_without_what_pulsar_requires_are_refused(field: str) -> None:
     metadata = MessageMetadata.FromString(METADATA)
     metadata.ClearField(field)  # type: ignore[arg-type]
     with pytest.raises(SeqdedupeError, match=field):
-        metadata_of(PulsarEntry(metadata.SerializeToString(), b""))
+        metadata_of(WireEntry(metadata.SerializeToString(), b""))
     with pytest.raises(SeqdedupeError, match="MALFORMED_MESSAGE"):
-        metadata_of(PulsarEntry(METADATA[:-1], b""))
+        metadata_of(WireEntry(METADATA[:-1], b""))
 
 
 def test_our_field_is_appended_and_the_last_one_counts() -> None:

@@ -17,7 +17,7 @@ from seqdedupe.pulsar_wire.batches import (
     range_of,
     rows_of,
 )
-from seqdedupe.pulsar_wire.frames import PulsarEntry, metadata_of
+from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata
 from seqdedupe.pulsar_wire.rows import KEY_IS_BASE64, NULL_VALUE
 
@@ -32,8 +32,8 @@ HIGHEST = {"python": 10, "java": 30}
 """Python's client does not state the highest ID of a batch."""
 
 
-def recorded(client: str, kind: EntryKind) -> list[tuple[PulsarEntry, MessageMetadata]]:
-    entries = [PulsarEntry(*map(bytes.fromhex, entry.values())) for entry in json.loads(FILE.read_text())[client]]
+def recorded(client: str, kind: EntryKind) -> list[tuple[WireEntry, MessageMetadata]]:
+    entries = [WireEntry(*map(bytes.fromhex, entry.values())) for entry in json.loads(FILE.read_text())[client]]
     pairs = [(entry, metadata_of(entry)) for entry in entries]
     return [pair for pair in pairs if kind_of(pair[1]) is kind]
 

@@ -126,8 +126,7 @@ class Publisher:
 
         Raises InvalidRequestError. Raises OutcomeUnknownError if no receipt arrives within `delivery_timeout_seconds`.
         These errors end the publisher: AccessDeniedError, NotFoundError, DamagedError, and DataLossError if the topic
-        contradicts earlier receipts.
-        """
+        contradicts earlier receipts."""
         return run(
             lambda: self.on_loop.send(
                 payload, deduplication_id=deduplication_id, key=key, event_time=event_time, properties=properties
@@ -147,8 +146,7 @@ class Publisher:
         the log. Otherwise the same as `send`.
 
         The result has arrays for `verdicts`, `indexes` and `message_ids`; its `sequence_ids` are -1. If an ID occurs
-        twice in one batch, the second message is answered DUP of the first. Raises BATCH_TOO_LARGE.
-        """
+        twice in one batch, the second message is answered DUP of the first. Raises BATCH_TOO_LARGE."""
         return run(
             lambda: self.on_loop.send_batch(
                 payloads, deduplication_ids, keys=keys, event_times_ms=event_times_ms, properties=properties
@@ -274,8 +272,7 @@ class Admin:
         """Set these values for a topic or a namespace. Values that are unset in `policy` do not change. When the call
         returns, the new values are in force and durable.
 
-        Raises InvalidRequestError, NotFoundError.
-        """
+        Raises InvalidRequestError, NotFoundError."""
         return run(lambda: self.on_loop.set_policy(name, policy))
 
     def remove_policy(self, name: str, *values: str) -> PolicyState:
@@ -311,8 +308,7 @@ class Admin:
 
         The producer's sessions are fenced, and the topic accepts messages above that ID as new. Raises NotFoundError,
         InvalidRequestError. After OutcomeUnknownError, read the producer's state before you repeat the call. If a
-        client has opened the producer name since the first call, the second call would also reset that client.
-        """
+        client has opened the producer name since the first call, the second call would also reset that client."""
         return run(lambda: self.on_loop.reset_producer(topic, name, persisted))
 
     def cursors(self, topic: str) -> list[admin_pb2.TopicCursor]:
@@ -339,8 +335,7 @@ class Admin:
         the same moment; messages published after that moment are not included.
 
         Return the number of watermarks. The call holds all watermarks in memory. Raises NotFoundError,
-        UnavailableError, OSError: after any of these errors an existing file is unchanged.
-        """
+        UnavailableError, OSError: after any of these errors an existing file is unchanged."""
         return run(lambda: self.on_loop.export_watermarks(topic, path))
 
     def import_watermarks(self, topic: str, path: Path) -> int:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from seqdedupe.pulsar_wire.frames import PulsarEntry, command_frame
+from seqdedupe.pulsar_wire.frames import WireEntry, command_frame
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     LZ4,
     ZLIB,
@@ -278,7 +278,7 @@ def test_a_grpc_client_that_takes_the_name_ends_it_for_good(wire: Wire, client: 
     assert [i for _, i in client.rows(topic)] == [0, 1]
 
 
-def refused_entry(sequence_id: int) -> dict[str, PulsarEntry]:
+def refused_entry(sequence_id: int) -> dict[str, WireEntry]:
     return {
         "chunk": single(sequence_id, b"c", uuid=b"u", chunk_id=0, num_chunks_from_msg=2, total_chunk_msg_size=2),
         "encrypted": single(sequence_id, b"c", encryption_keys=[EncryptionKeys(key=b"k", value=b"v")]),
@@ -359,11 +359,11 @@ def test_an_entry_that_is_damaged_ends_the_connection_or_is_refused(
             wire.send(0, entry)
             assert honest is not None
         case "cut metadata":
-            wire.send(0, PulsarEntry(bytes(entry.metadata)[:-1], entry.payload))
+            wire.send(0, WireEntry(bytes(entry.metadata)[:-1], entry.payload))
         case "no name":
-            wire.send(0, PulsarEntry(b"", entry.payload))
+            wire.send(0, WireEntry(b"", entry.payload))
         case "a row too many":
-            wire.send(0, PulsarEntry(entry.metadata, bytes(entry.payload)[:-1]))
+            wire.send(0, WireEntry(entry.metadata, bytes(entry.payload)[:-1]))
     try:
         answer = wire.next()
         assert (harm, answer.type) == ("a row too many", BaseCommand.SEND_ERROR)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from seqdedupe.pulsar_wire.frames import PulsarEntry, Splitter, command_frame, entry_frame
+from seqdedupe.pulsar_wire.frames import Splitter, WireEntry, command_frame, entry_frame
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     LZ4,
     NONE,
@@ -76,7 +76,7 @@ def _commands(rng: random.Random) -> bytes:
     return command_frame(BaseCommand(type=kind, **{field: value}))  # type: ignore[arg-type]
 
 
-def _entry(rng: random.Random) -> PulsarEntry:
+def _entry(rng: random.Random) -> WireEntry:
     first = rng.choice((*EDGES, *range(100)))
     if rng.random() < 0.4:
         fields = rng.choice(
@@ -99,7 +99,7 @@ def _entry(rng: random.Random) -> PulsarEntry:
         metadata.uncompressed_size = rng.choice((0, 1, 2**32 - 1, metadata.uncompressed_size + 1))
     if rng.random() < 0.2:
         metadata.sequence_id = first
-    return PulsarEntry(metadata.SerializeToString(), entry.payload)
+    return WireEntry(metadata.SerializeToString(), entry.payload)
 
 
 def _changed(rng: random.Random, data: bytes) -> bytes:
@@ -127,9 +127,9 @@ def _frame(rng: random.Random) -> bytes:
         entry = _entry(rng)
         match rng.randrange(30):
             case 0:
-                entry = PulsarEntry(_changed(rng, bytes(entry.metadata)), entry.payload)
+                entry = WireEntry(_changed(rng, bytes(entry.metadata)), entry.payload)
             case k if k < 20:
-                entry = PulsarEntry(entry.metadata, _changed(rng, bytes(entry.payload)))
+                entry = WireEntry(entry.metadata, _changed(rng, bytes(entry.payload)))
         send = CommandSend(
             producer_id=rng.randrange(3), sequence_id=rng.choice(EDGES), highest_sequence_id=rng.choice(EDGES)
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, batch_of
-from seqdedupe.pulsar_wire.frames import PulsarEntry, Splitter, command_frame, entry_frame
+from seqdedupe.pulsar_wire.frames import Splitter, WireEntry, command_frame, entry_frame
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     NONE,
     BaseCommand,
@@ -30,14 +30,14 @@ def door_of(sidecar: Sidecar) -> SidecarAddress:
     return SidecarAddress.parse(last)
 
 
-def single(sequence_id: int, payload: bytes | None = None, **fields: Any) -> PulsarEntry:
+def single(sequence_id: int, payload: bytes | None = None, **fields: Any) -> WireEntry:
     """An entry of one message that is not in a batch; its payload is that of `calls.payload_of`."""
     payload = b"p/%d" % sequence_id if payload is None else payload
     metadata = MessageMetadata(producer_name=b"x", sequence_id=sequence_id, publish_time=1, **fields)
-    return PulsarEntry(metadata.SerializeToString(), payload)
+    return WireEntry(metadata.SerializeToString(), payload)
 
 
-def batch(*ids: int, size: int = 0, compression: CompressionType.ValueType = NONE, **fields: Any) -> PulsarEntry:
+def batch(*ids: int, size: int = 0, compression: CompressionType.ValueType = NONE, **fields: Any) -> WireEntry:
     """A batch of messages with these sequence IDs, each with its own payload."""
     return batch_of(EntryRows.of([EntryRow(i, b"p/%d" % i + bytes(size), **fields) for i in ids]), b"x", 1, compression)
 
@@ -100,7 +100,7 @@ class Wire:
         self.ask_for_producer(topic, name, producer_id, **fields)
         return self.next()
 
-    def send(self, first: int, entry: PulsarEntry, *, highest: int = 0, producer_id: int = 1, **fields: Any) -> None:
+    def send(self, first: int, entry: WireEntry, *, highest: int = 0, producer_id: int = 1, **fields: Any) -> None:
         command = CommandSend(producer_id=producer_id, sequence_id=first, **fields)
         if highest:
             command.highest_sequence_id = highest
