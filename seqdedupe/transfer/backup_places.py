@@ -72,7 +72,7 @@ class KeptBackup:
         return is_in_future(self.made_at_us)
 
 
-class Kept(NamedTuple):
+class KeptBackups(NamedTuple):
     """The result of `BackupPlace.keep`."""
 
     removed: list[str]
@@ -85,7 +85,7 @@ class NewestBackup(NamedTuple):
 
     name: str
     in_future: list[str]
-    """As in `Kept`."""
+    """As in `KeptBackups`."""
 
 
 class BackupPlace(ABC):
@@ -166,7 +166,7 @@ class BackupPlace(ABC):
         if problem := self.look(name, reads_all=reads_all).problem:
             raise error("BACKUP_DAMAGED", f"the backup {name} in {self.url} is not good: {problem}")
 
-    def keep(self, new: str, count: int) -> Kept:
+    def keep(self, new: str, count: int) -> KeptBackups:
         """Keep the newest `count` good backups that have a TIME_NAME, and `new`, which the caller has checked.
 
         Remove all backups older than these, good or not. Remove nothing while there are fewer good ones. Ignore backups
@@ -182,13 +182,13 @@ class BackupPlace(ABC):
                     good.append(one.name)
         in_future = [one.name for one in found if one.is_in_future]
         if len(good) < count:
-            return Kept([], in_future)
+            return KeptBackups([], in_future)
         # If the clock went back, the name of the new backup sorts before older ones.
         oldest = min(good[-1], new)
         removed = [one.name for one in past if one.name < oldest]
         for name in removed:
             self.remove(name)
-        return Kept(removed, in_future)
+        return KeptBackups(removed, in_future)
 
     def newest_good(self) -> NewestBackup:
         """Return the backup with the latest moment that is not in the future, among those that are good by
@@ -273,7 +273,7 @@ class FolderPlace(BackupPlace):
         finally:
             lock.close()
 
-    def keep(self, new: str, count: int) -> Kept:
+    def keep(self, new: str, count: int) -> KeptBackups:
         self._remove_leftovers(new)
         return super().keep(new, count)
 
