@@ -5,6 +5,7 @@ from typing import Any
 
 from seqdedupe.format import headers
 from seqdedupe.format.headers import NO_KEY
+from seqdedupe.log.embedded.tail import SECTOR_BYTES
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import Client, batch
 
@@ -50,7 +51,7 @@ def test_a_payload_that_poses_as_a_record(tmp_path: Path) -> None:
             # A sector of what was written last did not get to the disk.
             with segment.open("r+b") as file:
                 file.seek(at)
-                file.write(bytes(headers.HEADER_BYTES))
+                file.write(bytes(SECTOR_BYTES - at % SECTOR_BYTES))
             sidecar.start()
         client = Client(sidecar.address)
         assert client.rows("t") == [("victim", kill) for kill in range(3)]

@@ -1,6 +1,6 @@
 """Rates and waiting times of Pulsar's Java client at the door, and directly at a broker.
 
-`python -m tests.broker_sidecar.door.java_rates --pairs 3`
+`python -m tests.kernels tests.broker_sidecar.door.java_rates --pairs 3`
 
 Both keep what they acknowledge over a power cut. A message has 100 bytes, and the client's batching is on, as it is by
 default. The first flood of each, which warms up, is not shown.
