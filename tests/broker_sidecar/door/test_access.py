@@ -15,7 +15,7 @@ from broker_sidecar.security.tokens import LEEWAY_SECONDS
 from seqdedupe.pulsar_wire.frames import command_frame
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, CommandPing, ExclusiveWithFencing, ServerError
 from seqdedupe.testing import Sidecar
-from tests.broker_sidecar.door.wire import Wire, door_of, single
+from tests.broker_sidecar.door.wire import Wire, door_of, ids_of, single
 from tests.broker_sidecar.pausing import wait_for
 from tests.broker_sidecar.security.issuing import of_server
 from tests.broker_sidecar.security.showing import token_of
@@ -81,7 +81,7 @@ def test_the_rules_are_those_of_grpc(connect: OpenWire) -> None:
         assert wire.produce(topic, name).error.error == ServerError.AuthorizationError
     assert wire.produce("orders", "shop-1").type == BaseCommand.PRODUCER_SUCCESS
     wire.send(0, single(0))
-    assert wire.receipts(1) == [(0, 0)]
+    assert ids_of(wire.receipts(1)) == [0]
 
 
 def test_the_operators_token(guarded: Sidecar, open_wire: OpenWire) -> None:
