@@ -101,7 +101,7 @@ def round_at(raw: bytes, at: int, key: Int64s) -> JournalRound | None:
             parts.append(Part(*place[:3], body))
         else:
             damaged.append(place.incarnation)
-            is_whole = is_whole and _is_written(raw, at, begin - place.size, begin)
+            is_whole = is_whole and is_written(raw, at, begin - place.size, begin)
     # The next round begins only after the sync of this one.
     is_torn = not is_whole and at + size >= len(raw)
     return JournalRound(version, number, previous, forgotten, parts, damaged, is_torn, at + size)
@@ -122,21 +122,22 @@ def rounds_in(raw: bytes, key: Int64s) -> Iterator[JournalRound]:
 def has_damaged_head(raw: bytes, at: int) -> bool:
     """Return whether a round was written at this offset where `round_at` finds none, and no power cut explains that."""
     fixed_end = at + HEAD_BYTES
-    if not _is_written(raw, at, at, fixed_end):
+    if not is_written(raw, at, at, fixed_end):
         return False
     _, count, file_offset, _, _, _, size = _HEAD.unpack_from(raw, at + _TAG.size)
     table_bytes = count * _PLACE.size
     contradicts_itself: bool = file_offset != at or size <= HEAD_BYTES + table_bytes
-    return contradicts_itself or _is_written(raw, at, at, fixed_end + table_bytes)
+    return contradicts_itself or is_written(raw, at, at, fixed_end + table_bytes)
 
 
-def _is_written(raw: bytes, round_at: int, start: int, stop: int) -> bool:
-    """Return whether each sector from `start` to `stop` has bytes of the round that begins at `round_at`.
+def is_written(raw: bytes | memoryview, begin: int, start: int, stop: int) -> bool:
+    """Return whether each sector from `start` to `stop` has bytes of what was written from `begin` on: a round, or a
+    record of a log. `raw` begins with a sector.
 
-    Files only grow. So a sector lost in a power cut is missing, or has zeros after the end of the previous round.
+    Files only grow. So a sector lost in a power cut is missing, or has zeros after the end of what was written before.
     """
     sectors = range(start // SECTOR_BYTES * SECTOR_BYTES, stop, SECTOR_BYTES)
-    return stop <= len(raw) and all(any(raw[max(round_at, at) : at + SECTOR_BYTES]) for at in sectors)
+    return stop <= len(raw) and all(any(raw[max(begin, at) : at + SECTOR_BYTES]) for at in sectors)
 
 
 def _next_head(raw: bytes, at: int, key: Int64s) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from seqdedupe.format import headers
 from seqdedupe.format.headers import NO_KEY
-from seqdedupe.log.embedded.tail import SECTOR_BYTES
+from seqdedupe.format.journal import SECTOR_BYTES
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import Client, batch
 

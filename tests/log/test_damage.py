@@ -15,9 +15,9 @@ from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, UnavailableError
 from seqdedupe.format import headers
 from seqdedupe.format.headers import key_of
+from seqdedupe.format.journal import SECTOR_BYTES
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.tail import SECTOR_BYTES
 from tests.log.batches import SECRET, encoded_batch
 from tests.log.conformance import Owner, parsed, replayed, what
 

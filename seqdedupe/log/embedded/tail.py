@@ -22,6 +22,7 @@ from seqdedupe.errors import error
 from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.format import records
 from seqdedupe.format.headers import HEADER_BYTES
+from seqdedupe.format.journal import SECTOR_BYTES, is_written
 from seqdedupe.log.embedded.segment import (
     BASE,
     CHUNK_BYTES,
@@ -41,10 +42,6 @@ from seqdedupe.log.embedded.segment import (
 
 # -- The place where the records of a segment file continue after damage: the next header that this log wrote at that
 # place.
-
-SECTOR_BYTES = 512
-"""A disk writes a piece of a file of this size completely, or not at all. It is also the size of one read where the
-disk returns no larger piece."""
 
 
 class Onward(NamedTuple):
@@ -125,8 +122,7 @@ def can_be_torn(file: int, identity: LogIdentity, at: int, size: int, base_index
         return True
     first = at // SECTOR_BYTES * SECTOR_BYTES
     raw = read(file, stop + SECTOR_BYTES - first, first)
-    sectors = range(0, stop - first, SECTOR_BYTES)
-    return not all(any(raw[max(at - first, sector) : sector + SECTOR_BYTES]) for sector in sectors)
+    return not is_written(raw, at - first, at - first, stop - first)
 
 
 def read_what_can_be(file: int, size: int, offset: int) -> bytes:
