@@ -36,8 +36,9 @@ logger = logging.getLogger("seqdedupe.server")
 _COMPLETE = "complete"
 """A file next to the kernels: all that the sidecar needs was compiled once. An interrupted start does not write it."""
 
-_NEEDS_ALL = "broker_sidecar.server"
-"""A module that imports every module with kernels for a sidecar. Spark jobs use this file, but nothing of that one."""
+_NEEDS_ALL = ("broker_sidecar.server", "broker_sidecar.door.door")
+"""The modules that import every module with kernels for a sidecar, also for a sidecar with a door. Spark jobs use this
+file, but nothing of those modules."""
 
 _NICENESS = 10
 """The niceness of the process that compiles: the sidecar serves meanwhile."""
@@ -114,7 +115,8 @@ def compile_for_installation() -> Path:
 def _import_all() -> int:
     """Import all kernels as plain functions. Return how many they are."""
     jit.compile_later()
-    importlib.import_module(_NEEDS_ALL)
+    for name in _NEEDS_ALL:
+        importlib.import_module(name)
     return jit.plain_kernels()
 
 
@@ -264,7 +266,8 @@ def main() -> None:
         os.nice(_NICENESS)
     data_directory = sys.argv[1]
     prepare(data_directory)
-    importlib.import_module(_NEEDS_ALL)
+    for name in _NEEDS_ALL:
+        importlib.import_module(name)
     compiled(data_directory)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import InfoMetricFamily, Metric
@@ -17,7 +17,6 @@ from broker_sidecar import rpc
 from broker_sidecar.config import Config
 from broker_sidecar.connections import TcpConnections
 from broker_sidecar.data import Data
-from broker_sidecar.door.door import Door
 from broker_sidecar.rpc import Method, MethodCounts
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.services.read_service import Reading, ReadService
@@ -33,6 +32,9 @@ from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Admitted
 from seqdedupe.topic.topic import Topic
 from seqdedupe.transfer.backup import is_in_future
+
+if TYPE_CHECKING:
+    from broker_sidecar.door.door import Door
 
 # -- All topics looked at together, for a scrape: sums of their counts, and their current states.
 #
@@ -386,7 +388,7 @@ class Sources:
     calls: MethodCounts
     reading: ReadService | None
     """None if a broker's own log holds the messages."""
-    door: Door | None
+    door: "Door | None"
     """None if `pulsar_listen` is not set."""
     is_configuration_in_force: Callable[[], bool]
     """Whether the current versions of the files that an operator may replace are in force."""

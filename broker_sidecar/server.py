@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
@@ -25,7 +25,6 @@ from broker_sidecar import data_directory, telemetry
 from broker_sidecar.config import Config
 from broker_sidecar.connections import UNREAD_BYTES, TcpConnections
 from broker_sidecar.data import Data, fatal
-from broker_sidecar.door.door import Door
 from broker_sidecar.gate import Closed, Gate, Guard
 from broker_sidecar.liveness import Manager, Watchdog
 from broker_sidecar.metrics import Metrics, Sources
@@ -50,6 +49,9 @@ from seqdedupe.locks import Lock
 from seqdedupe.log.embedded.commit import MAX_ROUND, open_files_within
 from seqdedupe.store.directories import whole_of
 from seqdedupe.topic.base import State
+
+if TYPE_CHECKING:
+    from broker_sidecar.door.door import Door
 
 logger = logging.getLogger("seqdedupe.server")
 
@@ -273,6 +275,9 @@ class SidecarServer:
             publish = PublishService(topics, streams, permissions, self._guard.trail)
             services += publish, reading
             if self._config.pulsar_listen:
+                # Only a sidecar with a door loads the kernels that read Pulsar's entries.
+                from broker_sidecar.door.door import Door
+
                 judge = self._connections.has_to_answer
                 brokers = self._data.cluster.shared.brokers if self._data.cluster is not None else None
                 log_limit = None if brokers is None else brokers.max_entry_bytes
