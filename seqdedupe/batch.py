@@ -41,7 +41,7 @@ class Binary:
         present = [value is not None for value in values]
         if not any(present):
             return Binary()
-        return Binary.of_all([value or b"" for value in values], b"" if all(present) else _bitmap(present))
+        return Binary.of_all([value or b"" for value in values], b"" if all(present) else bitmap(present))
 
     @staticmethod
     def of_all(values: Sequence[bytes], validity: bytes = b"") -> "Binary":
@@ -96,7 +96,8 @@ class Binary:
         return Binary.of_all([self.data[self.offsets[r] : self.offsets[r + 1]] for r in rows], validity)
 
 
-def _bitmap(present: Sequence[bool]) -> bytes:
+def bitmap(present: Sequence[bool] | npt.NDArray[np.bool_]) -> bytes:
+    """Return Arrow's validity bitmap: bit `i % 8` of byte `i / 8` is 1 if value i exists."""
     return np.packbits(np.array(present, np.uint8), bitorder="little").tobytes()
 
 

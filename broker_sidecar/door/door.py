@@ -20,6 +20,7 @@ from broker_sidecar.door.pulsar_connection import (
     is_exclusive,
 )
 from broker_sidecar.gate import Guard
+from broker_sidecar.security.subject import peer_at
 from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.streams import Streams
 from seqdedupe.address import SidecarAddress, cannot_listen
@@ -263,7 +264,7 @@ class Door:
 def _peer_of(writer: asyncio.StreamWriter) -> str:
     """Return the client's address as gRPC writes it."""
     host, port, *_ = writer.get_extra_info("peername") or ("unknown", 0)
-    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+    return peer_at(host, port)
 
 
 def _auth_context(writer: asyncio.StreamWriter) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s, single_producer
+from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s, bitmap, single_producer
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
 from seqdedupe.pulsar_wire.batches import EntryKind, EntryRows, Values, kind_of, rows_of
@@ -178,7 +178,7 @@ def _offsets(values: Values) -> Int32s:
 
 
 def _validity(is_there: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> bytes:
-    return b"" if is_there.all() else np.packbits(is_there, bitorder="little").tobytes()
+    return b"" if is_there.all() else bitmap(is_there)
 
 
 def _not_taken(metadata: MessageMetadata, what: str, hint: str) -> SeqdedupeError:

@@ -17,18 +17,26 @@ from contextlib import aclosing, suppress
 from importlib.metadata import version
 from typing import Any, Protocol, Self
 
+from google.protobuf.message import Message
+
 from broker_sidecar.door.entry_batches import ProducerSession
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
 from broker_sidecar.rpc import refusals
 from broker_sidecar.security.permissions import Permissions
-from broker_sidecar.security.rules import Action
 from broker_sidecar.security.subject import caller
 from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
-from seqdedupe.pulsar_wire.frames import FRAME_OVERHEAD_BYTES, PulsarFrame, Splitter, command_frame, entry_of
+from seqdedupe.pulsar_wire.frames import (
+    FRAME_OVERHEAD_BYTES,
+    PulsarFrame,
+    Splitter,
+    command_frame,
+    command_of,
+    entry_of,
+)
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     BaseCommand,
     CommandCloseProducer,
@@ -229,7 +237,6 @@ class PulsarConnection:
         self._has_heard = asyncio.Event()
         """Set whenever bytes have come."""
         self._is_silent = self._is_reading = False
-        self.is_known = False
 
     # -- the life of a connection ------------------------------------------------------------------------------
 
@@ -265,7 +272,6 @@ class PulsarConnection:
         except SeqdedupeError as e:
             self._say_error(_NO_ENTRY, e)
             raise
-        self.is_known = True
         self._client = command.client_version
         self._splitter.max_frame_bytes = MAX_ENTRY_BYTES + FRAME_OVERHEAD_BYTES
         connected = CommandConnected(
@@ -273,7 +279,7 @@ class PulsarConnection:
             protocol_version=min(command.protocol_version, PROTOCOL_VERSION),
             max_message_size=await self._max_message_bytes(),
         )
-        self._say(BaseCommand(type=BaseCommand.CONNECTED, connected=connected))
+        self._say("connected", connected)
         return context
 
     async def _max_message_bytes(self) -> int:
@@ -345,7 +351,7 @@ class PulsarConnection:
                     self.abort()
 
     def _ask(self) -> None:
-        self._say(BaseCommand(type=BaseCommand.PING, ping=CommandPing()))
+        self._say("ping", CommandPing())
 
     async def is_alive(self) -> bool:
         """Ask the client whether it is there, and return whether it answers in time."""
@@ -380,7 +386,7 @@ class PulsarConnection:
             case "send":
                 await self._send(command.send, frame, stream)
             case "ping":
-                self._say(BaseCommand(type=BaseCommand.PONG, pong=CommandPong()))
+                self._say("pong", CommandPong())
             case "pong" | "":
                 pass
             case "producer":
@@ -396,7 +402,7 @@ class PulsarConnection:
                 answer = CommandGetSchemaResponse(
                     request_id=command.getSchema.request_id, error_code=ServerError.TopicNotFound
                 )
-                self._say(BaseCommand(type=BaseCommand.GET_SCHEMA_RESPONSE, getSchemaResponse=answer))
+                self._say("getSchemaResponse", answer)
             case field:
                 self._refuse(command, field)
 
@@ -439,7 +445,7 @@ class PulsarConnection:
         except SeqdedupeError as e:
             answer.response = CommandPartitionedTopicMetadataResponse.Failed
             answer.error, answer.message = _lookup_code_of(e), _told(e)
-        self._say(BaseCommand(type=BaseCommand.PARTITIONED_METADATA_RESPONSE, partitionMetadataResponse=answer))
+        self._say("partitionMetadataResponse", answer)
 
     async def _look_up(self, name: str, request_id: int) -> None:
         answer = CommandLookupTopicResponse(request_id=request_id, authoritative=True)
@@ -457,7 +463,7 @@ class PulsarConnection:
             # Java takes no URL without a port.
             answer.brokerServiceUrl, answer.proxy_through_service_url = "pulsar://seqdedupe:6650", True
             answer.brokerServiceUrlTls = "pulsar+ssl://seqdedupe:6651"
-        self._say(BaseCommand(type=BaseCommand.LOOKUP_RESPONSE, lookupTopicResponse=answer))
+        self._say("lookupTopicResponse", answer)
 
     def _check_may_look(self, full: str) -> None:
         request = admin_pb2.GetTopicRequest(topic=full).SerializeToString()
@@ -497,10 +503,7 @@ class PulsarConnection:
             if len(self._producers) + len(self._refused) >= MAX_PRODUCERS:
                 raise error("QUEUE_FULL", f"the connection has {MAX_PRODUCERS} producers: that is the limit")
             name = command.producer_name or self._names.new_name()
-            self._permissions.check_topic(Action.PUBLISH, full)
-            _, denial = await self._permissions.denied_names(full, [name])
-            if denial is not None:
-                raise denial
+            await self._publish.denied(full, [name])
             await self._names.claim(full, name, command.producer_access_mode, self, producer_id)  # 2
             opened = await self._publish.open(publish_pb2.OpenRequest(topic=full, producer_names=[name]))  # 3
             for refusal in opened.refusals:
@@ -522,7 +525,7 @@ class PulsarConnection:
                 last_sequence_id=opened.persisted[0],
                 schema_version=b"",
             )
-            self._say(BaseCommand(type=BaseCommand.PRODUCER_SUCCESS, producer_success=success))  # 4
+            self._say("producer_success", success)  # 4
         except SeqdedupeError as e:
             self._say_error(command.request_id, e)
         finally:
@@ -562,7 +565,7 @@ class PulsarConnection:
             highest_sequence_id=entry.highest_sequence_id,
             message_id=message_id,
         )
-        self._say(BaseCommand(type=BaseCommand.SEND_RECEIPT, send_receipt=receipt))
+        self._say("send_receipt", receipt)
 
     def _refuse_entry(self, producer_id: int, entry: PendingEntry, e: SeqdedupeError) -> None:
         """Refuse one entry for good. Clients understand that differently, and some not at all."""
@@ -576,7 +579,7 @@ class PulsarConnection:
             self._producers[producer_id].fail(e)
             return
         failure = CommandSendError(producer_id=producer_id, sequence_id=sequence_id, error=code, message=_told(e))
-        self._say(BaseCommand(type=BaseCommand.SEND_ERROR, send_error=failure))
+        self._say("send_error", failure)
 
     def _ended(self, producer_id: int, e: SeqdedupeError) -> None:
         """Tell the client that a producer has ended. It opens the producer again, and learns then if that is final."""
@@ -585,7 +588,7 @@ class PulsarConnection:
             self._refused[producer_id] = without_traceback(e)
         self._forget(producer_id)
         closed = CommandCloseProducer(producer_id=producer_id, request_id=_NO_ENTRY)
-        self._say(BaseCommand(type=BaseCommand.CLOSE_PRODUCER, close_producer=closed))
+        self._say("close_producer", closed)
 
     def end_producer(self, producer_id: int, e: SeqdedupeError) -> None:
         """End a producer with this error."""
@@ -599,7 +602,7 @@ class PulsarConnection:
             await producer.settle()
             self._forget(producer_id)
         self._refused.pop(producer_id, None)
-        self._say(BaseCommand(type=BaseCommand.SUCCESS, success=CommandSuccess(request_id=request_id)))
+        self._say("success", CommandSuccess(request_id=request_id))
 
     def _forget(self, producer_id: int) -> None:
         if (producer := self._producers.pop(producer_id, None)) is not None:
@@ -611,12 +614,13 @@ class PulsarConnection:
     def _say_error(self, request_id: int, e: SeqdedupeError, code: Any = None) -> None:
         refusals[e.reason] += 1
         failure = CommandError(request_id=request_id, error=_code_of(e) if code is None else code, message=_told(e))
-        self._say(BaseCommand(type=BaseCommand.ERROR, error=failure))
+        self._say("error", failure)
 
-    def _say(self, command: BaseCommand) -> None:
+    def _say(self, field: str, message: Message) -> None:
+        """Send a command; `field` is its field in `BaseCommand`."""
         # uvloop raises an error once a transport is closed, and a producer may get its answers later.
         if not self._writer.transport.is_closing():
-            self._writer.write(command_frame(command))
+            self._writer.write(command_frame(command_of(field, message)))
 
 
 def _check(command: CommandProducer) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from broker_sidecar.door.entry_batches import ProducerSession, batches_of, decoded_bytes, is_large, rows_to_store
 from broker_sidecar.rpc import refusals
+from broker_sidecar.services.publish_service import FRAME_BYTES
 from broker_sidecar.streams import Stream, unasked
 from seqdedupe.batch import Batch
 from seqdedupe.core.rule import UNKNOWN
@@ -24,9 +25,6 @@ from seqdedupe.topic.frame import Allowing, FrameReceipt, Refusal
 from seqdedupe.topic.topic import Topic
 
 logger = logging.getLogger("broker_sidecar.door")
-
-FRAME_BYTES = 2048
-"""The memory of a frame in flight in addition to its batch."""
 
 ENTRY_BYTES = 512
 """The memory of an entry that waits for its answer. It may wait behind an entry in flight, with nothing in flight."""
@@ -148,8 +146,7 @@ class StockProducer:
 
     async def _admit(self, pending: PendingEntry, batch: bytes) -> None:
         size = FRAME_BYTES + len(batch)
-        while not self._stream.share.fits(size):
-            await self._stream.share.wait_for(size)
+        await self._stream.share.wait_for(size)
         await self.topic.flight.wait_for_room()
         if self.is_closed:
             return

@@ -25,6 +25,11 @@ def can_be_name(name: str) -> bool:
     return name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
 
 
+def peer_at(host: str, port: int) -> str:
+    """Return a peer's address in gRPC's form."""
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
 def host_of(address: str) -> str:
     """Return a peer's address in gRPC's form without its port, so that all connections of a client have the same
     one."""

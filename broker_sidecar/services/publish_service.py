@@ -405,7 +405,7 @@ class PublishService:
         shares = self._permissions.shares
         shares.check_rate(shares.of(caller().name), request.ByteSize(), time.monotonic())  # 1
         names, epochs = list(request.producer_names), list(request.epochs)
-        denied = await self._denied(topic_name(request.topic), names)  # 2
+        denied = await self.denied(topic_name(request.topic), names)  # 2
         if not epochs:
             self._permissions.check_disk(self._topics)
         topic = await self._topic_of(request, names)  # 3
@@ -430,7 +430,7 @@ class PublishService:
             self._trail.opened(topic.name, topic.log.incarnation, set(opened.epochs), fenced)  # 6
         return await _opened_to_proto(topic, opened.among(len(request.producer_names), denied))
 
-    async def _denied(self, topic: str, names: list[str]) -> dict[int, SeqdedupeError]:
+    async def denied(self, topic: str, names: list[str]) -> dict[int, SeqdedupeError]:
         """Return the errors for the names under which the caller may not publish, by place.
 
         Raises NOT_ALLOWED, which names the first of them, if all names are denied.

@@ -11,7 +11,7 @@ from google.protobuf import message
 from broker_sidecar.security.audit import Trail
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import Permissions
-from broker_sidecar.security.subject import Subject, set_caller
+from broker_sidecar.security.subject import Subject, peer_at, set_caller
 from broker_sidecar.services.admin_service import SERVICE
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.http_server import Request
@@ -43,7 +43,7 @@ class Visitors:
 
     def _subject(self, visitor: Request, method: str) -> Subject:
         host, port = visitor.client
-        address = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+        address = peer_at(host, port)
         try:
             return self._known(visitor, host, address)
         except SeqdedupeError as e:

@@ -5,7 +5,6 @@
 
 import argparse
 import random
-import socket
 import tempfile
 import threading
 import time
@@ -15,21 +14,15 @@ from typing import Any
 
 import pulsar
 
+from pulsar_broker.standalone import free_port
 from seqdedupe.client.blocking import Client
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
-from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import calls
 from tests.broker_sidecar.pausing import wait_for
 
 TOPIC = "stock"
 A_ROUND = 10
 """This many kills are of one load."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class StockProducer(threading.Thread):
@@ -95,12 +88,7 @@ def round_(folder: Path, kills: int, seed: int, *, deduplicates: bool = True) ->
     address = f"127.0.0.1:{free_port()}"
     with Sidecar(folder, pulsar_listen=address, deduplication_entries_interval=50) as sidecar:
         with Client(sidecar.address) as operator:
-            operator.admin.create_topic(TOPIC)
-        if not deduplicates:
-            admin = calls.Client(sidecar.address)
-            policy = admin_pb2.TopicPolicy(deduplication_enabled=False)
-            admin.admin.SetTopicPolicy(admin_pb2.SetTopicPolicyRequest(topic=TOPIC, policy=policy))
-            admin.close()
+            operator.admin.create_topic(TOPIC, deduplication_enabled=deduplicates)
         stock = pulsar.Client(f"pulsar://{address}", logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
         producers = [StockProducer(stock, name, seed + k) for k, name in enumerate(("a", "b"))]
         for producer in producers:
@@ -109,8 +97,7 @@ def round_(folder: Path, kills: int, seed: int, *, deduplicates: bool = True) ->
             for producer in producers:
                 producer.wait_for_more(50)
             time.sleep(rng.uniform(0, 0.02))
-            sidecar.kill()
-            sidecar.start()
+            sidecar.restart()
         for producer in producers:
             producer.finish()
         with suppress(Exception):

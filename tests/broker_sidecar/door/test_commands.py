@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,6 @@ from tests.broker_sidecar.calls import Client
 from tests.broker_sidecar.door.wire import CPP, GO, JAVA, Wire, batch, door_of, ids_of, single
 
 NO_ENTRY = 2**64 - 1
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    """A sidecar with a door, that no test may kill."""
-    with Sidecar(tmp_path_factory.mktemp("door"), pulsar_listen="127.0.0.1:0") as sidecar:
-        yield sidecar
 
 
 @pytest.fixture

@@ -9,14 +9,13 @@ import pytest
 import trustme
 
 from pulsar_broker.distribution import Unavailable, home
-from pulsar_broker.standalone import Broker
+from pulsar_broker.standalone import Broker, free_port
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.message import Message
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import calls
 from tests.broker_sidecar.door.java_client import JavaClient, JavaFailed
-from tests.broker_sidecar.door.stock_kills import free_port
 from tests.broker_sidecar.door.wire import door_of
 from tests.broker_sidecar.security.issuing import of_server
 from tests.broker_sidecar.security.showing import token_of
@@ -38,12 +37,6 @@ def pulsar_home() -> Path:
 def program(pulsar_home: Path) -> Iterator[JavaClient]:
     with JavaClient(pulsar_home) as program:
         yield program
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path_factory.mktemp("door"), pulsar_listen="127.0.0.1:0") as sidecar:
-        yield sidecar
 
 
 @pytest.fixture
@@ -227,12 +220,7 @@ def kill_under_load(java: JavaClient, folder: Path, *, deduplicates: bool = True
     address = f"127.0.0.1:{free_port()}"
     with Sidecar(folder, pulsar_listen=address, deduplication_entries_interval=50) as sidecar:
         with Client(sidecar.address) as operator:
-            operator.admin.create_topic("t")
-        if not deduplicates:
-            admin = calls.Client(sidecar.address)
-            policy = admin_pb2.TopicPolicy(deduplication_enabled=False)
-            admin.admin.SetTopicPolicy(admin_pb2.SetTopicPolicyRequest(topic="t", policy=policy))
-            admin.close()
+            operator.admin.create_topic("t", deduplication_enabled=deduplicates)
         java.connect(f"pulsar://{address}")
         names = {
             label: java.open("t", name, "batches", compression, label)[0]

@@ -22,12 +22,6 @@ COMPRESSIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path_factory.mktemp("door"), pulsar_listen="127.0.0.1:0") as sidecar:
-        yield sidecar
-
-
 @pytest.fixture
 def stock(shared: Sidecar) -> Iterator[pulsar.Client]:
     client = pulsar.Client(
