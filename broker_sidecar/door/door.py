@@ -16,15 +16,15 @@ from broker_sidecar.door.pulsar_connection import (
     LogLimit,
     PulsarConnection,
     ShownCredentials,
-    fences,
-    is_exclusive,
 )
+from broker_sidecar.door.stock_producer import counted
 from broker_sidecar.gate import Guard
 from broker_sidecar.security.subject import peer_at
 from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.streams import Streams
 from seqdedupe.address import SidecarAddress, cannot_listen
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import Exclusive, ExclusiveWithFencing, WaitForExclusive
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.topic import Topic
 
@@ -45,6 +45,9 @@ STOP_SECONDS = 2.0
 
 _METHOD = "pulsar.CONNECT"
 """The name of a connection in the audit trail."""
+
+_ALONE = frozenset({Exclusive, ExclusiveWithFencing, WaitForExclusive})
+"""The access modes of producers that want to be alone in their topic. The second one ends the other producers."""
 
 
 class NameHolder(NamedTuple):
@@ -85,6 +88,8 @@ class Door:
         self._large_frames = asyncio.Semaphore(LARGE_FRAMES_AT_ONCE)
         self._alone: dict[str, NameHolder] = {}
         """The producers that are alone in their topic."""
+        self._queues: dict[str, list[asyncio.Event]] = {}
+        """By topic: the turns of the producers that wait until they can be alone in it. Never empty."""
 
     @property
     def producers(self) -> int:
@@ -95,6 +100,16 @@ class Door:
     def connections(self) -> int:
         """The number of connections."""
         return len(self._serving)
+
+    @property
+    def opened_producers(self) -> int:
+        """The number of producers that were opened since the sidecar's start, also those that were opened again."""
+        return counted["producers"]
+
+    @property
+    def receipts(self) -> int:
+        """The number of entries that were answered with a receipt since the sidecar's start."""
+        return counted["receipts"]
 
     async def listen(self) -> SidecarAddress:
         """Listen, and return the address with its port. Raises CANNOT_LISTEN, INVALID_CONFIGURATION."""
@@ -213,31 +228,61 @@ class Door:
         """Return a name that no producer has had."""
         return f"stock-{secrets.token_hex(8)}"
 
-    async def claim(self, topic: str, name: str, mode: int, connection: PulsarConnection, producer_id: int) -> None:
+    async def claim(
+        self,
+        topic: str,
+        name: str,
+        mode: int,
+        connection: PulsarConnection,
+        producer_id: int,
+        tell_to_wait: Callable[[], None],
+    ) -> None:
         """Give a name to a producer, as a broker does: who has it keeps it as long as its client is there.
 
         A client that does not answer any more loses all its producers: it may be the former connection of this very
-        client. Raises PRODUCER_BUSY.
+        client. Raises PRODUCER_BUSY; FENCED if a producer that wants to be alone cannot be alone. If the mode is to
+        wait, this calls `tell_to_wait` before it waits for its turn.
         """
         own = NameHolder(connection, producer_id)
-        if fences(mode):
+        if mode == ExclusiveWithFencing:
             for holder in self._others_in(topic, own):
                 why = error("FENCED", f"another producer has taken topic {topic} for itself")
                 holder.connection.end_producer(holder.producer_id, why)
+        elif mode == WaitForExclusive:
+            if topic in self._queues or self._others_in(topic, own):
+                tell_to_wait()
+                await self._wait_for_turn(topic, own)
+        elif topic in self._queues:
+            raise _excluded(topic, name, mode)
         while (other := self._in_the_way(topic, name, mode, own)) is not None:
             if other.connection is connection or await other.connection.is_alive():
-                raise error("PRODUCER_BUSY", f"topic {topic} has another producer that excludes {name!r}")
+                raise _excluded(topic, name, mode)
             other.connection.abort()
             self._drop(other.connection)
         self._holders.setdefault(topic, {})[name] = own
-        if is_exclusive(mode):
+        if mode in _ALONE:
             self._alone[topic] = own
+
+    async def _wait_for_turn(self, topic: str, own: NameHolder) -> None:
+        """Wait until the topic has no other producer, and all that waited before have had their turn."""
+        queue, turn = self._queues.setdefault(topic, []), asyncio.Event()
+        queue.append(turn)
+        try:
+            while queue[0] is not turn or self._others_in(topic, own):
+                turn.clear()
+                await turn.wait()
+        finally:
+            queue.remove(turn)
+            if queue:
+                queue[0].set()
+            else:
+                del self._queues[topic]
 
     def _in_the_way(self, topic: str, name: str, mode: int, own: NameHolder) -> NameHolder | None:
         """Return a producer that excludes this one."""
         same = self._holders.get(topic, {}).get(name)
         one_of = (same, self._alone.get(topic))
-        candidates = self._others_in(topic, own) if is_exclusive(mode) else [one for one in one_of if one is not None]
+        candidates = self._others_in(topic, own) if mode in _ALONE else [one for one in one_of if one is not None]
         return next((other for other in candidates if other != own), None)
 
     def _others_in(self, topic: str, own: NameHolder) -> list[NameHolder]:
@@ -259,6 +304,16 @@ class Door:
                 self._holders.pop(topic, None)
         if self._alone.get(topic) == own:
             del self._alone[topic]
+        if topic in self._queues:
+            self._queues[topic][0].set()
+
+
+def _excluded(topic: str, name: str, mode: int) -> SeqdedupeError:
+    """Return why a producer cannot be opened: Pulsar has an error of its own for one that wants to be alone."""
+    if mode in _ALONE:
+        hint = "Close the topic's other producers, or use the access mode WaitForExclusive."
+        return error("FENCED", f"topic {topic} has another producer, so {name!r} cannot be alone", hint=hint)
+    return error("PRODUCER_BUSY", f"topic {topic} has another producer that excludes {name!r}")
 
 
 def _peer_of(writer: asyncio.StreamWriter) -> str:

@@ -55,8 +55,11 @@ def is_large(entry: WireEntry, metadata: MessageMetadata) -> bool:
     return metadata.num_messages_in_batch > INLINE_ROWS or size > INLINE_BYTES
 
 
-def rows_to_store(entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -> EntryRows:
-    """Return the rows of an entry. `max_bytes` limits its payload when decompressed.
+def rows_to_store(
+    entry: WireEntry, metadata: MessageMetadata, max_bytes: int, schema_version: bytes = b""
+) -> EntryRows:
+    """Return the rows of an entry. `max_bytes` limits its payload when decompressed. `schema_version` is that of the
+    schema with which the log labels messages; empty for none.
 
     Raises INVALID_REQUEST if this sidecar does not take such entries; MALFORMED_MESSAGE, MESSAGE_TOO_LARGE,
     INVALID_SEQUENCE_ID.
@@ -69,6 +72,8 @@ def rows_to_store(entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -
         raise _not_taken(metadata, "is to be delivered later", "Publish it when it is due: nothing is delayed here.")
     if metadata.HasField("txnid_most_bits"):
         raise _not_taken(metadata, "belongs to a transaction", "Publish outside of transactions.")
+    if metadata.schema_version not in (b"", schema_version):
+        raise _not_taken(metadata, "was made by another schema", "Use one schema in a producer: its topic has one.")
     if metadata.num_messages_in_batch > MAX_BATCH_ROWS:
         what = f"has {metadata.num_messages_in_batch} messages"
         raise _not_taken(metadata, what, f"A batch has at most {MAX_BATCH_ROWS}: set the producer's limit.")

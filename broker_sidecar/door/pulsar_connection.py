@@ -14,12 +14,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Protocol, Self
 
 from google.protobuf.message import Message
 
 from broker_sidecar.door.entry_batches import ProducerSession
+from broker_sidecar.door.schemas import layout_for, version_of
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
 from broker_sidecar.rpc import refusals
 from broker_sidecar.security.permissions import Permissions
@@ -43,6 +45,8 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandConnect,
     CommandConnected,
     CommandError,
+    CommandGetOrCreateSchema,
+    CommandGetOrCreateSchemaResponse,
     CommandGetSchemaResponse,
     CommandLookupTopicResponse,
     CommandPartitionedTopicMetadataResponse,
@@ -54,12 +58,8 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandSendError,
     CommandSendReceipt,
     CommandSuccess,
-    Exclusive,
-    ExclusiveWithFencing,
     MessageIdData,
-    Schema,
     ServerError,
-    WaitForExclusive,
 )
 from seqdedupe.topic.directory import Topics, find, look_for
 from seqdedupe.topic.topic import Topic
@@ -185,8 +185,16 @@ class _Turn:
 class ProducerNames(Protocol):
     """The producers of all connections, by topic and name."""
 
-    async def claim(self, topic: str, name: str, mode: int, connection: "PulsarConnection", producer_id: int) -> None:
-        """Give this name to a producer. Raises PRODUCER_BUSY."""
+    async def claim(
+        self,
+        topic: str,
+        name: str,
+        mode: int,
+        connection: "PulsarConnection",
+        producer_id: int,
+        tell_to_wait: Callable[[], None],
+    ) -> None:
+        """Give this name to a producer, which may be told to wait. Raises PRODUCER_BUSY, FENCED."""
 
     def release(self, topic: str, name: str, connection: "PulsarConnection", producer_id: int) -> None:
         """Take the name back, if this producer has it."""
@@ -231,6 +239,8 @@ class PulsarConnection:
         self._client = ""
         self._producers: dict[int, StockProducer] = {}
         self._opening: dict[int, asyncio.Task[None]] = {}
+        self._waiting: set[int] = set()
+        """The producers among those that wait until they can be alone in their topic."""
         self._refused: dict[int, SeqdedupeError] = {}
         """Why a producer of this ID was ended for good: the answer to its next PRODUCER."""
         self._requests: set[asyncio.Task[None]] = set()
@@ -403,6 +413,8 @@ class PulsarConnection:
                     request_id=command.getSchema.request_id, error_code=ServerError.TopicNotFound
                 )
                 self._say("getSchemaResponse", answer)
+            case "getOrCreateSchema":
+                self._tell_schema(command.getOrCreateSchema)
             case field:
                 self._refuse(command, field)
 
@@ -469,6 +481,10 @@ class PulsarConnection:
         request = admin_pb2.GetTopicRequest(topic=full).SerializeToString()
         self._permissions.check_call("/seqdedupe.v1.AdminService/GetTopic", request)
 
+    @property
+    def _keeps_schemas(self) -> bool:
+        return self._topics.kind.log.is_shared
+
     # -- producers ---------------------------------------------------------------------------------------------
 
     def _start_opening(self, command: CommandProducer, stream: Stream) -> None:
@@ -500,15 +516,20 @@ class PulsarConnection:
                 return
             full = topic_name(command.topic)
             _check(command)  # 1
+            layout = layout_for(command.schema, keeps_schemas=self._keeps_schemas)
             if len(self._producers) + len(self._refused) >= MAX_PRODUCERS:
                 raise error("QUEUE_FULL", f"the connection has {MAX_PRODUCERS} producers: that is the limit")
             name = command.producer_name or self._names.new_name()
             await self._publish.denied(full, [name])
-            await self._names.claim(full, name, command.producer_access_mode, self, producer_id)  # 2
-            opened = await self._publish.open(publish_pb2.OpenRequest(topic=full, producer_names=[name]))  # 3
+            mode, wait = command.producer_access_mode, partial(self._tell_to_wait, command, name)
+            await self._names.claim(full, name, mode, self, producer_id, wait)  # 2
+            self._waiting.discard(producer_id)
+            request = publish_pb2.OpenRequest(topic=full, producer_names=[name])
+            opened = await self._publish.open(request, layout)  # 3
             for refusal in opened.refusals:
                 raise error(refusal.reason, refusal.message)
             topic = await find(self._topics, full)
+            version = version_of(command.schema, full, topic.log.schema, keeps_schemas=self._keeps_schemas)
             self._producers[producer_id] = StockProducer(
                 topic,
                 ProducerSession(name.encode(), opened.epochs[0]),
@@ -518,12 +539,13 @@ class PulsarConnection:
                 lambda entry: self._answer(producer_id, entry),
                 lambda e: self._ended(producer_id, e),
                 goes_on=self._client.startswith((_JAVA, _CPP)),
+                schema_version=version,
             )
             success = CommandProducerSuccess(
                 request_id=command.request_id,
                 producer_name=name,
                 last_sequence_id=opened.persisted[0],
-                schema_version=b"",
+                schema_version=version,
             )
             self._say("producer_success", success)  # 4
         except SeqdedupeError as e:
@@ -531,8 +553,31 @@ class PulsarConnection:
         finally:
             if self._opening.get(producer_id) is asyncio.current_task():
                 del self._opening[producer_id]
+                self._waiting.discard(producer_id)
             if producer_id not in self._producers and name:
                 self._names.release(full, name, self, producer_id)
+
+    def _tell_schema(self, request: CommandGetOrCreateSchema) -> None:
+        """Tell a producer the version of a schema by which it has made a message: its topic's, or none."""
+        answer = CommandGetOrCreateSchemaResponse(request_id=request.request_id)
+        try:
+            full = topic_name(request.topic)
+            producer = next((one for one in self._producers.values() if one.topic.name == full), None)
+            if producer is None:
+                raise error("TOPIC_NOT_FOUND", f"this connection has no producer of topic {full}")
+            schema = producer.topic.log.schema
+            answer.schema_version = version_of(request.schema, full, schema, keeps_schemas=self._keeps_schemas)
+        except SeqdedupeError as e:
+            answer.error_code, answer.error_message = ServerError.IncompatibleSchema, _told(e)
+        self._say("getOrCreateSchemaResponse", answer)
+
+    def _tell_to_wait(self, command: CommandProducer, name: str) -> None:
+        """Tell the client that the answer comes when the producer's turn comes. It then sets no limit to that."""
+        self._waiting.add(command.producer_id)
+        success = CommandProducerSuccess(
+            request_id=command.request_id, producer_name=name, schema_version=b"", producer_ready=False
+        )
+        self._say("producer_success", success)
 
     async def _send(self, command: CommandSend, frame: PulsarFrame, stream: Stream) -> None:
         producer = self._producers.get(command.producer_id)
@@ -597,6 +642,8 @@ class PulsarConnection:
 
     async def _close(self, producer_id: int, request_id: int) -> None:
         if (opening := self._opening.get(producer_id)) is not None:
+            if producer_id in self._waiting:
+                opening.cancel()
             await asyncio.wait([opening])
         if (producer := self._producers.get(producer_id)) is not None:
             await producer.settle()
@@ -625,30 +672,15 @@ class PulsarConnection:
 
 def _check(command: CommandProducer) -> None:
     """Raise INVALID_REQUEST for a producer to whom the door could not keep its word."""
-    schema = command.schema
-    if command.HasField("schema") and schema.type != Schema.Type.Value("None"):
-        what, hint = "has a schema", "Publish bytes, and encode them in the producer: topics here have no schemas."
-    elif command.txn_enabled:
+    if command.txn_enabled:
         what, hint = "takes part in transactions", "Publish outside of transactions."
     elif command.encrypted:
         what, hint = "encrypts its messages", "Turn off encryption: the door must see the sequence IDs."
     elif command.initial_subscription_name:
         what, hint = "creates a subscription", "Create the subscription at the brokers."
-    elif command.producer_access_mode == WaitForExclusive:
-        what, hint = "waits for exclusive access", "Use the mode Exclusive, and try again."
     else:
         return
     raise error("INVALID_REQUEST", f"the producer {what}, which the door does not support", hint=hint)
-
-
-def is_exclusive(mode: int) -> bool:
-    """Return whether a producer with this access mode wants to be alone in its topic."""
-    return mode in (Exclusive, ExclusiveWithFencing)
-
-
-def fences(mode: int) -> bool:
-    """Return whether a producer with this access mode ends the others of its topic."""
-    return mode == ExclusiveWithFencing
 
 
 def _token_in(command: CommandConnect) -> bytes | None:

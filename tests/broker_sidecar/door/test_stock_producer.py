@@ -24,6 +24,7 @@ class LateTopic:
     def __init__(self, verdict: int) -> None:
         self.name = "t"
         self.flight = SimpleNamespace(wait_for_room=self._nothing)
+        self.log = SimpleNamespace(schema=None)
         self.settled = asyncio.Event()
         self._verdict = verdict
 
@@ -63,6 +64,7 @@ def test_entries_that_wait_behind_another_count(verdict: int, payload_bytes: int
             answered.append,
             lambda e: pytest.fail(str(e)),
             goes_on=True,
+            schema_version=b"",
         )
         for _ in range(10):
             await producer.send(CommandSend(producer_id=1, sequence_id=0), single(0, bytes(payload_bytes)))

@@ -12,12 +12,14 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     BaseCommand,
     CommandCloseProducer,
     CommandConnect,
+    CommandGetOrCreateSchema,
     CommandLookupTopic,
     CommandPartitionedTopicMetadata,
     CommandProducer,
     CommandSend,
     CompressionType,
     MessageMetadata,
+    Schema,
 )
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
@@ -98,6 +100,11 @@ class Wire:
     def produce(self, topic: str, name: str | None = "p", producer_id: int = 1, **fields: Any) -> BaseCommand:
         """Opens a producer. The answer is PRODUCER_SUCCESS or ERROR."""
         self.ask_for_producer(topic, name, producer_id, **fields)
+        return self.next()
+
+    def get_or_create_schema(self, topic: str, schema: Schema) -> BaseCommand:
+        command = CommandGetOrCreateSchema(topic=topic, request_id=self.request(), schema=schema)
+        self.say(BaseCommand(type=BaseCommand.GET_OR_CREATE_SCHEMA, getOrCreateSchema=command))
         return self.next()
 
     def send(self, first: int, entry: WireEntry, *, highest: int = 0, producer_id: int = 1, **fields: Any) -> None:
