@@ -21,7 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pulsar_broker.distribution import FOLDER, Unavailable, get
 from pulsar_broker.standalone import Broker
@@ -35,7 +35,7 @@ NAMESPACE = "public/default"
 TEST_SECONDS = 60
 """The limit of a test, by `go test`: a test that waits for a message that does not come would wait for ever."""
 
-BROKER_KEYS = {"maxMessageSize": 1024 * 1024, "backlogQuotaCheckIntervalInSeconds": 5}
+BROKER_KEYS: dict[str, Any] = {"maxMessageSize": 1024 * 1024, "backlogQuotaCheckIntervalInSeconds": 5}
 """What the suite expects of its broker, as its `integration-tests/conf/standalone.conf` says."""
 
 _URLS = {'"pulsar://localhost:6650': 'peerServiceURL + "', '"http://localhost:8080': 'peerAdminURL + "'}
