@@ -12,7 +12,7 @@ import pulsar.asyncio
 from broker_sidecar.cluster.peers import Neighbours, listed
 from broker_sidecar.config import Config, PulsarConfig
 from seqdedupe.address import SidecarAddress
-from seqdedupe.errors import error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar import topic_owner
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import EntryFormat
@@ -42,7 +42,8 @@ class LogCluster:
 
     def __init__(self, config: Config, store: Store) -> None:
         asked, instance = config.pulsar, StoreInstance(store)
-        tls, self._token = _tls(asked), _token(asked)
+        self.tls = tls = _tls(asked)
+        self._token = _token(asked)
         self._asked = asked
         self._sidecars = listed(config)
         self.neighbours = Neighbours(self._sidecars)
@@ -79,6 +80,14 @@ class LogCluster:
         address = await owner_of(topic, self.shared.admin)
         # A lost producer of this sidecar may still be listed.
         return "" if address == self.shared.address else address
+
+    async def door_at(self, address: str) -> str:
+        """Return the URL of the door for Pulsar clients of the sidecar at this address; empty if it is not known."""
+        try:
+            version = await self.neighbours.version(address)
+        except SeqdedupeError:
+            return ""
+        return version.pulsar_url
 
     async def sidecars(self) -> list[SeenOwner]:
         """Return the sidecars; see `topic_owner.sidecars`."""

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from broker_sidecar.config import Config
+from broker_sidecar.config import EVERYWHERE, Config
 from broker_sidecar.connections import origin_of
+from broker_sidecar.door.broker_pass import BrokersToPass
 from broker_sidecar.door.pulsar_connection import (
     READ_BYTES,
     LogLimit,
@@ -18,6 +19,7 @@ from broker_sidecar.door.pulsar_connection import (
     ShownCredentials,
 )
 from broker_sidecar.door.stock_producer import counted
+from broker_sidecar.door.topic_lookup import DoorAt, TopicLookup
 from broker_sidecar.gate import Guard
 from broker_sidecar.security.subject import peer_at
 from broker_sidecar.services.publish_service import PublishService
@@ -69,9 +71,11 @@ class Door:
         publish: PublishService,
         has_to_answer: Callable[[str], Awaitable[bool]],
         log_limit: LogLimit | None = None,
+        brokers: BrokersToPass | None = None,
+        door_at: DoorAt | None = None,
     ) -> None:
         """`has_to_answer` returns whether to answer a client from this peer that is unknown. Without `log_limit`, the
-        log takes every message that the sidecar takes.
+        log takes every message that the sidecar takes. Without `brokers`, the door serves producers only.
         """
         self._config = config
         self._guard = guard
@@ -80,6 +84,8 @@ class Door:
         self._publish = publish
         self._has_to_answer = has_to_answer
         self._log_limit = log_limit
+        self._brokers = brokers
+        self._lookup = TopicLookup(topics, guard.permissions, door_at)
         self._server: asyncio.Server | None = None
         self._serving: dict[asyncio.Task[None], str] = {}
         """The origin of each connection's client, until it is known; then an empty text."""
@@ -127,7 +133,17 @@ class Door:
         except OSError as e:
             raise cannot_listen(address, e, "pulsar_listen") from e
         port = self._server.sockets[0].getsockname()[1]
-        return SidecarAddress(address.host, port)
+        address = SidecarAddress(address.host, port)
+        reached = self._config.advertised_pulsar_address
+        if reached or address.host not in EVERYWHERE:
+            scheme = "pulsar" if self._tls is None else "pulsar+ssl"
+            self._lookup.own_url = f"{scheme}://{reached or address}"
+        return address
+
+    @property
+    def url(self) -> str:
+        """The URL by which clients reach the door; empty if it is not known."""
+        return self._lookup.own_url
 
     def _listening_tls(self) -> ssl.SSLContext | None:
         """Return the listener's context. Each connection takes the present one as soon as its client greets."""
@@ -220,6 +236,8 @@ class Door:
             find_caller=find_caller,
             large_frames=self._large_frames,
             log_limit=self._log_limit,
+            lookup=self._lookup,
+            brokers=self._brokers,
         ).run()
 
     # -- producers' names --------------------------------------------------------------------------------------

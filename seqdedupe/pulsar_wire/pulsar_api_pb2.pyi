@@ -749,17 +749,20 @@ class CommandPartitionedTopicMetadata(_message.Message):
 
     TOPIC_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    METADATA_AUTO_CREATION_ENABLED_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     request_id: _builtins.int
+    metadata_auto_creation_enabled: _builtins.bool
     def __init__(
         self,
         *,
         topic: _builtins.str | None = ...,
         request_id: _builtins.int | None = ...,
+        metadata_auto_creation_enabled: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "topic", b"topic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata_auto_creation_enabled", b"metadata_auto_creation_enabled", "request_id", b"request_id", "topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata_auto_creation_enabled", b"metadata_auto_creation_enabled", "request_id", b"request_id", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1210,6 +1213,93 @@ class CommandFlow(_message.Message):
 Global___CommandFlow: _TypeAlias = CommandFlow  # noqa: Y015
 
 @_typing.final
+class CommandUnsubscribe(_message.Message):
+    """Of this and the next three, only what says to whom they belong is named: they are passed on as bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    consumer_id: _builtins.int
+    request_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        consumer_id: _builtins.int | None = ...,
+        request_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandUnsubscribe: _TypeAlias = CommandUnsubscribe  # noqa: Y015
+
+@_typing.final
+class CommandRedeliverUnacknowledgedMessages(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    consumer_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        consumer_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandRedeliverUnacknowledgedMessages: _TypeAlias = CommandRedeliverUnacknowledgedMessages  # noqa: Y015
+
+@_typing.final
+class CommandSeek(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    consumer_id: _builtins.int
+    request_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        consumer_id: _builtins.int | None = ...,
+        request_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandSeek: _TypeAlias = CommandSeek  # noqa: Y015
+
+@_typing.final
+class CommandConsumerStats(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    consumer_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int | None = ...,
+        consumer_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandConsumerStats: _TypeAlias = CommandConsumerStats  # noqa: Y015
+
+@_typing.final
 class CommandReachedEndOfTopic(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1412,6 +1502,53 @@ class CommandGetLastMessageIdResponse(_message.Message):
 Global___CommandGetLastMessageIdResponse: _TypeAlias = CommandGetLastMessageIdResponse  # noqa: Y015
 
 @_typing.final
+class CommandGetTopicsOfNamespace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    namespace: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int | None = ...,
+        namespace: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "request_id", b"request_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandGetTopicsOfNamespace: _TypeAlias = CommandGetTopicsOfNamespace  # noqa: Y015
+
+@_typing.final
+class CommandWatchTopicList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    WATCHER_ID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    watcher_id: _builtins.int
+    namespace: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int | None = ...,
+        watcher_id: _builtins.int | None = ...,
+        namespace: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "request_id", b"request_id", "watcher_id", b"watcher_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "request_id", b"request_id", "watcher_id", b"watcher_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandWatchTopicList: _TypeAlias = CommandWatchTopicList  # noqa: Y015
+
+@_typing.final
 class CommandGetSchema(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1543,6 +1680,7 @@ class BaseCommand(_message.Message):
         MESSAGE: BaseCommand._Type.ValueType  # 9
         ACK: BaseCommand._Type.ValueType  # 10
         FLOW: BaseCommand._Type.ValueType  # 11
+        UNSUBSCRIBE: BaseCommand._Type.ValueType  # 12
         SUCCESS: BaseCommand._Type.ValueType  # 13
         ERROR: BaseCommand._Type.ValueType  # 14
         CLOSE_PRODUCER: BaseCommand._Type.ValueType  # 15
@@ -1550,13 +1688,17 @@ class BaseCommand(_message.Message):
         PRODUCER_SUCCESS: BaseCommand._Type.ValueType  # 17
         PING: BaseCommand._Type.ValueType  # 18
         PONG: BaseCommand._Type.ValueType  # 19
+        REDELIVER_UNACKNOWLEDGED_MESSAGES: BaseCommand._Type.ValueType  # 20
         PARTITIONED_METADATA: BaseCommand._Type.ValueType  # 21
         PARTITIONED_METADATA_RESPONSE: BaseCommand._Type.ValueType  # 22
         LOOKUP: BaseCommand._Type.ValueType  # 23
         LOOKUP_RESPONSE: BaseCommand._Type.ValueType  # 24
+        CONSUMER_STATS: BaseCommand._Type.ValueType  # 25
         REACHED_END_OF_TOPIC: BaseCommand._Type.ValueType  # 27
+        SEEK: BaseCommand._Type.ValueType  # 28
         GET_LAST_MESSAGE_ID: BaseCommand._Type.ValueType  # 29
         GET_LAST_MESSAGE_ID_RESPONSE: BaseCommand._Type.ValueType  # 30
+        GET_TOPICS_OF_NAMESPACE: BaseCommand._Type.ValueType  # 32
         GET_SCHEMA: BaseCommand._Type.ValueType  # 34
         GET_SCHEMA_RESPONSE: BaseCommand._Type.ValueType  # 35
         AUTH_CHALLENGE: BaseCommand._Type.ValueType  # 36
@@ -1564,6 +1706,7 @@ class BaseCommand(_message.Message):
         ACK_RESPONSE: BaseCommand._Type.ValueType  # 38
         GET_OR_CREATE_SCHEMA: BaseCommand._Type.ValueType  # 39
         GET_OR_CREATE_SCHEMA_RESPONSE: BaseCommand._Type.ValueType  # 40
+        WATCH_TOPIC_LIST: BaseCommand._Type.ValueType  # 64
 
     class Type(_Type, metaclass=_TypeEnumTypeWrapper):
         """A command is in the field with the number of its type. Other types than these exist: they are passed on as bytes."""
@@ -1579,6 +1722,7 @@ class BaseCommand(_message.Message):
     MESSAGE: BaseCommand.Type.ValueType  # 9
     ACK: BaseCommand.Type.ValueType  # 10
     FLOW: BaseCommand.Type.ValueType  # 11
+    UNSUBSCRIBE: BaseCommand.Type.ValueType  # 12
     SUCCESS: BaseCommand.Type.ValueType  # 13
     ERROR: BaseCommand.Type.ValueType  # 14
     CLOSE_PRODUCER: BaseCommand.Type.ValueType  # 15
@@ -1586,13 +1730,17 @@ class BaseCommand(_message.Message):
     PRODUCER_SUCCESS: BaseCommand.Type.ValueType  # 17
     PING: BaseCommand.Type.ValueType  # 18
     PONG: BaseCommand.Type.ValueType  # 19
+    REDELIVER_UNACKNOWLEDGED_MESSAGES: BaseCommand.Type.ValueType  # 20
     PARTITIONED_METADATA: BaseCommand.Type.ValueType  # 21
     PARTITIONED_METADATA_RESPONSE: BaseCommand.Type.ValueType  # 22
     LOOKUP: BaseCommand.Type.ValueType  # 23
     LOOKUP_RESPONSE: BaseCommand.Type.ValueType  # 24
+    CONSUMER_STATS: BaseCommand.Type.ValueType  # 25
     REACHED_END_OF_TOPIC: BaseCommand.Type.ValueType  # 27
+    SEEK: BaseCommand.Type.ValueType  # 28
     GET_LAST_MESSAGE_ID: BaseCommand.Type.ValueType  # 29
     GET_LAST_MESSAGE_ID_RESPONSE: BaseCommand.Type.ValueType  # 30
+    GET_TOPICS_OF_NAMESPACE: BaseCommand.Type.ValueType  # 32
     GET_SCHEMA: BaseCommand.Type.ValueType  # 34
     GET_SCHEMA_RESPONSE: BaseCommand.Type.ValueType  # 35
     AUTH_CHALLENGE: BaseCommand.Type.ValueType  # 36
@@ -1600,6 +1748,7 @@ class BaseCommand(_message.Message):
     ACK_RESPONSE: BaseCommand.Type.ValueType  # 38
     GET_OR_CREATE_SCHEMA: BaseCommand.Type.ValueType  # 39
     GET_OR_CREATE_SCHEMA_RESPONSE: BaseCommand.Type.ValueType  # 40
+    WATCH_TOPIC_LIST: BaseCommand.Type.ValueType  # 64
 
     TYPE_FIELD_NUMBER: _builtins.int
     CONNECT_FIELD_NUMBER: _builtins.int
@@ -1612,6 +1761,7 @@ class BaseCommand(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     FLOW_FIELD_NUMBER: _builtins.int
+    UNSUBSCRIBE_FIELD_NUMBER: _builtins.int
     SUCCESS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     CLOSE_PRODUCER_FIELD_NUMBER: _builtins.int
@@ -1619,13 +1769,17 @@ class BaseCommand(_message.Message):
     PRODUCER_SUCCESS_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    REDELIVERUNACKNOWLEDGEDMESSAGES_FIELD_NUMBER: _builtins.int
     PARTITIONMETADATA_FIELD_NUMBER: _builtins.int
     PARTITIONMETADATARESPONSE_FIELD_NUMBER: _builtins.int
     LOOKUPTOPIC_FIELD_NUMBER: _builtins.int
     LOOKUPTOPICRESPONSE_FIELD_NUMBER: _builtins.int
+    CONSUMERSTATS_FIELD_NUMBER: _builtins.int
     REACHEDENDOFTOPIC_FIELD_NUMBER: _builtins.int
+    SEEK_FIELD_NUMBER: _builtins.int
     GETLASTMESSAGEID_FIELD_NUMBER: _builtins.int
     GETLASTMESSAGEIDRESPONSE_FIELD_NUMBER: _builtins.int
+    GETTOPICSOFNAMESPACE_FIELD_NUMBER: _builtins.int
     GETSCHEMA_FIELD_NUMBER: _builtins.int
     GETSCHEMARESPONSE_FIELD_NUMBER: _builtins.int
     AUTHCHALLENGE_FIELD_NUMBER: _builtins.int
@@ -1633,6 +1787,7 @@ class BaseCommand(_message.Message):
     ACKRESPONSE_FIELD_NUMBER: _builtins.int
     GETORCREATESCHEMA_FIELD_NUMBER: _builtins.int
     GETORCREATESCHEMARESPONSE_FIELD_NUMBER: _builtins.int
+    WATCHTOPICLIST_FIELD_NUMBER: _builtins.int
     type: Global___BaseCommand.Type.ValueType
     @_builtins.property
     def connect(self) -> Global___CommandConnect: ...
@@ -1655,6 +1810,8 @@ class BaseCommand(_message.Message):
     @_builtins.property
     def flow(self) -> Global___CommandFlow: ...
     @_builtins.property
+    def unsubscribe(self) -> Global___CommandUnsubscribe: ...
+    @_builtins.property
     def success(self) -> Global___CommandSuccess: ...
     @_builtins.property
     def error(self) -> Global___CommandError: ...
@@ -1669,6 +1826,8 @@ class BaseCommand(_message.Message):
     @_builtins.property
     def pong(self) -> Global___CommandPong: ...
     @_builtins.property
+    def redeliverUnacknowledgedMessages(self) -> Global___CommandRedeliverUnacknowledgedMessages: ...
+    @_builtins.property
     def partitionMetadata(self) -> Global___CommandPartitionedTopicMetadata: ...
     @_builtins.property
     def partitionMetadataResponse(self) -> Global___CommandPartitionedTopicMetadataResponse: ...
@@ -1677,11 +1836,17 @@ class BaseCommand(_message.Message):
     @_builtins.property
     def lookupTopicResponse(self) -> Global___CommandLookupTopicResponse: ...
     @_builtins.property
+    def consumerStats(self) -> Global___CommandConsumerStats: ...
+    @_builtins.property
     def reachedEndOfTopic(self) -> Global___CommandReachedEndOfTopic: ...
+    @_builtins.property
+    def seek(self) -> Global___CommandSeek: ...
     @_builtins.property
     def getLastMessageId(self) -> Global___CommandGetLastMessageId: ...
     @_builtins.property
     def getLastMessageIdResponse(self) -> Global___CommandGetLastMessageIdResponse: ...
+    @_builtins.property
+    def getTopicsOfNamespace(self) -> Global___CommandGetTopicsOfNamespace: ...
     @_builtins.property
     def getSchema(self) -> Global___CommandGetSchema: ...
     @_builtins.property
@@ -1696,6 +1861,8 @@ class BaseCommand(_message.Message):
     def getOrCreateSchema(self) -> Global___CommandGetOrCreateSchema: ...
     @_builtins.property
     def getOrCreateSchemaResponse(self) -> Global___CommandGetOrCreateSchemaResponse: ...
+    @_builtins.property
+    def watchTopicList(self) -> Global___CommandWatchTopicList: ...
     def __init__(
         self,
         *,
@@ -1710,6 +1877,7 @@ class BaseCommand(_message.Message):
         message: Global___CommandMessage | None = ...,
         ack: Global___CommandAck | None = ...,
         flow: Global___CommandFlow | None = ...,
+        unsubscribe: Global___CommandUnsubscribe | None = ...,
         success: Global___CommandSuccess | None = ...,
         error: Global___CommandError | None = ...,
         close_producer: Global___CommandCloseProducer | None = ...,
@@ -1717,13 +1885,17 @@ class BaseCommand(_message.Message):
         producer_success: Global___CommandProducerSuccess | None = ...,
         ping: Global___CommandPing | None = ...,
         pong: Global___CommandPong | None = ...,
+        redeliverUnacknowledgedMessages: Global___CommandRedeliverUnacknowledgedMessages | None = ...,
         partitionMetadata: Global___CommandPartitionedTopicMetadata | None = ...,
         partitionMetadataResponse: Global___CommandPartitionedTopicMetadataResponse | None = ...,
         lookupTopic: Global___CommandLookupTopic | None = ...,
         lookupTopicResponse: Global___CommandLookupTopicResponse | None = ...,
+        consumerStats: Global___CommandConsumerStats | None = ...,
         reachedEndOfTopic: Global___CommandReachedEndOfTopic | None = ...,
+        seek: Global___CommandSeek | None = ...,
         getLastMessageId: Global___CommandGetLastMessageId | None = ...,
         getLastMessageIdResponse: Global___CommandGetLastMessageIdResponse | None = ...,
+        getTopicsOfNamespace: Global___CommandGetTopicsOfNamespace | None = ...,
         getSchema: Global___CommandGetSchema | None = ...,
         getSchemaResponse: Global___CommandGetSchemaResponse | None = ...,
         authChallenge: Global___CommandAuthChallenge | None = ...,
@@ -1731,10 +1903,11 @@ class BaseCommand(_message.Message):
         ackResponse: Global___CommandAckResponse | None = ...,
         getOrCreateSchema: Global___CommandGetOrCreateSchema | None = ...,
         getOrCreateSchemaResponse: Global___CommandGetOrCreateSchemaResponse | None = ...,
+        watchTopicList: Global___CommandWatchTopicList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "consumerStats", b"consumerStats", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "getTopicsOfNamespace", b"getTopicsOfNamespace", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe", "watchTopicList", b"watchTopicList"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "consumerStats", b"consumerStats", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "getTopicsOfNamespace", b"getTopicsOfNamespace", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe", "watchTopicList", b"watchTopicList"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

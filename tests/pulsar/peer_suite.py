@@ -4,12 +4,9 @@
     python -m tests.pulsar.peer_suite TestReader        these tests through the door
     python -m tests.pulsar.peer_suite --broker          all tests directly at the broker, to compare
 
-The client and its tests come from the proxy for Go modules, once. A copy is changed in these places:
-
-1. The suite's fixed URLs are those of this run. URLs of the service are the door's. URLs of the web service are the
-   broker's, since the door has no REST.
-2. The client's consumers and readers connect to the broker, and its producers to the door: so a user of the door has
-   them set up.
+The client and its tests come from the proxy for Go modules, once. In a copy, the tests' fixed URLs are those of this run:
+`pulsar://localhost:6650` is the door's, and `http://localhost:8080` the broker's, since the door has no REST. Nothing
+else is changed. The door passes consumers on to the broker (`pulsar.serve_consumers`).
 """
 
 import argparse
@@ -50,48 +47,6 @@ var (
 )
 """
 
-_CONSUMERS_FILE = """package pulsar
-
-import "os"
-
-// consumersOf returns the client whose consumers and readers a client of the door uses.
-func consumersOf(options ClientOptions) (*client, error) {
-	url := os.Getenv("PEER_CONSUMER_URL")
-	if url == "" || url == options.URL || options.URL != os.Getenv("PEER_SERVICE_URL") {
-		return nil, nil
-	}
-	options.URL = url
-	c, err := newClient(options)
-	if err != nil {
-		return nil, err
-	}
-	return c.(*client), nil
-}
-"""
-
-_CLIENT_CHANGES = (
-    (
-        "	c.handlers = internal.NewClientHandlers()\n",
-        "	c.handlers = internal.NewClientHandlers()\n	if c.consumers, err = consumersOf(options); err != nil {\n"
-        "		return nil, err\n	}\n",
-    ),
-    ("type client struct {\n", "type client struct {\n	consumers *client\n"),
-    (
-        "	consumer, err := newConsumer(c, options)\n",
-        "	if c.consumers != nil {\n		return c.consumers.Subscribe(options)\n	}\n"
-        "	consumer, err := newConsumer(c, options)\n",
-    ),
-    (
-        "	reader, err := newReader(c, options)\n",
-        "	if c.consumers != nil {\n		return c.consumers.CreateReader(options)\n	}\n"
-        "	reader, err := newReader(c, options)\n",
-    ),
-    (
-        "		c.handlers.Close()\n",
-        "		if c.consumers != nil {\n			c.consumers.Close()\n		}\n		c.handlers.Close()\n",
-    ),
-)
-
 
 class Suite(NamedTuple):
     """The compiled tests."""
@@ -123,7 +78,7 @@ class Outcome(NamedTuple):
 
 def suite(folder: Path = FOLDER) -> Suite:
     """Return the compiled suite. The first call fetches it. Raises Unavailable if this machine cannot have it."""
-    changes = hashlib.sha256(repr((_URLS, _URLS_FILE, _CONSUMERS_FILE, _CLIENT_CHANGES)).encode()).hexdigest()[:12]
+    changes = hashlib.sha256(repr((_URLS, _URLS_FILE)).encode()).hexdigest()[:12]
     there = folder / f"pulsar-client-go-{VERSION}-{changes}"
     built = Suite(there / "suite.test", there / "pulsar")
     if not there.exists():
@@ -153,15 +108,7 @@ def _change(package: Path) -> None:
         if path.name == "helper_for_test.go":
             text = text.replace("const (\n", "var (\n", 1)
         path.write_text(text)
-    client = package / "client_impl.go"
-    text = client.read_text()
-    for old, new in _CLIENT_CHANGES:
-        if text.count(old) != 1:
-            raise Unavailable(f"{client.name} of {MODULE} {VERSION} does not have {old.strip()!r} once")
-        text = text.replace(old, new)
-    client.write_text(text)
     (package / "peer_urls.go").write_text(_URLS_FILE)
-    (package / "peer_consumers.go").write_text(_CONSUMERS_FILE)
 
 
 def go() -> str:
@@ -182,12 +129,11 @@ def _go(folder: Path, *arguments: str) -> str:
 class Run:
     """Runs tests at these URLs."""
 
-    def __init__(self, built: Suite, service_url: str, admin_url: str, consumer_url: str = "") -> None:
+    def __init__(self, built: Suite, service_url: str, admin_url: str) -> None:
         self._suite = built
         self._urls = {
             "PEER_SERVICE_URL": service_url,
             "PEER_ADMIN_URL": admin_url,
-            "PEER_CONSUMER_URL": consumer_url,
         }
 
     def run(self, test: str, sidecar: Sidecar | None = None) -> Outcome:
@@ -220,6 +166,7 @@ def serve(broker: Broker, folder: Path) -> Sidecar:
         folder,
         pulsar_namespaces=NAMESPACE,
         pulsar_listen="127.0.0.1:0",
+        pulsar_serve_consumers=True,
         metrics_listen="127.0.0.1:0",
         **broker.sidecar_keys,
     )
@@ -239,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run = Run(built, broker.service_url, broker.admin_url)
         else:
             sidecar.start()
-            run = Run(built, f"pulsar://{door_of(sidecar)}", broker.admin_url, broker.service_url)
+            run = Run(built, f"pulsar://{door_of(sidecar)}", broker.admin_url)
         try:
             for number, test in enumerate(tests, 1):
                 outcome = run.run(test, sidecar)

@@ -93,6 +93,8 @@ def connection_of(writer: Any) -> PulsarConnection:
         permissions=nothing,
         publish=nothing,
         names=nothing,
+        lookup=nothing,
+        brokers=None,
         find_caller=nothing,
         log_limit=None,
         large_frames=asyncio.Semaphore(),
@@ -119,7 +121,7 @@ def test_a_defect_in_a_request_ends_the_connection() -> None:
         async def fails() -> None:
             raise RuntimeError
 
-        connection_of(writer)._start(fails())
+        connection_of(writer).start(fails())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
