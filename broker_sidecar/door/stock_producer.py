@@ -152,8 +152,11 @@ class StockProducer:
 
     def _batches(self, entry: WireEntry, metadata: MessageMetadata) -> tuple[int, list[Batch]]:
         """Return the number of rows of an entry, and their batches."""
-        rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES, self._schema_version)
-        return len(rows), list(batches_of(rows, self.session, self._last)) if len(rows) else []
+        delays = self.topic.log.entry_format == "plain"
+        rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES, self._schema_version, delays=delays)
+        if not len(rows):
+            return 0, []
+        return len(rows), list(batches_of(rows, self.session, self._last, metadata.deliver_at_time))
 
     async def _admit(self, pending: PendingEntry, batch: bytes) -> None:
         size = FRAME_BYTES + len(batch)

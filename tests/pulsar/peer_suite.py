@@ -4,9 +4,9 @@
     python -m tests.pulsar.peer_suite TestReader        these tests through the door
     python -m tests.pulsar.peer_suite --broker          all tests directly at the broker, to compare
 
-The client and its tests come from the proxy for Go modules, once. In a copy, the tests' fixed URLs are those of this run:
-`pulsar://localhost:6650` is the door's, and `http://localhost:8080` the broker's, since the door has no REST. Nothing
-else is changed. The door passes consumers on to the broker (`pulsar.serve_consumers`).
+The client and its tests come from the proxy for Go modules, once. In a copy, the tests' fixed URLs are those of this
+run: `pulsar://localhost:6650` is the door's, and `http://localhost:8080` the broker's, since the door has no REST.
+Nothing else is changed. The door passes consumers on to the broker (`pulsar.serve_consumers`).
 """
 
 import argparse
@@ -16,12 +16,14 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pulsar_broker.distribution import FOLDER, Unavailable, get
 from pulsar_broker.standalone import Broker
+from seqdedupe.exposition import FRESH_SECONDS
 from seqdedupe.testing import Patience, Sidecar
 from tests.broker_sidecar.door.wire import door_of
 from tests.broker_sidecar.metrics.scraping import scrape
@@ -156,6 +158,8 @@ class Run:
 def _seen_by(sidecar: Sidecar | None) -> tuple[int, int]:
     if sidecar is None:
         return 0, 0
+    # A page of metrics is served for this long.
+    time.sleep(FRESH_SECONDS)
     page = scrape(sidecar)
     return int(page.value("seqdedupe_door_receipts_total")), int(page.value("seqdedupe_door_opened_producers_total"))
 

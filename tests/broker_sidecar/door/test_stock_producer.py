@@ -24,7 +24,7 @@ class LateTopic:
     def __init__(self, verdict: int) -> None:
         self.name = "t"
         self.flight = SimpleNamespace(wait_for_room=self._nothing)
-        self.log = SimpleNamespace(schema=None)
+        self.log = SimpleNamespace(schema=None, entry_format="")
         self.settled = asyncio.Event()
         self._verdict = verdict
 
