@@ -15,18 +15,21 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pulsar_broker.distribution import FOLDER, Unavailable, get
+from pulsar_broker import distribution
+from pulsar_broker.distribution import FOLDER, Unavailable
 from pulsar_broker.standalone import Broker
 from seqdedupe.exposition import FRESH_SECONDS
 from seqdedupe.testing import Patience, Sidecar
 from tests.broker_sidecar.door.wire import door_of
 from tests.broker_sidecar.metrics.scraping import scrape
+from tests.tiers import GO
 
 MODULE, VERSION = "github.com/apache/pulsar-client-go", "v0.19.0"
 FILES = ("producer_test.go", "reader_test.go", "schema_test.go")
@@ -48,6 +51,10 @@ var (
 	peerAdminURL   = os.Getenv("PEER_ADMIN_URL")
 )
 """
+
+
+NOT_PASSED: Mapping[str, str] = {}
+"""Why a test does not pass through the door. All others must pass."""
 
 
 class Suite(NamedTuple):
@@ -78,28 +85,35 @@ class Outcome(NamedTuple):
     output: str
 
 
-def suite(folder: Path = FOLDER) -> Suite:
-    """Return the compiled suite. The first call fetches it. Raises Unavailable if this machine cannot have it."""
-    changes = hashlib.sha256(repr((_URLS, _URLS_FILE)).encode()).hexdigest()[:12]
-    there = folder / f"pulsar-client-go-{VERSION}-{changes}"
-    built = Suite(there / "suite.test", there / "pulsar")
+def built(folder: Path = FOLDER) -> Suite:
+    """Return the suite that is there. Raises Unavailable; nothing is fetched."""
+    there = _place(folder)
+    if not there.exists():
+        raise Unavailable("the suite is not here yet: `python -m tests.pulsar.peer_suite --get` fetches it")
+    return Suite(there / "suite.test", there / "pulsar")
+
+
+def get(folder: Path = FOLDER) -> Suite:
+    """Return the suite. It is fetched and compiled if it is not there. Raises Unavailable."""
+    there = _place(folder)
     if not there.exists():
         folder.mkdir(parents=True, exist_ok=True)
         # Made next to its place and renamed, so a suite at its place is whole.
         with tempfile.TemporaryDirectory(dir=folder, prefix="unfinished-") as unfinished:
+            printed = _go(Path(unfinished), "mod", "download", "-json", f"{MODULE}@{VERSION}")
             copy = Path(unfinished) / "suite"
-            shutil.copytree(_fetched(unfinished), copy, copy_function=shutil.copyfile)
+            shutil.copytree(json.loads(printed)["Dir"], copy, copy_function=shutil.copyfile)
             for path in (copy, *copy.rglob("*")):
                 path.chmod(0o755 if path.is_dir() else 0o644)
             _change(copy / "pulsar")
             _go(copy, "test", "-c", "-o", "suite.test", "./pulsar")
             copy.rename(there)
-    return built
+    return built(folder)
 
 
-def _fetched(folder: str) -> Path:
-    printed = _go(Path(folder), "mod", "download", "-json", f"{MODULE}@{VERSION}")
-    return Path(json.loads(printed)["Dir"])
+def _place(folder: Path) -> Path:
+    changes = hashlib.sha256(repr((_URLS, _URLS_FILE)).encode()).hexdigest()[:12]
+    return folder / f"pulsar-client-go-{VERSION}-{changes}"
 
 
 def _change(package: Path) -> None:
@@ -113,16 +127,10 @@ def _change(package: Path) -> None:
     (package / "peer_urls.go").write_text(_URLS_FILE)
 
 
-def go() -> str:
-    """Return the path of Go. Raises Unavailable."""
-    program = shutil.which("go", path=f"{os.environ['PATH']}:/usr/local/go/bin")
-    if program is None:
-        raise Unavailable("there is no go")
-    return program
-
-
 def _go(folder: Path, *arguments: str) -> str:
-    done = Patience("go").run((go(), *arguments), cwd=folder)
+    if (program := GO.where("go")) is None:
+        raise Unavailable("there is no go")
+    done = Patience("go").run((program, *arguments), cwd=folder)
     if done.returncode:
         raise Unavailable(f"go {arguments[0]} ended with {done.returncode}: {done.stderr.strip()[-1000:]}")
     return done.stdout
@@ -178,30 +186,54 @@ def serve(broker: Broker, folder: Path) -> Sidecar:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--get", action="store_true", help="only fetch and compile the suite")
     parser.add_argument("--broker", action="store_true", help="without the door")
     parser.add_argument("--output", type=Path, help="the folder for the output of each test")
     parser.add_argument("tests", nargs="*")
     options = parser.parse_args(arguments)
-    built = suite()
-    tests = options.tests or built.tests(*FILES)
-    with tempfile.TemporaryDirectory() as folder, Broker(get(), **BROKER_KEYS) as broker:
-        sidecar = None if options.broker else serve(broker, Path(folder))
-        if sidecar is None:
-            run = Run(built, broker.service_url, broker.admin_url)
+    try:
+        suite = get()
+        if options.get:
+            print(f"The suite is in {suite.folder}")
+            return
+        home = distribution.get()
+    except Unavailable as e:
+        sys.exit(f"No suite: {e}")
+    tests = options.tests or suite.tests(*FILES)
+    with tempfile.TemporaryDirectory() as folder, Broker(home, **BROKER_KEYS) as broker:
+        if options.broker:
+            outcomes = _run_all(Run(suite, broker.service_url, broker.admin_url), tests, None, options.output)
         else:
-            sidecar.start()
-            run = Run(built, f"pulsar://{door_of(sidecar)}", broker.admin_url)
-        try:
-            for number, test in enumerate(tests, 1):
-                outcome = run.run(test, sidecar)
-                print(
-                    f"{number}/{len(tests)} {test} {outcome.result} {outcome.entries} {outcome.producers}", flush=True
-                )
-                if options.output:
-                    (options.output / f"{test}.txt").write_text(outcome.output)
-        finally:
-            if sidecar is not None:
-                sidecar.close()
+            with serve(broker, Path(folder)) as sidecar:
+                run = Run(suite, f"pulsar://{door_of(sidecar)}", broker.admin_url)
+                outcomes = _run_all(run, tests, sidecar, options.output)
+    print("\n".join(table(outcomes)))
+    unexpected = [test for test, outcome in outcomes.items() if outcome.result == "fail" and test not in NOT_PASSED]
+    if unexpected and not options.broker:
+        sys.exit(f"These tests should pass: {', '.join(unexpected)}")
+
+
+def _run_all(run: Run, tests: Sequence[str], sidecar: Sidecar | None, output: Path | None) -> dict[str, Outcome]:
+    outcomes = dict[str, Outcome]()
+    for number, test in enumerate(tests, 1):
+        outcomes[test] = outcome = run.run(test, sidecar)
+        print(f"{number} of {len(tests)}: {test} {outcome.result}", flush=True)
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / f"{test}.txt").write_text(outcome.output)
+    return outcomes
+
+
+def table(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+    """Yield the lines of a table of the outcomes, and the numbers of tests."""
+    yield from ("| test | result | at the door | reason |", "|---|---|---|---|")
+    for test, outcome in outcomes.items():
+        used = f"{outcome.producers} producers, {outcome.entries} receipts" if outcome.producers else ""
+        reason = "" if outcome.result == "pass" else NOT_PASSED.get(test, "")
+        yield f"| `{test}` | {outcome.result} | {used} | {reason} |"
+    passed = [outcome for outcome in outcomes.values() if outcome.result == "pass"]
+    published, opened = sum(one.entries > 0 for one in passed), sum(one.producers > 0 for one in passed)
+    yield f"{len(passed)} of {len(outcomes)} passed; {opened} of these opened a producer, and {published} published."
 
 
 if __name__ == "__main__":
