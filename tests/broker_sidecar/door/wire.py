@@ -12,10 +12,12 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     BaseCommand,
     CommandCloseProducer,
     CommandConnect,
+    CommandFlow,
     CommandLookupTopic,
     CommandPartitionedTopicMetadata,
     CommandProducer,
     CommandSend,
+    CommandSubscribe,
     CompressionType,
     MessageMetadata,
 )
@@ -114,6 +116,24 @@ class Wire:
             assert command.type == BaseCommand.SEND_RECEIPT, command
             found.append((command.send_receipt.sequence_id, command.send_receipt.message_id.entryId))
         return found
+
+    def subscribe(self, topic: str, subscription: str, consumer_id: int = 1, **fields: Any) -> BaseCommand:
+        """Opens a consumer from the beginning of the topic. The answer is SUCCESS or ERROR."""
+        command = CommandSubscribe(
+            topic=topic,
+            subscription=subscription,
+            subType=CommandSubscribe.Exclusive,
+            consumer_id=consumer_id,
+            request_id=self.request(),
+            initialPosition=CommandSubscribe.Earliest,
+            **fields,
+        )
+        self.say(BaseCommand(type=BaseCommand.SUBSCRIBE, subscribe=command))
+        return self.next()
+
+    def flow(self, messages: int, consumer_id: int = 1) -> None:
+        command = CommandFlow(consumer_id=consumer_id, messagePermits=messages)
+        self.say(BaseCommand(type=BaseCommand.FLOW, flow=command))
 
     def close_producer(self, producer_id: int = 1) -> BaseCommand:
         command = CommandCloseProducer(producer_id=producer_id, request_id=self.request())
