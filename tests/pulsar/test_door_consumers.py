@@ -11,16 +11,17 @@ import pulsar
 import pytest
 
 from examples.pulsar.messages import Topic
-from pulsar_broker.standalone import Broker
+from pulsar_broker.standalone import Broker, free_port
 from seqdedupe.client.blocking import Client
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, CommandLookupTopicResponse
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.door.conftest import open_wire as open_wire
+from tests.broker_sidecar.door.java_client import JavaClient
 from tests.broker_sidecar.door.wire import Wire, door_of
 from tests.broker_sidecar.pausing import wait_for
 from tests.pulsar.owners import quiet
-from tests.pulsar.test_door import MEBIBYTE, MORE, Start, copies, go_on, load
+from tests.pulsar.test_door import MEBIBYTE, MORE, Start, consumed, copies, go_on, ids_of, load
 from tests.pulsar.test_door import broker as broker
 from tests.pulsar.test_door import connect as connect
 from tests.pulsar.test_door import namespace as namespace
@@ -219,3 +220,62 @@ def test_a_client_that_does_not_read_holds_little_memory(
     while received < count:
         command = wires[0].next()
         received += command.type == BaseCommand.MESSAGE
+
+
+def test_a_lookup_leads_to_the_owners_door(
+    start: Start, topic: str, connect: Connect, open_wire: Callable[..., Wire]
+) -> None:
+    """A client with the URL of one sidecar publishes and consumes at the owner's, and goes on without the owner."""
+    ports = [free_port() for _ in range(2)]
+    peers = ",".join(f"127.0.0.1:{port}" for port in ports)
+    one, other = (start(listen=f"127.0.0.1:{port}", peers=peers, authentication="none", **ONE_URL) for port in ports)
+    with Client(one.address) as client, client.producer(topic, "first"):
+        pass
+    wire = open_wire(door_of(other))
+
+    def redirected() -> bool:
+        answer = wire.look_up(topic).lookupTopicResponse
+        return answer.response == CommandLookupTopicResponse.Redirect and (
+            answer.brokerServiceUrl == f"pulsar://{door_of(one)}"
+        )
+
+    wait_for(redirected)
+    sent_on = open_wire(door_of(one)).look_up(topic, authoritative=True).lookupTopicResponse
+    assert sent_on.response == CommandLookupTopicResponse.Connect
+    assert sent_on.brokerServiceUrl == f"pulsar://{door_of(one)}"
+    assert not sent_on.proxy_through_service_url
+
+    stock = connect(other)
+    consumer = stock.subscribe(topic, "s")
+    stock_producer = stock.create_producer(topic, producer_name="p")
+    publish(stock_producer, 1, 10)
+    assert found_by(consumer, 10) == payloads(1, 10)
+    one.kill()
+    publish(stock_producer, 11, 10)
+    # The client gathers acknowledgements: what it had acknowledged last may come again.
+    found = found_by(consumer, 10)
+    while found[-1] != b"20":
+        found += found_by(consumer, 1)
+    assert found[-10:] == payloads(11, 10)
+
+
+def test_a_java_client_publishes_and_consumes_with_one_url(
+    start: Start, pulsar_home: Path, broker: Broker, topic: str
+) -> None:
+    sidecar = start(**ONE_URL)
+    with JavaClient(pulsar_home) as java:
+        java.connect(f"pulsar://{door_of(sidecar)}")
+        java.ask("subscribe", "c", topic, "s")
+        java.open(topic, "p", "batches")
+        java.ask("send", "a", 1, 30)
+        java.ask("send", "a", 1, 40)
+        java.ask("flush", "a")
+        assert java.ask("take", "c", 40) == " ".join(map(str, range(1, 41)))
+        sidecar.restart()
+        java.ask("send", "a", 41, 60)
+        java.ask("flush", "a")
+        assert java.ask("take", "c", 20) == " ".join(map(str, range(41, 61)))
+        java.ask("seek", "c")
+        assert java.ask("take", "c", 60) == " ".join(map(str, range(1, 61)))
+    found = consumed(broker, topic)
+    assert ids_of(found) == list(range(1, 61))

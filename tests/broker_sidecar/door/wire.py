@@ -86,8 +86,8 @@ class Wire:
         self.say(BaseCommand(type=BaseCommand.PARTITIONED_METADATA, partitionMetadata=command))
         return self.next()
 
-    def look_up(self, topic: str) -> BaseCommand:
-        command = CommandLookupTopic(topic=topic, request_id=self.request())
+    def look_up(self, topic: str, **fields: Any) -> BaseCommand:
+        command = CommandLookupTopic(topic=topic, request_id=self.request(), **fields)
         self.say(BaseCommand(type=BaseCommand.LOOKUP, lookupTopic=command))
         return self.next()
 
