@@ -82,7 +82,12 @@ class LogCluster:
         return "" if address == self.shared.address else address
 
     async def door_at(self, address: str) -> str:
-        """Return the URL of the door for Pulsar clients of the sidecar at this address; empty if it is not known."""
+        """Return the URL of the door for Pulsar clients of the sidecar at this address; empty if it is not known.
+
+        Only listed sidecars are asked: clients show their tokens where they are sent.
+        """
+        if self.neighbours.allowed(address) is None:
+            return ""
         try:
             version = await self.neighbours.version(address)
         except SeqdedupeError:

@@ -135,9 +135,9 @@ class Door:
         port = self._server.sockets[0].getsockname()[1]
         address = SidecarAddress(address.host, port)
         reached = self._config.advertised_pulsar_address
+        self._lookup.scheme = "pulsar" if self._tls is None else "pulsar+ssl"
         if reached or address.host not in EVERYWHERE:
-            scheme = "pulsar" if self._tls is None else "pulsar+ssl"
-            self._lookup.own_url = f"{scheme}://{reached or address}"
+            self._lookup.own_url = f"{self._lookup.scheme}://{reached or address}"
         return address
 
     @property

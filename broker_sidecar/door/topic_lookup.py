@@ -15,7 +15,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandPartitionedTopicMetadataResponse,
 )
 from seqdedupe.topic.base import State
-from seqdedupe.topic.directory import Topics, look_for
+from seqdedupe.topic.directory import Topics, find, look_for
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
@@ -41,6 +41,8 @@ class TopicLookup:
         self._permissions = permissions
         self._door_at = door_at
         self._doors: dict[str, tuple[float, str]] = {}
+        self.scheme = "pulsar"
+        """How the URLs begin at which this door can be reached."""
         self.own_url = ""
         """The URL at which other doors send clients here; empty if it is not known."""
 
@@ -101,7 +103,7 @@ class TopicLookup:
 
     async def _owners_door(self, full: str) -> str:
         """Return the URL of the door of another sidecar that owns the topic; empty if that is not known."""
-        if self._door_at is None or not (owner := self._other_owner(full)):
+        if self._door_at is None or not (owner := await self._other_owner(full)):
             return ""
         known = self._doors.get(owner)
         if known is None or time.monotonic() - known[0] > FRESH_SECONDS:
@@ -110,11 +112,11 @@ class TopicLookup:
             known = self._doors[owner] = (time.monotonic(), await self._door_at(owner))
         url = known[1]
         # A client without TLS cannot follow to a door with it, nor the other way round.
-        return url if url != self.own_url and url.partition(":")[0] == self.own_url.partition(":")[0] else ""
+        return url if url != self.own_url and url.startswith(f"{self.scheme}://") else ""
 
-    def _other_owner(self, full: str) -> str:
+    async def _other_owner(self, full: str) -> str:
         try:
-            topic = self._topics.get(full)
+            topic = await find(self._topics, full)
             if topic.state is not State.STANDBY:
                 return ""
             # A sidecar whose topic has lost its owner takes it over when it is asked.

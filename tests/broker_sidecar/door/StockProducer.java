@@ -2,8 +2,10 @@ import java.io.BufferedReader;
 import java.io.InputStreamReader;
 import java.io.PrintStream;
 import java.nio.charset.StandardCharsets;
+import java.util.ArrayList;
 import java.util.Arrays;
 import java.util.HashMap;
+import java.util.List;
 import java.util.Map;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.ConcurrentHashMap;
@@ -11,16 +13,19 @@ import java.util.concurrent.TimeUnit;
 import org.apache.pulsar.client.api.AuthenticationFactory;
 import org.apache.pulsar.client.api.ClientBuilder;
 import org.apache.pulsar.client.api.CompressionType;
+import org.apache.pulsar.client.api.Consumer;
+import org.apache.pulsar.client.api.Message;
 import org.apache.pulsar.client.api.MessageId;
 import org.apache.pulsar.client.api.Producer;
 import org.apache.pulsar.client.api.ProducerBuilder;
 import org.apache.pulsar.client.api.PulsarClient;
 import org.apache.pulsar.client.api.Schema;
+import org.apache.pulsar.client.api.SubscriptionInitialPosition;
 import org.apache.pulsar.client.api.TypedMessageBuilder;
 import org.apache.pulsar.client.impl.MessageIdImpl;
 
 /**
- * Producers of Pulsar's Java client, driven by lines on standard input. Each command is answered with `done ...` or
+ * Producers and consumers of Pulsar's Java client, driven by lines on standard input. Each command is answered with `done ...` or
  * `failed ...`. In between, each message has a line `receipt LABEL ID LEDGER:ENTRY` or `error LABEL ID WHY`.
  *
  * <pre>
@@ -33,6 +38,9 @@ import org.apache.pulsar.client.impl.MessageIdImpl;
  * load LABEL                        sends IDs after the last one, until `stop`
  * stop LABEL                        answers how many IDs `load` has sent, when all have receipts or errors
  * close LABEL                       also while a load runs, which it ends
+ * subscribe LABEL TOPIC SUBSCRIPTION   from the beginning
+ * take LABEL COUNT                  acknowledges the next messages, without a sidecar's markers; answers their IDs
+ * seek LABEL                        to the beginning
  * flood LABEL COUNT BYTES           answers the seconds until the last receipt
  * pace LABEL COUNT BYTES            one in flight; answers the median in microseconds
  * </pre>
@@ -49,6 +57,7 @@ public class StockProducer {
     static final Map<String, Producer<byte[]>> producers = new HashMap<>();
     static final Map<String, Load> loads = new HashMap<>();
     static final Map<String, CompletableFuture<MessageId>> lasts = new ConcurrentHashMap<>();
+    static final Map<String, Consumer<byte[]>> consumers = new HashMap<>();
     static PulsarClient client;
 
     public static void main(String[] args) throws Exception {
@@ -74,6 +83,16 @@ public class StockProducer {
         }
         Producer<byte[]> producer = producers.get(label);
         switch (words[0]) {
+            case "subscribe":
+                consumers.put(label, client.newConsumer().topic(words[2]).subscriptionName(words[3])
+                        .acknowledgmentGroupTime(0, TimeUnit.MILLISECONDS).isAckReceiptEnabled(true)
+                        .subscriptionInitialPosition(SubscriptionInitialPosition.Earliest).subscribe());
+                return "";
+            case "take":
+                return take(consumers.get(label), Integer.parseInt(words[2]));
+            case "seek":
+                consumers.get(label).seek(MessageId.earliest);
+                return "";
             case "send":
                 for (long id = Long.parseLong(words[2]); id <= Long.parseLong(words[3]); id++) {
                     send(label, id, message(producer, id));
@@ -152,6 +171,18 @@ public class StockProducer {
         byte[] payload = ("payload " + id + " ").repeat(10).getBytes(StandardCharsets.UTF_8);
         return producer.newMessage().sequenceId(id).value(payload).key("key " + id)
                 .property("number", Long.toString(id)).property("ü", "").eventTime(1_700_000_000_000L + id);
+    }
+
+    static String take(Consumer<byte[]> consumer, int count) throws Exception {
+        List<String> ids = new ArrayList<>();
+        while (ids.size() < count) {
+            Message<byte[]> message = consumer.receive();
+            if (!message.hasProperty("seqdedupe.kind")) {
+                ids.add(message.getProperty("number"));
+            }
+            consumer.acknowledge(message);
+        }
+        return String.join(" ", ids);
     }
 
     static CompletableFuture<MessageId> send(String label, long id, TypedMessageBuilder<byte[]> message) {

@@ -12,11 +12,13 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     BaseCommand,
     CommandCloseProducer,
     CommandConnect,
+    CommandFlow,
     CommandGetOrCreateSchema,
     CommandLookupTopic,
     CommandPartitionedTopicMetadata,
     CommandProducer,
     CommandSend,
+    CommandSubscribe,
     CompressionType,
     MessageMetadata,
     Schema,
@@ -86,8 +88,8 @@ class Wire:
         self.say(BaseCommand(type=BaseCommand.PARTITIONED_METADATA, partitionMetadata=command))
         return self.next()
 
-    def look_up(self, topic: str) -> BaseCommand:
-        command = CommandLookupTopic(topic=topic, request_id=self.request())
+    def look_up(self, topic: str, **fields: Any) -> BaseCommand:
+        command = CommandLookupTopic(topic=topic, request_id=self.request(), **fields)
         self.say(BaseCommand(type=BaseCommand.LOOKUP, lookupTopic=command))
         return self.next()
 
@@ -121,6 +123,24 @@ class Wire:
             assert command.type == BaseCommand.SEND_RECEIPT, command
             found.append((command.send_receipt.sequence_id, command.send_receipt.message_id.entryId))
         return found
+
+    def subscribe(self, topic: str, subscription: str, consumer_id: int = 1, **fields: Any) -> BaseCommand:
+        """Opens a consumer from the beginning of the topic. The answer is SUCCESS or ERROR."""
+        command = CommandSubscribe(
+            topic=topic,
+            subscription=subscription,
+            subType=CommandSubscribe.Exclusive,
+            consumer_id=consumer_id,
+            request_id=self.request(),
+            initialPosition=CommandSubscribe.Earliest,
+            **fields,
+        )
+        self.say(BaseCommand(type=BaseCommand.SUBSCRIBE, subscribe=command))
+        return self.next()
+
+    def flow(self, messages: int, consumer_id: int = 1) -> None:
+        command = CommandFlow(consumer_id=consumer_id, messagePermits=messages)
+        self.say(BaseCommand(type=BaseCommand.FLOW, flow=command))
 
     def close_producer(self, producer_id: int = 1) -> BaseCommand:
         command = CommandCloseProducer(producer_id=producer_id, request_id=self.request())
