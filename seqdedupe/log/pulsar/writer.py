@@ -29,6 +29,7 @@ from seqdedupe.log.pulsar.entries import (
     split_part,
     surely_taken_bytes,
 )
+from seqdedupe.log.pulsar.native import native_parts
 from seqdedupe.log.pulsar.places import Places, Point, size_of
 from seqdedupe.log.pulsar.pulsar_client import keep_state, name_of, opened, told
 from seqdedupe.log.pulsar.terms import Receipts, TermStanding
@@ -124,8 +125,9 @@ def records_of_batch(
     if settings.format is EntryFormat.PLAIN:
         rows = messages_of_part(owner, number, index, part.encoded, limit_bytes, settings.version)
         return [Record(list(rows), 1, is_batch=False)]
+    is_native = settings.format is EntryFormat.NATIVE
     records: list[Record] = []
-    for one in split_part(part, limit_bytes):
+    for one in native_parts(part, limit_bytes) if is_native else split_part(part, limit_bytes):
         message = packed_message(owner, number + len(records), index, now_ms, one, limit_bytes)
         records.append(Record([message._replace(event_time_ms=now_ms)], one.rows, is_batch=True))
         index += one.rows
