@@ -285,8 +285,8 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
 @click.option("--partitions", type=click.IntRange(min=1), metavar="N", help="The number of partitions, for good.")
 @click.option(
     "--entry-format",
-    type=click.Choice(("plain", "packed")),
-    help="On a Pulsar cluster: one message an entry, for all consumers, or one batch an entry.",
+    type=click.Choice(("plain", "packed", "native")),
+    help="On a Pulsar cluster: one message an entry, one batch an entry, or batches of Pulsar's own.",
 )
 @click.option(
     "--schema",

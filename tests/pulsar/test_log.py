@@ -44,7 +44,7 @@ def shared(client: pulsar.asyncio.Client, cluster: Cluster, brokers: Brokers | N
         cluster.admin,
         cluster.connect,
         cluster.answers,
-        brokers,
+        brokers or Brokers(cluster.service_url),
     )
 
 

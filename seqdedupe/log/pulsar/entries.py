@@ -98,6 +98,8 @@ class EntryFormat(Enum):
     """Each message is an entry that every consumer can read."""
     PACKED = "packed"
     """A batch is an entry."""
+    NATIVE = "native"
+    """Messages of one producer are an entry: a batch of Pulsar's, which every consumer can read."""
 
 
 class EntrySettings(NamedTuple):
