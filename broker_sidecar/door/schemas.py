@@ -57,7 +57,8 @@ def layout_for(schema: Schema, *, keeps_schemas: bool) -> Layout:
         return AS_USUAL
     text = uploaded(schema)
     if keeps_schemas:
-        return Layout(schema=text)
+        # The only entry format that has schemas.
+        return Layout("plain", text)
     if _NAMES[schema.type] in _NEED_THEIR_SCHEMA:
         what = f"has a schema of type {_NAMES[schema.type]}, without which nobody can read its messages"
         raise error("INVALID_REQUEST", f"the producer {what}: the sidecar's own log keeps no schemas", hint=_HINT)
