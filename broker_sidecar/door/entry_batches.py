@@ -11,16 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s, bitmap, single_producer
-from seqdedupe.entry_properties import DELIVER_AT
+from seqdedupe.entry_properties import DELIVER_AT, ORDERING_KEY
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
 from seqdedupe.pulsar_wire.batches import EntryKind, EntryRows, Values, kind_of, rows_of
 from seqdedupe.pulsar_wire.frames import WireEntry
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata
 from seqdedupe.pulsar_wire.rows import HAS_KEY, HAS_ORDERING_KEY, KEY_IS_BASE64, NULL_VALUE
-
-ORDERING_KEY = "pulsar.ordering_key"
-"""The property that keeps a message's ordering key, in base64."""
 
 SPLIT_BYTES = MAX_BATCH_BYTES * 3 // 4
 """The most bytes of payloads, keys and properties in one batch. The other columns of its rows fit in the rest."""
@@ -172,10 +169,10 @@ def _properties(rows: EntryRows, deliver_at: int) -> tuple[Int32s, Binary, Binar
     offsets = [0]
     for k in range(len(rows)):
         pairs += rows.row(k).properties
-        if has_ordering_key[k]:
-            pairs.append((ORDERING_KEY.encode(), base64.b64encode(rows.ordering_keys.value(k))))
         if deliver_at:
             pairs.append((DELIVER_AT.encode(), b"%d" % deliver_at))
+        if has_ordering_key[k]:
+            pairs.append((ORDERING_KEY.encode(), base64.b64encode(rows.ordering_keys.value(k))))
         offsets.append(len(pairs))
     names, values = Binary.of_all([name for name, _ in pairs]), Binary.of_all([value for _, value in pairs])
     return np.array(offsets, np.int32), names, values

@@ -152,7 +152,7 @@ class StockProducer:
 
     def _batches(self, entry: WireEntry, metadata: MessageMetadata) -> tuple[int, list[Batch]]:
         """Return the number of rows of an entry, and their batches."""
-        delays = self.topic.log.entry_format == "plain"
+        delays = self.topic.log.entry_format in ("plain", "native")
         rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES, self._schema_version, delays=delays)
         if not len(rows):
             return 0, []

@@ -139,8 +139,9 @@ def _go(folder: Path, *arguments: str) -> str:
 class Run:
     """Runs tests at these URLs."""
 
-    def __init__(self, built: Suite, service_url: str, admin_url: str) -> None:
-        self._suite = built
+    def __init__(self, suite: Suite, service_url: str, admin_url: str, limit_seconds: float = TEST_SECONDS) -> None:
+        self._suite = suite
+        self._limit = f"-test.timeout={limit_seconds:g}s"
         self._urls = {
             "PEER_SERVICE_URL": service_url,
             "PEER_ADMIN_URL": admin_url,
@@ -149,7 +150,7 @@ class Run:
     def run(self, test: str, sidecar: Sidecar | None = None) -> Outcome:
         """Run one test. Raises Stalled if `go test` does not end it."""
         before = _seen_by(sidecar)
-        limits = (f"-test.run=^{test}$", f"-test.timeout={TEST_SECONDS}s", "-test.v", "-test.count=1")
+        limits = (f"-test.run=^{test}$", self._limit, "-test.v", "-test.count=1")
         command = (str(self._suite.program), *limits)
         # Tests also print payloads that are no text.
         with tempfile.TemporaryFile() as printed:
@@ -179,6 +180,7 @@ def serve(broker: Broker, folder: Path) -> Sidecar:
         pulsar_namespaces=NAMESPACE,
         pulsar_listen="127.0.0.1:0",
         pulsar_serve_consumers=True,
+        pulsar_entry_format="native",
         metrics_listen="127.0.0.1:0",
         **broker.sidecar_keys,
     )
