@@ -53,6 +53,11 @@ def is_large(entry: WireEntry, metadata: MessageMetadata) -> bool:
     return metadata.num_messages_in_batch > INLINE_ROWS or size > INLINE_BYTES
 
 
+def is_followed(metadata: MessageMetadata) -> bool:
+    """Return whether further chunks of the same message follow this one."""
+    return kind_of(metadata) is EntryKind.CHUNK and metadata.chunk_id + 1 < metadata.num_chunks_from_msg
+
+
 def rows_to_store(
     entry: WireEntry, metadata: MessageMetadata, max_bytes: int, schema_version: bytes = b"", *, delays: bool = False
 ) -> EntryRows:

@@ -10,7 +10,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from broker_sidecar.door.entry_batches import ProducerSession, batches_of, decoded_bytes, is_large, rows_to_store
+from broker_sidecar.door.entry_batches import (
+    ProducerSession,
+    batches_of,
+    decoded_bytes,
+    is_followed,
+    is_large,
+    rows_to_store,
+)
 from broker_sidecar.rpc import refusals
 from broker_sidecar.services.publish_service import FRAME_BYTES
 from broker_sidecar.streams import Stream, unasked
@@ -58,6 +65,8 @@ class PendingEntry:
     message_id: MessageId = UNKNOWN_ID
     """The ID of the entry. It is unknown if consumers see its messages by IDs that do not follow from it."""
     refused: SeqdedupeError | None = None
+    is_silent: bool = False
+    """No answer is given: that for a later entry ends the producer."""
 
 
 class StockProducer:
@@ -97,6 +106,8 @@ class StockProducer:
         self._schema_version = schema_version
         self._schema = topic.log.schema
         self._has_refused = False
+        self._chunk_refused: SeqdedupeError | None = None
+        """Why a message is refused of which further chunks are to come."""
         self._pending: deque[PendingEntry] = deque()
         self._number = 0
         self._settled = asyncio.Event()
@@ -133,12 +144,20 @@ class StockProducer:
 
     async def _take(self, pending: PendingEntry, entry: WireEntry, metadata: MessageMetadata) -> None:
         try:
+            if self._chunk_refused is not None and not is_followed(metadata):
+                raise self._chunk_refused
             if is_large(entry, metadata):
                 pending.rows, batches = await asyncio.to_thread(self._batches, entry, metadata)
             else:
                 pending.rows, batches = self._batches(entry, metadata)  # 1
         except SeqdedupeError as e:
-            pending.refused, batches = without_traceback(e), []
+            batches = []
+            # Go's client waits for ever if its producer ends before it has sent the last chunk of a message.
+            pending.is_silent = is_followed(metadata) and not self._goes_on
+            if pending.is_silent:
+                self._chunk_refused = without_traceback(e)
+            else:
+                pending.refused = without_traceback(e)
         for batch in batches:
             await self._admit(pending, batch.encode())  # 2, 3
             if self.is_closed:
@@ -237,8 +256,10 @@ class StockProducer:
             if oldest.frames or not oldest.is_admitted:
                 return
             self._stream.share.give_back(ENTRY_BYTES)
-            counted["receipts"] += oldest.refused is None
-            self._answer(self._pending.popleft())
+            self._pending.popleft()
+            if not oldest.is_silent:
+                counted["receipts"] += oldest.refused is None
+                self._answer(oldest)
         self._settled.set()
 
     async def settle(self) -> None:
