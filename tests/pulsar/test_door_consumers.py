@@ -44,21 +44,22 @@ def sidecar_memory(sidecar: Sidecar) -> int:
 def next_of(consumer: Any, counts: Topic) -> Any:
     """The next message that counts: markers and control records do not."""
     while True:
-        message = consumer.receive(timeout_millis=WAIT_MS) if hasattr(consumer, "receive") else consumer.read_next(WAIT_MS)
+        message = (
+            consumer.receive(timeout_millis=WAIT_MS) if hasattr(consumer, "receive") else consumer.read_next(WAIT_MS)
+        )
         place = message.message_id()
         if counts.counts(message.properties(), place.ledger_id(), place.entry_id()):
             return message
-        if hasattr(consumer, "acknowledge"):
+        if is_consumer:
             consumer.acknowledge(message)
 
 
-def taken(consumer: Any, count: int, *, acknowledge: bool = True) -> list[bytes]:
-    counts, found = Topic(), []
+def taken(consumer: Any, count: int) -> list[bytes]:
+    counts, found = Topic(), list[bytes]()
     while len(found) < count:
         message = next_of(consumer, counts)
         found.append(message.data())
-        if acknowledge:
-            consumer.acknowledge(message)
+        consumer.acknowledge(message)
     return found
 
 
