@@ -50,17 +50,16 @@ def next_of(consumer: Any, counts: Topic) -> Any:
         place = message.message_id()
         if counts.counts(message.properties(), place.ledger_id(), place.entry_id()):
             return message
-        if hasattr(consumer, "acknowledge"):
+        if is_consumer:
             consumer.acknowledge(message)
 
 
-def taken(consumer: Any, count: int, *, acknowledge: bool = True) -> list[bytes]:
-    counts, found = Topic(), []
+def taken(consumer: Any, count: int) -> list[bytes]:
+    counts, found = Topic(), list[bytes]()
     while len(found) < count:
         message = next_of(consumer, counts)
         found.append(message.data())
-        if acknowledge:
-            consumer.acknowledge(message)
+        consumer.acknowledge(message)
     return found
 
 
