@@ -163,8 +163,8 @@ class NativeReader:
             reader = await self._opened(None)
             try:
                 self._next = await reader.next()
-            except SeqdedupeError:
-                await self._lose(reader)
+            except SeqdedupeError as e:
+                await self._give_up(reader, e)
         entries: list[PulsarEntry] = []
         size_bytes = 0
         while self._next is not None and len(entries) < READ_STEP_ENTRIES and size_bytes < READ_STEP_BYTES:
@@ -190,8 +190,8 @@ class NativeReader:
             reader = await self._opened(None)
             try:
                 (last, before), seen = await reader.last(), self._seen
-            except SeqdedupeError:
-                await self._lose(reader)
+            except SeqdedupeError as e:
+                await self._give_up(reader, e)
                 continue
             if self._next is not None:
                 return False
@@ -223,6 +223,13 @@ class NativeReader:
     def _is_late(self, limit: asyncio.Timeout) -> bool:
         when = limit.when()
         return when is not None and asyncio.get_running_loop().time() + 2 * PAUSE_SECONDS > when
+
+    async def _give_up(self, reader: WireReader, why: SeqdedupeError) -> None:
+        """Prepare for another reader. Raises LOG_UNREADABLE for an entry that no reader could read."""
+        await self._lose(reader)
+        if why.reason == "MALFORMED_MESSAGE":
+            raise self._unreadable(why.message)
+        await asyncio.sleep(PAUSE_SECONDS)
 
     async def _lose(self, reader: WireReader) -> None:
         if self._reader is reader:
