@@ -10,7 +10,7 @@ Kernels: import this module only after `kernels.prepare()`.
 import base64
 import binascii
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 
@@ -30,7 +30,9 @@ from seqdedupe.entry_properties import (
     MODE,
     ORDERING_KEY,
     PARTITIONS,
+    PREFIX,
     TOKEN,
+    USER,
     EntryOwner,
     EntryPlace,
     deliver_at,
@@ -92,6 +94,7 @@ _METADATA_BYTES = 1024
 _NO_LIMIT = 2**40
 _OF_ROWS = HAS_KEY | KEY_IS_BASE64 | HAS_ORDERING_KEY | NULL_VALUE | HAS_SEQUENCE_ID
 _DELIVER_AT, _ORDERING_KEY = DELIVER_AT.encode(), ORDERING_KEY.encode()
+_PREFIX, _USER = PREFIX.encode(), USER.encode()
 _KINDS = {_BATCH: BATCH, _CONTROL: CONTROL, _MARKER: MARKER}
 _NOT_SHOWN = NULL_VALUE | COMPACTED_OUT
 
@@ -233,9 +236,19 @@ def _rows_of_batch(batch: Batch) -> EntryRows:
         flags,
         keys,
         ordering_keys,
-        properties,
+        # Consumers skip messages with our property KIND: none may have one of that name by its producer.
+        _renamed(properties, lambda name: _USER + name if name.startswith(_PREFIX) else name),
         payloads,
     )
+
+
+def _renamed(properties: Properties, rename: Callable[[bytes], bytes]) -> Properties:
+    """Return the properties with other names. `rename` changes only names with our prefix."""
+    names = properties.names
+    if _PREFIX not in bytes(names.data):
+        return properties
+    new_names = [rename(names.value(k)) for k in range(len(names.offsets) - 1)]
+    return Properties(properties.offsets, Values.of(new_names), properties.values)
 
 
 def _split(pairs: list[tuple[bytes, bytes]]) -> tuple[list[tuple[bytes, bytes]], bytes]:
@@ -372,6 +385,9 @@ def _batch_of_rows(rows: EntryRows, name: bytes, epoch: int, link: int, complete
                 for k in range(len(rows))
             ]
         )
+    properties = _renamed(
+        properties, lambda name: name.removeprefix(_USER) if name.startswith(_USER + _PREFIX) else name
+    )
     if int(properties.offsets[-1]):
         offsets = properties.offsets.astype(np.int32)
         names, values = _binary(properties.names), _binary(properties.values)

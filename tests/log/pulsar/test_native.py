@@ -86,7 +86,7 @@ def test_what_a_stock_consumer_sees() -> None:
     assert (metadata.publish_time, metadata.event_time, metadata.num_messages_in_batch) == (1000, 0, 2)
     assert (metadata.uncompressed_size, len(metadata.properties)) == (len(first.payload), 0)
     rows = rows_of(first, metadata, MAX_BYTES)
-    properties = ((b"colour", b"blue"), (b"seqdedupe.entry", b"mine"))
+    properties = ((b"colour", b"blue"), (b"seqdedupe.user.seqdedupe.entry", b"mine"))
     assert rows.row(0) == EntryRow(7, b"one", b"k", None, properties, 5)
     assert rows.row(1).key == b"/w=="
     assert rows.row(1).flags & NULL_VALUE
@@ -99,6 +99,21 @@ def check_comes_back(sent: Batch) -> None:
     assert [entry.message for entry in read] == messages
     found = collected(entry._replace(message_id=MessageId(5, k)) for k, entry in enumerate(read))
     assert all_rows(batches_in(found)) == all_rows([sent])
+
+
+def test_no_message_has_the_property_by_which_consumers_skip() -> None:
+    """Its producer may have named a property like ours."""
+    properties: list[dict[str, str] | None] = [
+        {KIND: MARKER},
+        {"seqdedupe.user." + KIND: "a", KIND: "b", "pulsar.ordering_key": "bzE="},
+        {"seqdedupe.user.x": "c", "x": "d", "seqdedupe.": "e"},
+    ]
+    sent = batch([("p", i) for i in range(len(properties))], row_properties=properties)
+    check_comes_back(sent)
+    entry = wire_entry(native(1, 1, 0, sent)[0], OURS, 77)
+    rows = rows_of(entry, metadata_of(entry), MAX_BYTES)
+    names = {name for k in range(len(rows)) for name, _ in rows.row(k).properties}
+    assert all(name.startswith(b"seqdedupe.user.seqdedupe.") for name in names - {b"x"})
 
 
 def test_an_ordering_key_is_one() -> None:
