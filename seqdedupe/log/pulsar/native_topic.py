@@ -103,10 +103,13 @@ class NativeProducer:
     async def close(self) -> None:
         """Release the topic. If the broker does not answer, this waits for the connection's time-out."""
         self._answer = None
-        with suppress(SeqdedupeError):
-            if self._producer is not None:
-                await self._producer.close()
-        await self._connection.close()
+        try:
+            with suppress(SeqdedupeError):
+                if self._producer is not None:
+                    await self._producer.close()
+        finally:
+            # Also if this is cancelled: otherwise nobody closes the connection, which answers the broker's pings.
+            await self._connection.close()
 
 
 async def open_native_producer(
