@@ -570,13 +570,15 @@ async def connect(
 ) -> Connection:
     """Connect to the first host of `service_url` that answers: `pulsar://one:6650,two:6650`, or `pulsar+ssl://…`.
 
-    `tls` is the system's default if it is None. `proxy_to` names a broker for a Pulsar proxy. Raises LOG_REFUSED if no
-    host answers in time, PULSAR_FORBIDS, and the errors of `token`.
+    `tls` is the system's default if it is None. `proxy_to` names a broker for a Pulsar proxy. The hosts share `timeout`.
+    Raises LOG_REFUSED if no host answers in time, PULSAR_FORBIDS, and the errors of `token`.
     """
     failure: SeqdedupeError | None = None
-    for url in urls_of(service_url):
+    urls = urls_of(service_url)
+    for url in urls:
         try:
-            async with asyncio.timeout(timeout):
+            # Callers wait about this time for all hosts: a silent one must leave some to the others.
+            async with asyncio.timeout(timeout / len(urls)):
                 return await _connect(url, tls, token, proxy_to)
         except (OSError, ValueError) as e:
             # TimeoutError is an OSError.

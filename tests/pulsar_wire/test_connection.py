@@ -368,6 +368,16 @@ async def test_pings_are_answered(connection: Connection, broker: FakeBroker) ->
     assert connection.is_open
 
 
+async def test_a_silent_host_leaves_time_for_the_others(make_broker: MakeBroker) -> None:
+    """Whoever waits for a connection waits about as long as for all hosts together."""
+    silent, other = await make_broker(), await make_broker()
+    del silent.answers["connect"]
+    async with asyncio.timeout(2.0):
+        connection = await connect(f"{silent.url},{other.url.removeprefix('pulsar://')}", timeout=2.0)
+    assert connection.url == other.url
+    await connection.close()
+
+
 async def test_a_silent_broker_is_left(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PING_SECONDS", 0.01)
     connection = await connect(broker.url)
