@@ -75,6 +75,7 @@ MAX_QUEUED, MAX_QUEUED_BYTES = 2 * READER_ROWS, 64 * 1024 * 1024
 _PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}
 _PROTOCOL_VERSION, _CLIENT_VERSION = 20, "seqdedupe"
 _MAX_HANDSHAKE_BYTES, _READ_BYTES = 64 * 1024, 256 * 1024
+_MAX_PERMITS = 2**31 - 1
 _NO_LEDGER = 2**64 - 1
 """The ledger in the receipt of an entry that the broker takes for a duplicate, and does not store."""
 
@@ -236,8 +237,10 @@ class WireReader:
 
     def _ask(self, rows: int) -> None:
         self._asked += rows
-        if self._ended is None:
-            self.connection._command("flow", CommandFlow(consumer_id=self._id, messagePermits=rows))
+        # An entry may say that it has any number of rows, and a broker takes a larger number for a negative one.
+        while rows > 0 and self._ended is None:
+            self.connection._command("flow", CommandFlow(consumer_id=self._id, messagePermits=min(rows, _MAX_PERMITS)))
+            rows -= _MAX_PERMITS
 
     def _received(self, stored: StoredEntry) -> None:
         # Entries without rows need no permits.

@@ -470,3 +470,20 @@ async def test_a_reader_ends_with_its_broker(connection: Connection, broker: Fak
     with pytest.raises(SeqdedupeError, match="has closed a reader"):
         await reader.next()
     await reader.close()
+
+
+async def test_an_entry_that_claims_any_number_of_rows_stops_no_reader(
+    connection: Connection, broker: FakeBroker
+) -> None:
+    """A broker believes it. It takes more permits than an int32 at once for a negative number, and gives up."""
+    reader = await connection.reader("t", "name")
+    [subscribe] = await broker.until("subscribe")
+    claimed = 2**31 - 1
+    metadata = MessageMetadata(producer_name=b"p", sequence_id=1, publish_time=1, num_messages_in_batch=claimed)
+    command = CommandMessage(consumer_id=subscribe.consumer_id, message_id=MessageIdData(ledgerId=3, entryId=4))
+    entry = WireEntry(metadata.SerializeToString(), b"x")
+    broker.peers[0].say_raw(b"".join(entry_frame(command_of("message", command), entry)))
+    await reader.next()
+    permits = [flow.messagePermits for flow in await broker.until("flow", 3)]
+    assert all(0 < rows < 2**31 for rows in permits)
+    assert sum(permits) > claimed
