@@ -573,8 +573,8 @@ async def connect(
 ) -> Connection:
     """Connect to the first host of `service_url` that answers: `pulsar://one:6650,two:6650`, or `pulsar+ssl://…`.
 
-    `tls` is the system's default if it is None. `proxy_to` names a broker for a Pulsar proxy. The hosts share `timeout`.
-    Raises LOG_REFUSED if no host answers in time, PULSAR_FORBIDS, and the errors of `token`.
+    `tls` is the system's default if it is None. `proxy_to` names a broker for a Pulsar proxy. The hosts share the
+    time-out. Raises LOG_REFUSED if no host answers in time, PULSAR_FORBIDS, and the errors of `token`.
     """
     failure: SeqdedupeError | None = None
     urls = urls_of(service_url)

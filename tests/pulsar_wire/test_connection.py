@@ -484,6 +484,5 @@ async def test_an_entry_that_claims_any_number_of_rows_stops_no_reader(
     entry = WireEntry(metadata.SerializeToString(), b"x")
     broker.peers[0].say_raw(b"".join(entry_frame(command_of("message", command), entry)))
     await reader.next()
-    permits = [flow.messagePermits for flow in await broker.until("flow", 3)]
-    assert all(0 < rows < 2**31 for rows in permits)
-    assert sum(permits) > claimed
+    assert all(0 < flow.messagePermits < 2**31 for flow in await broker.until("flow", 2))
+    assert sum(flow.messagePermits for flow in await broker.until("flow", 3)) > claimed
