@@ -26,7 +26,8 @@ from seqdedupe.pulsar_wire.connection import (
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import ServerError
 
 OPEN_SECONDS = 10.0
-"""The time for which the opening of a reader is tried again: a topic that is unloaded refuses for a moment."""
+"""The time for which the opening of a reader, or the question for the topic's end, is tried again: a topic that is
+unloaded refuses for a moment."""
 PAUSE_SECONDS = 0.1
 READ_STEP_ENTRIES = 100
 READ_STEP_BYTES = 256 * 1024
@@ -189,6 +190,13 @@ class NativeReader:
 
     async def is_at_end(self) -> bool:
         """See `EntryReader.is_at_end`."""
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                return await self._is_at_end()
+        except TimeoutError as e:
+            raise self._silent() from e
+
+    async def _is_at_end(self) -> bool:
         while True:
             reader = await self._opened(None)
             try:
@@ -239,6 +247,9 @@ class NativeReader:
             self._reader = None
         await reader.connection.close()
 
+    def _silent(self) -> SeqdedupeError:
+        return self._unreadable(f"no broker has answered for {OPEN_SECONDS:.0f} s")
+
     def _unreadable(self, why: str) -> SeqdedupeError:
         return error(
             "LOG_UNREADABLE",
@@ -264,5 +275,5 @@ async def open_native_reader(brokers: Connects, topic: str, start: MessageId | N
     try:
         await reader.open(start)
     except TimeoutError as e:
-        raise reader._unreadable(f"no broker has answered for {OPEN_SECONDS:.0f} s") from e
+        raise reader._silent() from e
     return reader
