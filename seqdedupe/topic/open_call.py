@@ -17,7 +17,7 @@ from seqdedupe.errors import error
 from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.topic.control import ProducerSessions, Purge
-from seqdedupe.topic.message_search import index_in_log
+from seqdedupe.topic.readers import index_in_log
 from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer, SessionStarts, check_count, encoded_names
 from seqdedupe.topic.topic import Topic
 

@@ -23,8 +23,8 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.control import CursorChange, Reset
 from seqdedupe.topic.frame import InFlight, check_by_id
 from seqdedupe.topic.judge import since_ms
-from seqdedupe.topic.message_search import NOT_KNOWN, Room, any_room, find_in_log, publish_time_ms
 from seqdedupe.topic.policy import LARGEST, MAX_CURSORS, MAX_NOTE_BYTES, NamedCursor
+from seqdedupe.topic.readers import NOT_KNOWN, Room, any_room, find_in_log, publish_time_ms
 from seqdedupe.topic.topic import Topic
 
 logger = logging.getLogger("seqdedupe.topic")
