@@ -15,8 +15,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import control, readers
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import LISTED_AT_ONCE, Flight, FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
-from seqdedupe.topic.operations import MessageState, in_flight, message_state, reset_producer
+from seqdedupe.topic.operations import MessageState, in_flight, message_state, open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.topic import Topic
