@@ -26,8 +26,7 @@ from broker_sidecar.config import Config
 from broker_sidecar.rpc import Context
 from broker_sidecar.security import tokens
 from broker_sidecar.security.subject import ANONYMOUS, MAX_NAME_BYTES, OPERATOR, RESERVED, Subject, can_be_name
-from broker_sidecar.security.tokens import OwnToken, SignedTokens
-from broker_sidecar.security.validity import Credential, ExpiredTokens, Validity, of_certificates, soonest
+from broker_sidecar.security.tokens import Credential, ExpiredTokens, OwnToken, SignedTokens, Validity
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
@@ -60,6 +59,18 @@ def connection_age() -> tuple[tuple[str, int], ...]:
         ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_SECONDS * 1000),
         ("grpc.max_connection_age_grace_ms", CONNECTION_GRACE_SECONDS * 1000),
     )
+
+
+def of_certificates(certificates: Iterable[x509.Certificate]) -> Validity:
+    """Return the validity of the certificate that expires first. There must be at least one."""
+    return soonest(
+        Validity(one.not_valid_before_utc.timestamp(), one.not_valid_after_utc.timestamp()) for one in certificates
+    )
+
+
+def soonest(validities: Iterable[Validity]) -> Validity:
+    """Return the validity that ends first. There must be at least one."""
+    return min(validities, key=lambda one: one.ends_seconds)
 
 
 class Certificates:
