@@ -11,9 +11,9 @@ from urllib.parse import urlencode
 
 from google.protobuf.message import Message
 
+from broker_sidecar.gate import ASK, Visitors, asks
 from broker_sidecar.services.producer_calls import ProducerCalls
 from broker_sidecar.services.statistics import INTERVAL_SECONDS, INTERVALS, Statistics
-from broker_sidecar.web.visitors import ASK, Visitors, asks
 from seqdedupe.command import printable
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.figures import ORDERS, beyond_snapshot, duration, merged, per_second, short, state_name

@@ -11,11 +11,11 @@ from urllib.parse import quote
 import pytest
 
 from broker_sidecar.config import Config
+from broker_sidecar.gate import Visitors, asks
 from broker_sidecar.security.audit import Audit, Trail
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.web.pages import overview
-from broker_sidecar.web.visitors import Visitors, asks
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
