@@ -1,4 +1,5 @@
-"""The pages for people: their requests and contents."""
+"""The pages for people: their requests and contents. They show state and change nothing. `seqdedupe/http_server.py`
+serves them, and `/metrics` for Prometheus."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
