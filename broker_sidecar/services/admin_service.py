@@ -20,17 +20,17 @@ import grpc
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from broker_sidecar.gate import Guard
-from broker_sidecar.proto_messages import (
-    ENTRY_FORMATS,
-    partitioned_to_proto,
-    policy_to_proto,
-    topic_to_proto,
-)
 from broker_sidecar.rpc import unary
 from broker_sidecar.services.arrival_calls import ArrivalCalls
 from broker_sidecar.services.producer_calls import ProducerCalls
 from broker_sidecar.services.read_service import Cursors
-from broker_sidecar.services.statistics import Statistics
+from broker_sidecar.services.statistics import (
+    ENTRY_FORMATS,
+    Statistics,
+    partitioned_to_proto,
+    policy_to_proto,
+    topic_to_proto,
+)
 from broker_sidecar.services.transfer_calls import BackupCalls, TransferCalls
 from broker_sidecar.streams import Streams
 from seqdedupe.errors import error
