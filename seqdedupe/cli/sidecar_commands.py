@@ -13,8 +13,7 @@ from typing import Any
 import click
 
 from seqdedupe import exports, files
-from seqdedupe.cli.common import as_json_option, common, connect, connect_to, is_alone, tell
-from seqdedupe.cli.topic_commands import position_json
+from seqdedupe.cli.common import as_json_option, common, connect, connect_to, is_alone, position_json, tell
 from seqdedupe.command import echo, needing, print_json, print_table, printable
 from seqdedupe.errors import error
 from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name
