@@ -19,9 +19,9 @@ from seqdedupe.v1 import admin_pb2
 from seqdedupe.wording import counted
 from seqdedupe_spark.options import parse_sink
 from seqdedupe_spark.planning import patiently
+from seqdedupe_spark.row_layout import frame_of, pieces
 from seqdedupe_spark.service import SidecarService, sidecar_at
 from seqdedupe_spark.session import activate, typed_failures
-from seqdedupe_spark.sink.row_layout import frame_of, pieces
 
 _TYPES = {
     "value": ("binary", "string"),
