@@ -23,10 +23,9 @@ from broker_sidecar.services.read_service import Reading, ReadService
 from broker_sidecar.services.statistics import replay_left_messages, snapshot_age_seconds
 from broker_sidecar.streams import Streams
 from seqdedupe.errors import REASONS
-from seqdedupe.exposition import Exposition, by_label, counter_of, cumulated, gauge_of, histogram_of
 from seqdedupe.figures import Buckets, first_unread
 from seqdedupe.format import jit
-from seqdedupe.http_server import on_loop
+from seqdedupe.http_server import Exposition, by_label, counter_of, cumulated, gauge_of, histogram_of, on_loop
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Admitted
