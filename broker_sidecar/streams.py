@@ -27,9 +27,9 @@ from broker_sidecar.shares import (
     Use,
 )
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.tasks import retrieve
 from seqdedupe.topic.readers import PAGE_BYTES
-from seqdedupe.wording import counted
 
 M = TypeVar("M", bound=Message)
 

@@ -17,11 +17,10 @@ from broker_sidecar.services.producer_calls import ProducerCalls
 from broker_sidecar.services.statistics import INTERVAL_SECONDS, INTERVALS, Statistics
 from seqdedupe.command import printable
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
-from seqdedupe.figures import ORDERS, beyond_snapshot, duration, merged, per_second, short, state_name
+from seqdedupe.figures import ORDERS, beyond_snapshot, counted, duration, merged, per_second, short, state_name
 from seqdedupe.http_server import Request, Response, Route, on_loop
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 # -- HTML and SVG, made of elements. Only this section turns text into markup; all text passed to it is escaped.
 

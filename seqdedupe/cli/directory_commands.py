@@ -16,8 +16,8 @@ import click
 from seqdedupe.cli.common import as_json_option, common, connect
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, needing, print_json, print_table, printable, say, say_failure
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from seqdedupe.doctor.findings import Findings, Missing, TopicFindings

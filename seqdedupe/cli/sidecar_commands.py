@@ -16,12 +16,11 @@ from seqdedupe import exports, files
 from seqdedupe.cli.common import as_json_option, common, connect, connect_to, is_alone, position_json, tell
 from seqdedupe.command import echo, needing, print_json, print_table, printable
 from seqdedupe.errors import error
-from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name
+from seqdedupe.figures import ORDERS, beyond_snapshot, counted, per_second, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import PROFILE_KEYS, PROFILE_VARIABLE, read_profiles
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 
 @click.command()

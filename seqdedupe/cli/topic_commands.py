@@ -8,11 +8,10 @@ import click
 from seqdedupe.cli.common import common, connect, connect_to, is_alone, position_json, tell
 from seqdedupe.client.admin import MODES, ROUTES, PolicyState
 from seqdedupe.command import echo, print_json, print_table, printable
-from seqdedupe.figures import cursor_lag, state_name
+from seqdedupe.figures import counted, cursor_lag, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 T = TypeVar("T")
 

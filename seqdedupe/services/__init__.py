@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from seqdedupe.client import Client
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 REPEAT_SECONDS = 30.0
 """The least time between two lines about the same reason."""

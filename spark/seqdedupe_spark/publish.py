@@ -14,9 +14,9 @@ from seqdedupe.client import blocking
 from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.pending import Verdict
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 from seqdedupe_spark.options import parse_sink
 from seqdedupe_spark.planning import patiently
 from seqdedupe_spark.row_layout import frame_of, pieces

@@ -27,6 +27,7 @@ from seqdedupe.client.reader import PartitionedPosition
 from seqdedupe.client.route import OnWaiting, logged
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_NAME_BYTES
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
@@ -48,7 +49,6 @@ from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, check_
 from seqdedupe.services.consumer.message_arrivals import LOOK_SECONDS, Arrivals, Stop, Stopped, is_there, wait_for_any
 from seqdedupe.services.consumer.partition_shares import PartitionShares, PartitionWork
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
-from seqdedupe.wording import counted
 
 Start = Position | PartitionedPosition | Literal["earliest", "latest"]
 
