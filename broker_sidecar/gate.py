@@ -360,17 +360,15 @@ R = TypeVar("R")
 class Visitors:
     """Calls of AdminService by visitors. As in gRPC, the token identifies the visitor, and the rules apply to it."""
 
-    def __init__(self, authentication: Authentication, permissions: Permissions, trail: Trail) -> None:
-        self._authentication = authentication
-        self._permissions = permissions
-        self._trail = trail
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
 
     async def call(self, visitor: Request, name: str, handle: Callable[[M], Awaitable[R]], request: M) -> R:
         """Make the call of this name as the visitor, on the event loop. Raises UNAUTHENTICATED, TOKEN_EXPIRED,
         NOT_ALLOWED, and the errors of the call."""
         method = f"/{_ADMIN_SERVICE}/{name}"
         set_caller(self._subject(visitor, method))
-        self._permissions.check_call(method, request.SerializeToString())
+        self._guard.permissions.check_call(method, request.SerializeToString())
         return await handle(request)
 
     def _subject(self, visitor: Request, method: str) -> Subject:
@@ -379,7 +377,7 @@ class Visitors:
         try:
             return self._known(visitor, host, address)
         except SeqdedupeError as e:
-            self._trail.unauthenticated(method, address, e)
+            self._guard.trail.unauthenticated(method, address, e)
             raise
 
     def _known(self, visitor: Request, host: str, address: str) -> Subject:
@@ -388,7 +386,7 @@ class Visitors:
             # The token has been sent already. The refusal keeps the visitor from sending it regularly.
             why = f"a token was sent from {host} without TLS: others on the network may have read it"
             raise error("UNAUTHENTICATED", why, hint="Replace the token, and forward a port to open the page.")
-        return self._authentication.of_token(token, address)
+        return self._guard.authentication.of_token(token, address)
 
 
 def _token_in(visitor: Request) -> bytes | None:

@@ -166,8 +166,7 @@ class SidecarServer:
                 self._guard.authentication,
             )
             self._metrics = Metrics(sources)
-            visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
-            pages = Pages(self._statistics, self._admin.producers, visitors, self._config.listen)
+            pages = Pages(self._statistics, self._admin.producers, Visitors(self._guard), self._config.listen)
             routes: dict[str, Route] = {"/metrics": self._metrics.route, **pages.routes()}
             self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
 

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from email.message import Message
@@ -19,18 +19,15 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from ipaddress import ip_address
-from itertools import accumulate
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from seqdedupe.address import SidecarAddress, cannot_listen, family_of
-from seqdedupe.figures import Buckets
 
 logger = logging.getLogger("seqdedupe.web")
 
@@ -298,32 +295,3 @@ class Exposition(Collector):
     def describe(self) -> list[Metric]:
         """Return nothing: so the registry does not collect just to learn the names."""
         return []
-
-
-def counter_of(name: str, about: str, value: float) -> Metric:
-    """Return a counter without labels."""
-    return CounterMetricFamily(name, about, value=value)
-
-
-def gauge_of(name: str, about: str, value: float) -> Metric:
-    """Return a gauge without labels."""
-    return GaugeMetricFamily(name, about, value=value)
-
-
-def histogram_of(name: str, about: str, buckets: Buckets) -> Metric:
-    """Return a histogram without labels."""
-    found, total = cumulated(buckets)
-    return HistogramMetricFamily(name, about, found, total)
-
-
-def by_label(metric: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[str, float]]) -> Metric:
-    """Return a metric with one label and a value for each."""
-    for label, value in values:
-        metric.add_metric((label,), value)
-    return metric
-
-
-def cumulated(buckets: Buckets) -> tuple[list[tuple[str, float]], float]:
-    """Return each bound with the number of values that do not exceed it, and the sum of all values."""
-    bounds = (*(str(float(bound)) for bound in buckets.bounds), "+Inf")
-    return list(zip(bounds, accumulate(map(float, list(buckets.counts))), strict=True)), buckets.sum

@@ -1,7 +1,7 @@
 """The tokens that callers show: the data directory's own token, and tokens with a trusted signature.
 
-`SignedTokens` checks JSON Web Tokens, `RefusedTokens` remembers the invalid ones, and `ExpiredTokens` counts the calls
-that show an expired one. `OwnToken` is the token in the file that `make` writes. `Authentication` uses both.
+`SignedTokens` checks JSON Web Tokens, and `RefusedTokens` remembers the invalid ones. `OwnToken` is the token in the
+file that `make` writes. `Authentication` uses both.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jwt
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
-from broker_sidecar.security.subject import MAX_NAME_BYTES, OPERATOR, can_be_name, host_of, network_of
+from broker_sidecar.security.subject import MAX_NAME_BYTES, OPERATOR, can_be_name, network_of
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import open_named, read_named, sync_folder, write_synced
@@ -33,17 +33,11 @@ from seqdedupe.store.directories import whole_of
 
 logger = logging.getLogger("seqdedupe.security")
 
-# -- The validity of credentials, for metrics and alerts, and the subjects that still show expired tokens.
+# -- The validity of credentials, for metrics and alerts.
 
 MAX_SUBJECTS = 100
 """The most subjects of tokens with separate metric series: of valid tokens, and of expired ones that are still shown.
 """
-
-OTHER = "other"
-"""All other subjects whose expired tokens are shown, together."""
-
-REPEAT_SECONDS = 600.0
-"""The interval at which the log may name the same subject with an expired token again."""
 
 
 class Validity(NamedTuple):
@@ -61,34 +55,6 @@ class Credential(NamedTuple):
     subject: str
     """The subject of a token. Empty for other kinds."""
     validity: Validity
-
-
-class ExpiredTokens:
-    """Calls that showed a token after its end, by the token's subject.
-
-    A subject counts only if the token's signature was verified, so a caller without a key cannot add entries. At most
-    `MAX_SUBJECTS` are counted separately; all others count as `OTHER`.
-    """
-
-    def __init__(self, now_seconds: Callable[[], float] = time.monotonic) -> None:
-        self._now_seconds = now_seconds
-        self.calls: dict[str, int] = {OTHER: 0}
-        """By subject. Counts only rise."""
-        self._logged: dict[str, tuple[float, int]] = {}
-        """By subject: the time at which the log may name it again, and the number of calls when it last did."""
-
-    def add(self, e: SeqdedupeError, address: str) -> None:
-        """Count a call that was refused because of an expired token. The log names the subject, but not each time."""
-        if e.reason != "TOKEN_EXPIRED" or (subject := e.numbers.get("subject")) is None:
-            return
-        name = subject if subject in self.calls or len(self.calls) <= MAX_SUBJECTS else OTHER
-        calls = self.calls[name] = self.calls.get(name, 0) + 1
-        now_seconds = self._now_seconds()
-        again_seconds, logged_calls = self._logged.get(name, (now_seconds, 0))
-        if now_seconds >= again_seconds:
-            self._logged[name] = now_seconds + REPEAT_SECONDS, calls
-            told = {"subject": subject, "address": host_of(address), "calls": calls - logged_calls}
-            logger.warning("calls are refused: %s [TOKEN_EXPIRED]", e.message, extra=told)
 
 
 # -- Refused tokens. A caller that shows the same token repeatedly costs no signature check.
