@@ -299,7 +299,7 @@ def check(file: Path | None, as_json: bool) -> None:
     sidecar's user. Warnings do not prevent a start.
     """
     with needing("this needs", "sidecar"):
-        from broker_sidecar.config_check import find_problems
+        from broker_sidecar.__main__ import find_problems
 
         problems = find_problems(file, os.environ)
     errors = sum(problem.ends_start for problem in problems)
