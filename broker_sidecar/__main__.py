@@ -14,7 +14,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -57,7 +56,7 @@ from broker_sidecar.config import (  # noqa: E402
     for_dev,
     from_process,
 )
-from seqdedupe.address import DEFAULT_ADDRESS, SidecarAddress, cannot_listen, family_of  # noqa: E402
+from seqdedupe.address import DEFAULT_ADDRESS, SidecarAddress, cannot_listen  # noqa: E402
 from seqdedupe.errors import EXIT_WRONG, INSTALL_HINT, SeqdedupeError, error, exit_status  # noqa: E402
 from seqdedupe.locks import in_use, owner_of  # noqa: E402
 
@@ -345,7 +344,7 @@ def _addresses(config: Config) -> Iterator[Problem]:
 
 
 def _address(address: SidecarAddress, key: str) -> Iterator[Problem]:
-    from broker_sidecar.sockets import check_nobody_listens
+    from broker_sidecar.sockets import check_nobody_listens, why_not_bound
 
     if address.path:
         if not Path(address.path).parent.is_dir():
@@ -354,12 +353,8 @@ def _address(address: SidecarAddress, key: str) -> Iterator[Problem]:
         else:
             check_nobody_listens(address, key)
         return
-    with socket.socket(family_of(address.host)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host.strip("[]"), address.port))
-        except OSError as e:
-            yield Problem(cannot_listen(address, e, key), ends_start=e.errno not in (errno.EADDRINUSE, errno.EACCES))
+    if (e := why_not_bound(address)) is not None:
+        yield Problem(cannot_listen(address, e, key), ends_start=e.errno not in (errno.EADDRINUSE, errno.EACCES))
 
 
 def _of(key: str, value: str, why: str) -> SeqdedupeError:
