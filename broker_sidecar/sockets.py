@@ -31,13 +31,20 @@ def check_nobody_listens(address: SidecarAddress, key: str) -> None:
         if owner := _listener(path):
             raise _taken(address, owner, key)
         return
+    e = why_not_bound(address)
+    if e is not None and e.errno == errno.EADDRINUSE:
+        raise cannot_listen(address, e, key) from e
+
+
+def why_not_bound(address: SidecarAddress) -> OSError | None:
+    """Return why this process cannot listen at a host and port now; None if it can."""
     with socket.socket(family_of(address.host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address.host.strip("[]"), address.port))
         except OSError as e:
-            if e.errno == errno.EADDRINUSE:
-                raise cannot_listen(address, e, key) from e
+            return e
+    return None
 
 
 class SocketPath:

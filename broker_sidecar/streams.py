@@ -27,9 +27,9 @@ from broker_sidecar.shares import (
     Use,
 )
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.tasks import retrieve
-from seqdedupe.topic.message_search import LOOK_BYTES
-from seqdedupe.wording import counted
+from seqdedupe.topic.readers import PAGE_BYTES
 
 M = TypeVar("M", bound=Message)
 
@@ -49,7 +49,7 @@ ended: gRPC releases those bytes in no other way."""
 COPIES = 2
 """While an answer is written, gRPC has a copy too."""
 
-ANSWER_BYTES = LOOK_BYTES
+ANSWER_BYTES = PAGE_BYTES
 """The memory of a call that looks into a log, or lists a thousand producers."""
 
 TURN_SECONDS = 10.0

@@ -1,4 +1,5 @@
-"""The pages for people: their requests and contents."""
+"""The pages for people: their requests and contents. They show state and change nothing. `seqdedupe/http_server.py`
+serves them, and `/metrics` for Prometheus."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,16 +12,15 @@ from urllib.parse import urlencode
 
 from google.protobuf.message import Message
 
+from broker_sidecar.gate import ASK, Visitors, asks
 from broker_sidecar.services.producer_calls import ProducerCalls
 from broker_sidecar.services.statistics import INTERVAL_SECONDS, INTERVALS, Statistics
-from broker_sidecar.web.visitors import ASK, Visitors, asks
 from seqdedupe.command import printable
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
-from seqdedupe.figures import ORDERS, beyond_snapshot, duration, merged, per_second, short, state_name
+from seqdedupe.figures import ORDERS, beyond_snapshot, counted, duration, merged, per_second, short, state_name
 from seqdedupe.http_server import Request, Response, Route, on_loop
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 # -- HTML and SVG, made of elements. Only this section turns text into markup; all text passed to it is escaped.
 

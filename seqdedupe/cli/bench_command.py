@@ -18,10 +18,10 @@ from seqdedupe.cli.common import common
 from seqdedupe.client import Client, Producer, Receipt
 from seqdedupe.command import INTERRUPTED, echo, print_json
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import told_credentials
-from seqdedupe.wording import counted
 
 # -- Latencies by their frequency, to three digits, in the buckets of HdrHistogram.
 

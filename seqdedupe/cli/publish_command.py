@@ -27,10 +27,10 @@ from seqdedupe.errors import (
     SeqdedupeError,
     error,
 )
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 # -- Continuing after an earlier run, only if the source is still the one that was published.
 

@@ -23,10 +23,10 @@ from seqdedupe.client.reader import Start
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.command import json_text, printable, standard_output, tell_waiting
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
-from seqdedupe.wording import counted
 
 # -- The columns that `read` shows of a message, and the selection of messages by them.
 

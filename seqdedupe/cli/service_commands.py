@@ -17,10 +17,10 @@ from seqdedupe.client.blocking import Client, Cursor
 from seqdedupe.client.blocking.loop import run as run_on_loop
 from seqdedupe.command import Seconds, echo, json_text, needing, print_json, print_table, say
 from seqdedupe.errors import error
+from seqdedupe.figures import counted
 from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
 from seqdedupe.services.pipe.pipe import BlockingPipe, piped_up_to
 from seqdedupe.sidecar_options import Command, sidecar_options, told_credentials
-from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

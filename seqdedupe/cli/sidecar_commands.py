@@ -13,16 +13,14 @@ from typing import Any
 import click
 
 from seqdedupe import exports, files
-from seqdedupe.cli.common import as_json_option, common, connect, connect_to, is_alone, tell
-from seqdedupe.cli.topic_commands import position_json
+from seqdedupe.cli.common import as_json_option, common, connect, connect_to, is_alone, position_json, tell
 from seqdedupe.command import echo, needing, print_json, print_table, printable
 from seqdedupe.errors import error
-from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name
+from seqdedupe.figures import ORDERS, beyond_snapshot, counted, per_second, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import PROFILE_KEYS, PROFILE_VARIABLE, read_profiles
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 
 @click.command()
@@ -301,7 +299,7 @@ def check(file: Path | None, as_json: bool) -> None:
     sidecar's user. Warnings do not prevent a start.
     """
     with needing("this needs", "sidecar"):
-        from broker_sidecar.config_check import find_problems
+        from broker_sidecar.__main__ import find_problems
 
         problems = find_problems(file, os.environ)
     errors = sum(problem.ends_start for problem in problems)

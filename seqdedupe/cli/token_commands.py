@@ -15,9 +15,9 @@ from seqdedupe.audit_trail import TrailLink, verify
 from seqdedupe.cli.common import as_json_option, seconds_of, tell
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, needing, print_json, printable, say_failure
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_name
-from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from jwt import PyJWK

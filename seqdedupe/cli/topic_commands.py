@@ -5,26 +5,13 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from seqdedupe.cli.common import common, connect, connect_to, is_alone, tell
+from seqdedupe.cli.common import common, connect, connect_to, is_alone, position_json, tell
 from seqdedupe.client.admin import MODES, ROUTES, PolicyState
 from seqdedupe.command import echo, print_json, print_table, printable
-from seqdedupe.figures import cursor_lag, state_name
+from seqdedupe.figures import counted, cursor_lag, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
-
-
-def position_json(position: Position) -> dict[str, Any]:
-    """Return a position. `message_id` is null before a topic's first message; `ownership` (as in its text) if not
-    known."""
-    return {
-        "incarnation": position.incarnation,
-        "index": position.index,
-        "message_id": None if position.message_id is None else str(position.message_id),
-        "ownership": f"{position.ownership:016x}" if position.ownership else None,
-    }
-
 
 T = TypeVar("T")
 

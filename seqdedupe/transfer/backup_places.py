@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import google_crc32c
 
 from seqdedupe.errors import INSTALL_HINT, SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.files import UNFINISHED, sync_folder
 from seqdedupe.locks import Lock
 from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
@@ -41,7 +42,6 @@ from seqdedupe.transfer.backup import (
     read_manifest,
     restore,
 )
-from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

@@ -41,11 +41,11 @@ from pyspark.sql import DataFrame, SparkSession
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import error
+from seqdedupe.figures import counted
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import sidecar_options, told_files
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 from seqdedupe_spark import planning
 from seqdedupe_spark.audit_counts import (
     DOUBLED,

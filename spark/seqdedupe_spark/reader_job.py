@@ -20,10 +20,10 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import FAILED, Seconds, say
 from seqdedupe.errors import PositionError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.names import topic_name
 from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
 from seqdedupe.sidecar_options import sidecar_options, told_credentials
-from seqdedupe.wording import counted
 from seqdedupe_spark import options
 from seqdedupe_spark.job.dead_letter_rows import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.positions import positions_of, reset_position

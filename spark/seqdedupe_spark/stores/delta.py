@@ -21,8 +21,8 @@ from deltalake.exceptions import (
 )
 
 from seqdedupe.errors import error
+from seqdedupe.figures import counted
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.wording import counted
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
     Advance,
