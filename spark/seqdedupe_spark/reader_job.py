@@ -1,7 +1,8 @@
-"""`python -m seqdedupe_spark.reader_job`: topics into a table, each message once. As a library: `ReaderJob`.
+"""`python -m seqdedupe_spark.reader_job` writes the messages of topics to a table, each message once. `ReaderJob` does
+the same as a library.
 
-Begin with `run`. There is one way to run a job, `ReaderJob.run`. With a checkpoint, a streaming query is its clock
-(`_stream`). The progress output of a job comes before the commands.
+Begin with the command `run`. Every run of a job is a call of `ReaderJob.run`. With a checkpoint, a streaming query
+decides when it is called (`_stream`). The progress output comes before the commands.
 """
 
 import importlib
@@ -34,17 +35,18 @@ from seqdedupe_spark.session import run_command, start_session, typed_failures
 from seqdedupe_spark.source import SeqdedupeDataSource
 from seqdedupe_spark.stores.urls import from_url
 
-# -- The progress output of a job: one line, rewritten in place on a terminal; else a new line from time to time.
+# -- The progress output of a job. On a terminal, one line is rewritten in place. Otherwise a new line is printed every
+# few seconds.
 
 LINE_SECONDS = 5.0
-"""The time between two lines if a line cannot be rewritten."""
+"""The least time between two lines if the output is not a terminal."""
 
 _RATE_SECONDS = 10.0
-"""The approximate time over which the rate is measured."""
+"""The approximate time over which the displayed rate is measured."""
 
 
 class Progress:
-    """The progress line of a job, on `stream`. It counts the rows written."""
+    """The progress line of a job, written to `stream`. It shows the number of rows written, the rate and the lag."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -81,7 +83,7 @@ class Progress:
 
 
 def summary(total: Round, seconds: float) -> dict[str, object]:
-    """Return the result of a run, for JSON. The form is documented: keep it stable."""
+    """Return the result of a run as an object for JSON. The fields are documented, so keep them stable."""
     return {
         "read": total.read,
         "written": total.written,
@@ -97,7 +99,7 @@ def summary(total: Round, seconds: float) -> dict[str, object]:
 
 
 def text(total: Round, seconds: float) -> str:
-    """Return the same for a person."""
+    """Return the result of a run as text for a person."""
     if not total.has_looked:
         return f"nothing was read in {seconds:.1f} s: the ends of the topics could not be determined"
     dropped = f", {counted(total.duplicates, 'duplicate')} dropped" if total.duplicates else ""
@@ -120,7 +122,7 @@ _store = click.option("--store", "store_url", required=True, metavar="URL", help
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/guides/spark-job.md describes it.")
 
 _OTHER_NAMES = {"address": "service.url", "admin_url": "admin.url"}
-"""The names of options of the data source that a job takes, too. All others have the command's names, in camel case."""
+"""The data source's names for options of the command. All other options have the command's names in camel case."""
 
 _CLIENT = "pulsar.client."
 
@@ -128,7 +130,7 @@ _CLOCK_OPTIONS = ("service.url", "admin.url", "topic", "topics", "topicsPattern"
 
 
 def _options(*options: Command) -> Command:
-    """Return a decorator that applies all of these. `--help` shows them in this order."""
+    """Return a decorator that applies all these decorators. `--help` shows the options in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -152,7 +154,7 @@ _service_options = _options(
 
 
 def _given(source: dict[str, Any]) -> dict[str, str]:
-    """Return the options of the data source that were given."""
+    """Return the given options of the data source, by the data source's names."""
     said = {name: value for name, value in source.items() if value is not None and name != "pulsar_client"}
     given = {_OTHER_NAMES.get(name) or _camel_case(name): str(value) for name, value in said.items()}
     given |= file_options()
@@ -327,9 +329,9 @@ def _stream(
     trigger_seconds: float,
     progress: Progress,
 ) -> None:
-    """Run the job as a streaming query, which is only the clock. At each tick all messages are read, from the stored
-    positions. Messages that the checkpoint counts as read, but the database does not have, are read before or after it.
-    """
+    """Run the job as a streaming query that only decides when to read. At each tick of the query, the job reads all
+    messages after the stored positions. The checkpoint does not matter: messages that it counts as read, but that are
+    not in the database, are read before, during or after the query."""
     clock = {name: value for name, value in given.items() if name in _CLOCK_OPTIONS or name.startswith(_CLIENT)}
     clock |= {"startingOffsets": "earliest", "failOnDataLoss": "false"}
 
@@ -357,11 +359,11 @@ def _stream(
         except UnavailableError:
             pass
         except PositionError as e:
-            # If one of the job's own positions does not fit, this reports it and ends the job.
+            # If a position of the job itself is invalid, this call raises, which ends the job.
             read()
             _log.warning("%s: the checkpoint does not fit, so the query begins a new one elsewhere: %s", checkpoint, e)
             writer = query()
-        # If the sidecar or the database is away, this waits for longer than a query does.
+        # If the sidecar or the database is unavailable, this call waits for longer than a query does.
         read()
 
 
