@@ -1,2 +1,2 @@
-"""The sidecar's HTTP server, for people and Prometheus. It shows state and changes nothing.
-`seqdedupe/http_server.py` serves the routes; `pages.py` makes the pages."""
+"""The sidecar's HTTP pages for people. They show state and change nothing. `seqdedupe/http_server.py` serves the
+routes, also those for Prometheus. `pages.py` builds the pages."""

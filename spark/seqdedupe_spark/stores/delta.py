@@ -561,7 +561,8 @@ class DeltaStore(OutputStore):
         return len(rows)
 
     def _sync(self, found: DeltaTable, after: int | None) -> None:
-        """Make the versions of the table after `after` durable.
+        """On a disk, make the versions of the table after the version `after` durable. If `after` is None, make only
+        the last version durable.
 
         A commit calls this method before and after the commit itself. So after a crash of the machine, no position
         exists without the rows before it.
