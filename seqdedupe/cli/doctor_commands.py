@@ -27,11 +27,11 @@ SHOWN = 20
     "to",
     type=click.Path(path_type=Path),
     metavar="NEW_DIRECTORY",
-    help="Write what is readable to a new data directory, with a report of what is missing.",
+    help="Write the readable data to a new data directory, with a report of the missing data.",
 )
 @as_json_option
 def doctor(directory: Path, to: Path | None, as_json: bool) -> int:
-    """Check every byte of a data directory while no sidecar runs on it. Change nothing in it.
+    """Check every byte of a data directory, and change nothing in it. No sidecar may be running on it.
 
     Exit status 0: all is whole; 1: something is damaged; 2: the check was not possible.
     """
