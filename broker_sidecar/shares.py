@@ -63,7 +63,7 @@ class CallerLimits:
 
 NO_LIMITS = CallerLimits()
 OF_NOBODY = CallerLimits(streams=16)
-"""The limits of all unknown callers together, whatever the rules are. Unknown callers may only watch the sidecar's
+"""The limits of all unknown callers together, regardless of the rules. Unknown callers may only watch the sidecar's
 health."""
 
 IN_ALL = ("bytes_per_second", "producer_names")

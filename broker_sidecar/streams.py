@@ -454,7 +454,7 @@ class Streams:
           in use.
         - If a caller has more than its share, and the new stream's caller has less, a stream of the former is ended,
           even if it is in use.
-        - A caller that would exceed its share can only replace an idle stream of its own.
+        - A caller that would exceed its share can only replace one of its idle streams.
         """
         share = max(1, self._limit // CALLER_SHARE)
         by_caller: dict[Use, list[Stream]] = {}

@@ -48,7 +48,7 @@ MAX_EXCEPTION_CHARACTERS = 20_000
 
 
 def _cut(value: object, most: int = MAX_TEXT_CHARACTERS) -> object:
-    """Return the value. Of a text that is too long, return the beginning and the end."""
+    """Return the value. If it is a text that is too long, return the beginning and the end."""
     if not isinstance(value, str) or len(value) <= most:
         return value
     return f"{value[: most // 2]} [{len(value) - most} characters are omitted] {value[-(most // 2) :]}"

@@ -281,7 +281,7 @@ class Committer:
             number = self._journal.end_file()
             self._syncer.then(lambda: self._journal.forget(number))
         if has_lost:
-            # The journal may have lost rounds. Report nothing new before the segments hold these rounds and the journal
+            # The journal may have lost rounds. Report nothing new before the segments have these rounds and the journal
             # has forgotten them. Otherwise the next start would treat the loss as damage.
             self._syncer.wait()
         for writer in leaving:
