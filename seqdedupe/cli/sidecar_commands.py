@@ -155,8 +155,8 @@ def export_file(topic: str, file: Path, only_watermarks: bool, address: str, as_
 def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
     """Import a file of `export` or `job bootstrap` into a topic. The import is durable when the command ends.
 
-    Import a snapshot into the topic from which it was exported, watermarks into a new topic that no producer has
-    opened, and a window into a topic of deduplication IDs without messages.
+    Import a snapshot into the topic from which it was exported. Import watermarks into a new topic that no producer has
+    opened. Import a window into a topic of deduplication IDs without messages.
     """
     magic = files.magic_of(file)
     if magic not in (exports.SNAPSHOT_MAGIC, exports.WATERMARKS_MAGIC, exports.WINDOW_MAGIC):

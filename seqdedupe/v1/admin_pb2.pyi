@@ -574,10 +574,10 @@ class Topic(_message.Message):
     """
     partitions: _builtins.int
     """The number of partitions; 0 if the topic is not partitioned. Each partition is a separate topic:
-    `name-partition-0`, `name-partition-1` and so on. A partitioned topic shows its name, the worst state of its
-    partitions with the reason, and the sums of the partitions' bytes, rows, frames, resets, forgotten producers,
-    damage and ignored entries. Its policy is the policy of its partitions, or of a partition that has deduplication
-    off. Calls that need a single log answer the name of a partitioned topic with `TOPIC_IS_PARTITIONED`.
+    `name-partition-0`, `name-partition-1` and so on. A partitioned topic shows its name, and the worst state of its
+    partitions with the reason. Bytes, rows, frames, resets, forgotten producers, damage and ignored entries are the
+    sums of all partitions. Its policy is the policy of its partitions, or of a partition that has deduplication off.
+    Calls that need a single log answer the name of a partitioned topic with `TOPIC_IS_PARTITIONED`.
     """
     partition_of: _builtins.str
     """The name of the partitioned topic to which this topic belongs; empty if this topic is not a partition."""

@@ -45,12 +45,12 @@ class PublishServiceStub:
        start a new session and take the name from its owner. `FENCED` is final: another process owns the name. Another
        process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
        `persisted` that `Open` returned before.
-    6. Acknowledged data is lost if a resume returns a `persisted` below an earlier one or below an ID that has a
-       receipt, or returns another incarnation, or if all addresses return a lower term. Then stop and report the loss. A
-       name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if nothing
-       had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late. Receipts
-       prove nothing if their frames were sent before this answer and the receipts arrived after the request. Messages
-       that are sent again are new.
+    6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
+       has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
+       loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
+       nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
+       Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
+       Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
        has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
        apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -157,12 +157,12 @@ class PublishServiceAsyncStub(PublishServiceStub):
        start a new session and take the name from its owner. `FENCED` is final: another process owns the name. Another
        process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
        `persisted` that `Open` returned before.
-    6. Acknowledged data is lost if a resume returns a `persisted` below an earlier one or below an ID that has a
-       receipt, or returns another incarnation, or if all addresses return a lower term. Then stop and report the loss. A
-       name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if nothing
-       had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late. Receipts
-       prove nothing if their frames were sent before this answer and the receipts arrived after the request. Messages
-       that are sent again are new.
+    6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
+       has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
+       loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
+       nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
+       Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
+       Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
        has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
        apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -265,12 +265,12 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
        start a new session and take the name from its owner. `FENCED` is final: another process owns the name. Another
        process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
        `persisted` that `Open` returned before.
-    6. Acknowledged data is lost if a resume returns a `persisted` below an earlier one or below an ID that has a
-       receipt, or returns another incarnation, or if all addresses return a lower term. Then stop and report the loss. A
-       name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if nothing
-       had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late. Receipts
-       prove nothing if their frames were sent before this answer and the receipts arrived after the request. Messages
-       that are sent again are new.
+    6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
+       has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
+       loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
+       nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
+       Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
+       Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
        has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
        apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
