@@ -348,7 +348,7 @@ class Guard:
 # authentication.
 
 ASK = {"WWW-Authenticate": 'Basic realm="seqdedupe: the password is the token", charset="UTF-8"'}
-"""Makes a browser ask for the token."""
+"""The header that makes a browser ask the visitor for the token."""
 
 _SCHEME = "basic"
 _ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
@@ -358,14 +358,15 @@ R = TypeVar("R")
 
 
 class Visitors:
-    """Calls of AdminService by visitors. As in gRPC, the token identifies the visitor, and the rules apply to it."""
+    """Calls of AdminService by visitors. As in gRPC, the token identifies the visitor, and the rules apply to the
+    visitor."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
 
     async def call(self, visitor: Request, name: str, handle: Callable[[M], Awaitable[R]], request: M) -> R:
-        """Make the call of this name as the visitor, on the event loop. Raises UNAUTHENTICATED, TOKEN_EXPIRED,
-        NOT_ALLOWED, and the errors of the call."""
+        """Make the AdminService call of this name for the visitor. Must run on the event loop. Raises UNAUTHENTICATED,
+        TOKEN_EXPIRED, NOT_ALLOWED, and the errors of the call."""
         method = f"/{_ADMIN_SERVICE}/{name}"
         set_caller(self._subject(visitor, method))
         self._guard.permissions.check_call(method, request.SerializeToString())
@@ -383,14 +384,14 @@ class Visitors:
     def _known(self, visitor: Request, host: str, address: str) -> Subject:
         token = _token_in(visitor)
         if token is not None and not _is_loopback(host):
-            # The token has been sent already. The refusal keeps the visitor from sending it regularly.
+            # The token was already sent without encryption. The refusal keeps the visitor from sending it again.
             why = f"a token was sent from {host} without TLS: others on the network may have read it"
             raise error("UNAUTHENTICATED", why, hint="Replace the token, and forward a port to open the page.")
         return self._guard.authentication.of_token(token, address)
 
 
 def _token_in(visitor: Request) -> bytes | None:
-    """Return the password in the request; None if there is none."""
+    """Return the password in the request; None if the request has no password."""
     scheme, _, shown = visitor.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != _SCHEME:
         return None
@@ -408,5 +409,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def asks(visitor: Request) -> bool:
-    """Return whether the page may ask the browser for a token: only if no one can read the traffic."""
+    """Return whether the page may ask the browser for a token. This is allowed only on loopback, where nobody can read
+    the traffic."""
     return _is_loopback(visitor.client[0])

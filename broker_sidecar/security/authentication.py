@@ -65,14 +65,14 @@ def connection_age() -> tuple[tuple[str, int], ...]:
 
 
 def of_certificates(certificates: Iterable[x509.Certificate]) -> Validity:
-    """Return the validity of the certificate that expires first. There must be at least one."""
+    """Return the validity of the certificate that expires first. There must be at least one certificate."""
     return soonest(
         Validity(one.not_valid_before_utc.timestamp(), one.not_valid_after_utc.timestamp()) for one in certificates
     )
 
 
 def soonest(validities: Iterable[Validity]) -> Validity:
-    """Return the validity that ends first. There must be at least one."""
+    """Return the validity that ends first. There must be at least one validity."""
     return min(validities, key=lambda one: one.ends_seconds)
 
 
@@ -358,28 +358,30 @@ def _is_indirect(crl: x509.CertificateRevocationList) -> bool:
 # -- The subjects that still show expired tokens.
 
 OTHER = "other"
-"""All other subjects whose expired tokens are shown, together."""
+"""The name under which all other subjects with expired tokens are counted together."""
 
 REPEAT_SECONDS = 600.0
-"""The interval at which the log may name the same subject with an expired token again."""
+"""The least time between two log lines about the same subject with an expired token."""
 
 
 class ExpiredTokens:
-    """Calls that showed a token after its end, by the token's subject.
+    """Calls with an expired token, by the token's subject.
 
-    A subject counts only if the token's signature was verified, so a caller without a key cannot add entries. At most
-    `MAX_SUBJECTS` are counted separately; all others count as `OTHER`.
+    A subject counts only if the token's signature was verified. So a caller without a signing key cannot add entries.
+    At most `MAX_SUBJECTS` subjects are counted separately. All other subjects are counted as `OTHER`.
     """
 
     def __init__(self, now_seconds: Callable[[], float] = time.monotonic) -> None:
         self._now_seconds = now_seconds
         self.calls: dict[str, int] = {OTHER: 0}
-        """By subject. Counts only rise."""
+        """The number of calls by subject. The numbers never decrease."""
         self._logged: dict[str, tuple[float, int]] = {}
-        """By subject: the time at which the log may name it again, and the number of calls when it last did."""
+        """By subject: the time from which the subject may be logged again, and the number of its calls when it was last
+        logged."""
 
     def add(self, e: SeqdedupeError, address: str) -> None:
-        """Count a call that was refused because of an expired token. The log names the subject, but not each time."""
+        """Count a call that was refused because of an expired token. Log the subject, at most once per
+        REPEAT_SECONDS."""
         if e.reason != "TOKEN_EXPIRED" or (subject := e.numbers.get("subject")) is None:
             return
         name = subject if subject in self.calls or len(self.calls) <= MAX_SUBJECTS else OTHER

@@ -36,19 +36,19 @@ logger = logging.getLogger("seqdedupe.security")
 # -- The validity of credentials, for metrics and alerts.
 
 MAX_SUBJECTS = 100
-"""The most subjects of tokens with separate metric series: of valid tokens, and of expired ones that are still shown.
-"""
+"""The most subjects of tokens with separate metric series. The limit applies once to valid tokens, and once to expired
+tokens that are still sent."""
 
 
 class Validity(NamedTuple):
-    """The begin and end of a validity. Unix time; `-inf` if the beginning is unknown."""
+    """The beginning and end of a validity, in Unix time. The beginning is `-inf` if it is unknown."""
 
     starts_seconds: float
     ends_seconds: float
 
 
 class Credential(NamedTuple):
-    """A credential that a sidecar shows or trusts, and its validity."""
+    """A credential that a sidecar presents or trusts, and the credential's validity."""
 
     kind: str
     """`server_certificate`, `client_authority`, `revocation_list` or `token`."""

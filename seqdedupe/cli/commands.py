@@ -107,7 +107,7 @@ _COMMANDS = {
     "message-state": ("topic_commands.message_state", "Show the state of one message."),
     "outbox": (
         "service_commands.outbox",
-        "Publish the rows of an outbox, each exactly once.",
+        "Publish each row of an outbox exactly once.",
     ),
     "pipe": (
         "service_commands.pipe",

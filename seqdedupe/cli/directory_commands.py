@@ -44,11 +44,11 @@ SHOWN = 20
     "to",
     type=click.Path(path_type=Path),
     metavar="NEW_DIRECTORY",
-    help="Write what is readable to a new data directory, with a report of what is missing.",
+    help="Write the readable data to a new data directory, with a report of the missing data.",
 )
 @as_json_option
 def doctor(directory: Path, to: Path | None, as_json: bool) -> int:
-    """Check every byte of a data directory while no sidecar runs on it. Change nothing in it.
+    """Check every byte of a data directory, and change nothing in it. No sidecar may be running on it.
 
     Exit status 0: all is whole; 1: something is damaged; 2: the check was not possible.
     """
@@ -228,12 +228,12 @@ def backup() -> None:
     "--keep",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Afterwards keep the newest N good backups with a time as their name, and remove older ones.",
+    help="Then keep the newest N good backups whose names are times, and remove older backups with such names.",
 )
 @click.option("--to", metavar="s3://BUCKET/PREFIX", help="Copy the backup to an object store.")
 @common
 def make(name: str | None, keep: int | None, to: str | None, address: str, as_json: bool) -> int:
-    """Make a backup of all data of the running sidecar, in a new folder NAME in its backup_directory.
+    """Make a backup of all data of the running sidecar, in a new folder NAME in the sidecar's backup_directory.
 
     The default NAME is the time. If the command can read that folder, it verifies every byte and confirms the backup to
     the sidecar. Exit status 1: the sidecar's data were damaged, and so is the backup. The command then copies and
@@ -368,12 +368,13 @@ class _Care:
                     _warn_of_future(one, kept.in_future, "does not count and is not removed")
 
 
-@backup.command("list", short_help="List backups, and show which are good.")
+@backup.command("list", short_help="List backups, and show which backups are good.")
 @click.argument("place", metavar="DEST")
 @click.option("--verify", "reads_all", is_flag=True, help="Read every byte. Default: compare sizes only.")
 @as_json_option
 def list_backups(place: str, reads_all: bool, as_json: bool) -> int:
-    """List the backups in DEST, a folder or s3://BUCKET/PREFIX: time, size, topics, and whether each is good.
+    """List the backups in DEST, a folder or s3://BUCKET/PREFIX. Show each backup's time, size and topics, and whether
+    the backup is good.
 
     A good backup is complete and has no damage. Exit status 1: a backup is not good.
     """
@@ -416,7 +417,7 @@ def _kept_json(one: "KeptBackup") -> dict[str, Any]:
 @click.argument("directory", type=_FOLDER)
 @as_json_option
 def verify(directory: Path, as_json: bool) -> int:
-    """Verify a backup: each file is as it was written, and logs and store are whole and belong together (as `doctor`
+    """Verify a backup: each file is as it was written, and logs and store are intact and belong together (as `doctor`
     checks).
 
     Exit status 1: the backup is not whole.
@@ -445,11 +446,13 @@ def verify(directory: Path, as_json: bool) -> int:
 
 @click.command()
 @click.argument("places", nargs=-1, metavar="[BACKUP] DATA_DIRECTORY")
-@click.option("--from", "place", metavar="DEST", help="Instead of BACKUP: a folder or s3://BUCKET/PREFIX with backups.")
-@click.option("--backup", "name", metavar="NAME", help="The backup in DEST. Default: the newest good one.")
+@click.option("--from", "place", metavar="DEST", help="A folder or s3://BUCKET/PREFIX with backups, instead of BACKUP.")
+@click.option(
+    "--backup", "name", metavar="NAME", help="The name of the backup in DEST. Default: the newest good backup."
+)
 @as_json_option
 def restore(places: tuple[str, ...], place: str | None, name: str | None, as_json: bool) -> int:
-    """Make a data directory from a backup. It must be empty or absent. Then start a sidecar on it.
+    """Make a data directory from a backup. DATA_DIRECTORY must be empty or missing. Afterwards, start a sidecar on it.
 
     The command verifies each file. Exit status 1: the data were damaged when the backup was made.
     """

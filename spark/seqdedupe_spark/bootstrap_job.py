@@ -323,7 +323,7 @@ def _grouped(
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--topic", help="Read this topic. With sequence IDs, it must be a single partition.")
+@click.option("--topic", help="Read this topic. A topic of sequence IDs must be a single partition.")
 @click.option("--parquet", multiple=True, metavar="PATH", help="Read these files, folders or globs.")
 @click.option("--producer-column", metavar="NAME", help=f"In Parquet; else {' or '.join(names(PRODUCER_COLUMN))}.")
 @click.option(
