@@ -243,7 +243,7 @@ def test_alerts_and_their_sections() -> None:
 
 
 def test_the_reasons_in_the_runbook_are_reasons() -> None:
-    """All others have their cause and cure in `docs/reference/errors.md` alone, to which the runbook sends the reader."""
+    """All others have their cause and cure in `docs/reference/errors.md` alone, where the runbook sends the reader."""
     told, _, others = RUNBOOK.read_text().partition("### What clients settle")
     rows = rows_of(RUNBOOK)
     named = re.findall(r"`([A-Z][A-Z_]+)`", others)
