@@ -5,39 +5,45 @@
     │   └── NotFoundError
     ├── AccessDeniedError       the caller is unknown, or may not do this
     ├── FencedError             another process owns the producer name
-    ├── UnavailableError        not now: trying again helps
+    ├── UnavailableError        not now: another attempt may succeed
     │   └── OutcomeUnknownError     the messages sent may be in the log or not
     ├── PositionError           reading cannot continue from a reader's position
     ├── DataLossError           acknowledged data is missing
     │   └── DamagedError            a file is damaged, incomplete or of a newer version
     └── ConfigurationError      the sidecar or a command has an invalid configuration or option
 
-An error has a stable `reason`, one line for a person, a `hint` with the next step, and the numbers that a person
-needs. `docs/reference/errors.md` lists the reasons; a test compares that list with `REASONS`.
+An error has a stable `reason`, a message of one line for a person, a `hint` with the next step, and the numbers of the
+message. `docs/reference/errors.md` lists the reasons. A test compares that list with `REASONS`.
 """
 
 from dataclasses import dataclass
 
 NEVER = -1
-"""As a retry delay: the same request can never succeed."""
+"""The retry delay that means that the same request can never succeed."""
 
 EXIT_FAILED = 1
-"""Exit status of a process that an error has ended: another attempt may succeed."""
+"""The exit status of a process that an error has ended. Another attempt may succeed."""
 
 EXIT_WRONG = 2
-"""Exit status of every command and of the sidecar after wrong usage or a wrong configuration: another attempt fails."""
+"""The exit status of every command and of the sidecar after wrong usage or with a wrong configuration. Another attempt
+would fail too."""
 
 
 class SeqdedupeError(Exception):
-    """The root of the tree. `error()` makes it, and looks the reason up.
+    """The base class of all errors of this project. Create errors with `error()`, which looks up the reason.
 
-    Attributes: `reason`, a stable upper-case word; `hint`, the next step; `retry_delay_ms`, after which another attempt
-    may help, or NEVER; `numbers`, by name, as text.
+    The attributes are:
+
+    - `reason`: a stable upper-case word.
+    - `message`: what happened.
+    - `hint`: the next step.
+    - `retry_delay_ms`: the time after which another attempt may succeed, or NEVER.
+    - `numbers`: the numbers of the message as text, by name.
     """
 
     def __init__(self, reason: str, message: str, hint: str, retry_delay_ms: int, numbers: dict[str, str]) -> None:
         super().__init__(message)
-        # The hint is shown below the error in a traceback, which may be all that the user of a library sees.
+        # A traceback shows the note below the error. The user of a library may see only the traceback.
         self.add_note(hint)
         self.reason = reason
         self.message = message
@@ -53,7 +59,7 @@ class SeqdedupeError(Exception):
 
 
 class InvalidRequestError(SeqdedupeError):
-    """The request cannot be carried out, now or later. It changed nothing."""
+    """The request cannot be carried out, now or later. The request changed nothing."""
 
 
 class NotFoundError(InvalidRequestError):
@@ -61,23 +67,24 @@ class NotFoundError(InvalidRequestError):
 
 
 class AccessDeniedError(SeqdedupeError):
-    """The caller is unknown, or may not do this. It changed nothing."""
+    """The caller is unknown, or may not do this. The request changed nothing."""
 
 
 class FencedError(SeqdedupeError):
-    """Another process owns the producer name. This one must stop using it."""
+    """Another process owns the producer name. This process must stop using the name."""
 
 
 class UnavailableError(SeqdedupeError):
-    """Not now. Trying again after `retry_delay_ms` helps."""
+    """The request cannot be carried out now. Another attempt after `retry_delay_ms` may succeed."""
 
 
 class OutcomeUnknownError(UnavailableError):
-    """The connection was lost, or a time limit reached: the messages may be in the log or not."""
+    """The connection was lost, or a time limit was reached. The messages sent may be in the log or not."""
 
 
 class PositionError(SeqdedupeError):
-    """Reading cannot continue from this position: some messages between it and the remaining ones may be missing."""
+    """Reading cannot continue from this position. Messages between the position and the remaining messages may be
+    missing."""
 
 
 class DataLossError(SeqdedupeError):
@@ -94,7 +101,8 @@ class ConfigurationError(SeqdedupeError):
 
 @dataclass(frozen=True)
 class Reason:
-    """The properties of a reason: the class, the gRPC status code, the hint, the usual retry delay."""
+    """The properties of a reason: the class of the error, the gRPC status code, the hint, and the default retry
+    delay."""
 
     kind: type[SeqdedupeError]
     code: str
@@ -116,49 +124,57 @@ def _configuration(hint: str) -> Reason:
 
 REASONS: dict[str, Reason] = {
     # The request.
-    "MALFORMED_MESSAGE": _invalid("Send the message that the published schema describes."),
+    "MALFORMED_MESSAGE": _invalid("Encode the message as the published schema describes."),
     "INVALID_TOPIC_NAME": _invalid("Write the topic as persistent://TENANT/NAMESPACE/NAME, or use a short name."),
     "INVALID_NAMESPACE": _invalid("Write the namespace as TENANT/NAMESPACE, for example public/default."),
     "INVALID_NAME": _invalid(
-        "Give every producer a name of 1 to 255 bytes of UTF-8 without control characters, each once in a request."
+        "Give every producer a name of 1 to 255 bytes of UTF-8 without control characters. Use each name only once in "
+        "a request."
     ),
-    "INVALID_BATCH": _invalid("Lay the batch's columns out as Batch in batch.proto says."),
+    "INVALID_BATCH": _invalid("Build the batch's columns as the message Batch in batch.proto describes."),
     "INVALID_SEQUENCE_ID": _invalid("Use sequence IDs from 0 to 2^63 - 1."),
     "INVALID_DEDUPLICATION_ID": _invalid("Give every message a deduplication ID of 1 to 255 bytes."),
-    "NOT_ASCENDING": _invalid("Sort each producer's sequence IDs within a batch, and send each only once."),
-    "INVALID_PREDECESSOR": _invalid(
-        "Link to the highest ID below the batch's first one that was sent in this session or that Open answered."
+    "NOT_ASCENDING": _invalid(
+        "In each batch, sort every producer's messages by sequence ID, and use each sequence ID only once."
     ),
-    "LINK_REQUIRED": _invalid("Set the previous sequence ID: only a lone unary call may omit it."),
-    "INVALID_EPOCH": _invalid("Use the epoch that Open answered for this topic and name."),
-    "INVALID_REQUEST": _invalid("Correct what the message names."),
+    "INVALID_PREDECESSOR": _invalid(
+        "Set the previous sequence ID to the highest ID below the batch's first ID that this session has sent or that "
+        "Open returned."
+    ),
+    "LINK_REQUIRED": _invalid(
+        "Set the previous sequence ID. Only a unary call without other frames in flight may omit it."
+    ),
+    "INVALID_EPOCH": _invalid("Use the epoch that Open returned for this topic and producer name."),
+    "INVALID_REQUEST": _invalid("Correct the value that the message names."),
     "UNKNOWN_CALL": Reason(
         InvalidRequestError,
         "UNIMPLEMENTED",
-        "Producers and readers need a sidecar with log = embedded or pulsar, brokers one with log = broker. If the "
-        "sidecar has that and is older than the client, upgrade it.",
+        "Producers and readers need a sidecar with log = embedded or pulsar. Brokers need a sidecar with log = "
+        "broker. If the sidecar has the right log, but is older than the client, upgrade the sidecar.",
     ),
-    "INVALID_POSITION": _invalid("Give a position that this sidecar answered, or an index from 0 up."),
-    "MESSAGE_TOO_LARGE": _invalid("Send less in one message; the error names the limit."),
-    "BATCH_TOO_LARGE": _invalid("Split the batch. If it is one message, send less in it; the error names the limit."),
+    "INVALID_POSITION": _invalid("Use a position that this sidecar returned, or an index of at least 0."),
+    "MESSAGE_TOO_LARGE": _invalid("Make the message smaller; the error names the limit."),
+    "BATCH_TOO_LARGE": _invalid(
+        "Split the batch. If the batch is one message, make the message smaller. The error names the limit."
+    ),
     "TOPIC_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
         "Is the name mistyped? `seqdedupe topics` lists the topics. To publish to a new topic, create it, or set "
-        "allow_auto_topic_creation = true. A topic of deduplication IDs must be created: "
-        "`seqdedupe topics create --deduplication-mode deduplication-id`.",
+        "allow_auto_topic_creation = true. A topic with deduplication IDs must always be created: `seqdedupe topics "
+        "create --deduplication-mode deduplication-id`.",
     ),
-    "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the topic that is there, or another name."),
+    "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the existing topic, or choose another name."),
     "TOPIC_IS_PARTITIONED": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Name one of its partitions, `name-partition-0` and on. Python's producers take the name of the whole topic, "
-        "and `partitioned_reader` reads it.",
+        "Name one partition of the topic, for example `name-partition-0`. In Python, producers accept the name of the "
+        "whole topic, and `partitioned_reader` reads the whole topic.",
     ),
     "TOPIC_TERMINATED": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Publish to another topic; this one stays readable. Or delete it, and create it again.",
+        "Publish to another topic; readers can still read this topic. Or delete this topic, and create it again.",
     ),
     "TOPIC_IN_USE": Reason(
         InvalidRequestError,
@@ -184,13 +200,13 @@ REASONS: dict[str, Reason] = {
     "SIDECAR_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
-        "Is the name mistyped, or the sidecar forgotten already? `seqdedupe sidecars` lists the names.",
+        "Is the name mistyped, or was the sidecar already forgotten? `seqdedupe sidecars` lists the names.",
     ),
     "SIDECAR_ALIVE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Stop the sidecar first. If it is to stay, it needs its subscriptions, which keep what its snapshots do not "
-        "cover.",
+        "Stop the sidecar first. Do not forget a sidecar that you still need: its subscriptions keep the messages "
+        "that its snapshots do not cover.",
     ),
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."
@@ -199,65 +215,75 @@ REASONS: dict[str, Reason] = {
     "UNAUTHENTICATED": Reason(
         AccessDeniedError,
         "UNAUTHENTICATED",
-        "Send the sidecar's token: SEQDEDUPE_TOKEN, or SEQDEDUPE_TOKEN_FILE with the path of the file `token` in its "
-        "data directory. See docs/guides/security.md.",
+        "Send the sidecar's token: set SEQDEDUPE_TOKEN to the token, or SEQDEDUPE_TOKEN_FILE to the path of the file "
+        "`token` in the sidecar's data directory. See docs/guides/security.md.",
     ),
     "NOT_ALLOWED": Reason(
         AccessDeniedError,
         "PERMISSION_DENIED",
-        "Ask the sidecar's operator for a rule. `seqdedupe auth explain` names the rule that decides.",
+        "Ask the sidecar's operator for a rule that allows this action. `seqdedupe auth explain` shows the rule that "
+        "decides.",
     ),
     "TOKEN_EXPIRED": Reason(UnavailableError, "UNAUTHENTICATED", "Send a token that is still valid.", 0),
     # Sessions and order.
     "FENCED": Reason(
         FencedError,
         "FAILED_PRECONDITION",
-        "Another process opened this producer name later, or an operator has reset it. Stop this process, or give its "
-        "producer another name.",
+        "Another process has opened this producer name since, or an operator has reset the producer. Stop this "
+        "process, or give its producer another name.",
     ),
     "PRODUCER_BUSY": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "Give each producer of a topic a name of its own. Wait until the other producer has closed.",
+        "Give each producer of a topic a different name, or wait until the other producer is closed.",
         1000,
     ),
     "PREDECESSOR_MISSING": Reason(
-        UnavailableError, "FAILED_PRECONDITION", "Resend from the first message without a receipt.", 0
+        UnavailableError,
+        "FAILED_PRECONDITION",
+        "Send all messages again, beginning with the first message without a receipt.",
+        0,
     ),
     "GAP": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Send what is missing, in order. If nothing is missing, allow gaps (`seqdedupe policy set TOPIC --gap allow`), "
-        "and open the producer again.",
+        "Send the missing messages, in order. If no message is missing, allow gaps (`seqdedupe policy set TOPIC --gap "
+        "allow`), and open the producer again.",
     ),
     "OVERLAP": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Split the range after the highest persisted ID, or let the topic's policy answer as Pulsar does.",
+        "Split the range of sequence IDs after the producer's highest persisted ID, or change the topic's policy so "
+        "that the sidecar answers as Pulsar does.",
     ),
     "REPLAY_GAP": Reason(
         DataLossError,
         "FAILED_PRECONDITION",
-        "Replay every entry after `Attached.replay_after`, in the log's order. If some of these entries are gone, "
-        "delete the topic in the sidecar and replay the log from its beginning.",
+        "Replay every entry after `Attached.replay_after`, in the log's order. If some of these entries no longer "
+        "exist, delete the topic in the sidecar and replay the log from its beginning.",
     ),
     # Temporary failures.
     "NOT_ATTACHED": Reason(
-        UnavailableError, "UNAVAILABLE", "Attach the topic; until then tell producers to send again.", 100
+        UnavailableError, "UNAVAILABLE", "Attach the topic. Until then, tell producers to send again.", 100
     ),
-    "RECOVERING": Reason(UnavailableError, "UNAVAILABLE", "Wait: the topic's log is being read.", 100),
-    "DRAINING": Reason(UnavailableError, "UNAVAILABLE", "Wait for the sidecar's successor.", 200),
+    "RECOVERING": Reason(UnavailableError, "UNAVAILABLE", "Wait until the sidecar has read the topic's log.", 100),
+    "DRAINING": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "The sidecar is shutting down. Wait until it has restarted, or until another sidecar takes its place.",
+        200,
+    ),
     "LOG_REFUSED": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Find out why the log refuses writes (is the disk full?). Retries succeed once that is cured.",
+        "Find out why the log refuses writes (is the disk full?). Retries succeed when the cause is removed.",
         250,
     ),
     "LOG_UNREADABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Find out why the log's files cannot be read (too many open files? a failing disk?). Retries succeed once that "
-        "is cured.",
+        "Find out why the log's files cannot be read (too many open files? a failing disk?). Retries succeed when the "
+        "cause is removed.",
         250,
     ),
     "NOT_OWNER": Reason(UnavailableError, "UNAVAILABLE", "Ask the sidecar that owns the topic.", 100),
@@ -267,14 +293,15 @@ REASONS: dict[str, Reason] = {
     "MOVE_FAILED": Reason(
         UnavailableError,
         "FAILED_PRECONDITION",
-        "Find out why the other sidecar cannot take the topic. No message is lost: at most one of the two serves it.",
+        "Find out why the other sidecar cannot receive the topic. No message is lost: at most one of the two sidecars "
+        "serves the topic.",
         1000,
     ),
     "QUEUE_FULL": Reason(
-        UnavailableError, "RESOURCE_EXHAUSTED", "Send less at once, or use a stream, which waits.", 50
+        UnavailableError, "RESOURCE_EXHAUSTED", "Send fewer bytes at once, or use a stream, which waits for room.", 50
     ),
     "TOO_MANY_STREAMS": Reason(
-        UnavailableError, "RESOURCE_EXHAUSTED", "Share streams: one carries any number of producers.", 1000
+        UnavailableError, "RESOURCE_EXHAUSTED", "Use fewer streams. One stream can serve any number of producers.", 1000
     ),
     "SHARE_EXCEEDED": Reason(
         UnavailableError,
@@ -291,27 +318,28 @@ REASONS: dict[str, Reason] = {
     "STORE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Find out why the store refuses writes (is the disk full?). Retries succeed once that is cured.",
+        "Find out why the store refuses writes (is the disk full?). Retries succeed when the cause is removed.",
         250,
     ),
     "WINDOW_MISSING": Reason(
         UnavailableError,
         "UNAVAILABLE",
         "Import the same file again (seqdedupe import). Or let the imported IDs expire: set "
-        "deduplication_window_max_minutes to less than the time since the last of them. Once the sidecar has run for "
-        "40 minutes, copies of them are new.",
+        "deduplication_window_max_minutes to less than the age of the newest imported ID. When the sidecar has then "
+        "run for 40 minutes, messages with the imported IDs are new.",
         1_000,
     ),
     "AUDIT_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Find out why the audit trail cannot be written (is the disk full?). Until it can, operators' calls fail.",
+        "Find out why the audit trail cannot be written (is the disk full?). Until it can be written, operators' "
+        "calls fail.",
         1000,
     ),
     "BACKUP_FAILED": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "Find out why the backup could not be written (is its disk full?), and make another.",
+        "Find out why the backup could not be written (is its disk full?), and make another backup.",
         1000,
     ),
     "OBJECT_STORE_UNAVAILABLE": Reason(
@@ -324,13 +352,14 @@ REASONS: dict[str, Reason] = {
     "NOT_A_SIDECAR": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "If there is a proxy on the way, its log says why it answered. Otherwise: is this the address of a sidecar?",
+        "If there is a proxy between client and sidecar, the proxy's log shows why it answered. Otherwise: is this "
+        "the address of a sidecar?",
         500,
     ),
     "TLS_FAILED": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Both ends must trust the other's certificate; docs/guides/client.md says how.",
+        "Each side must trust the certificate of the other side; docs/guides/client.md describes how.",
         500,
     ),
     "CREDENTIALS_UNAVAILABLE": Reason(
@@ -342,33 +371,35 @@ REASONS: dict[str, Reason] = {
     "UNTRUSTED_LISTENER": Reason(
         UnavailableError,
         "UNAUTHENTICATED",
-        "If that is the sidecar, name the user that it runs as (SEQDEDUPE_SIDECAR_USER, sidecar_user), or better use a "
-        "Unix socket. Otherwise find out who listens in its place.",
+        "If that process is the sidecar, name the user that it runs as (SEQDEDUPE_SIDECAR_USER, sidecar_user), or "
+        "better use a Unix socket. Otherwise find out which process listens in place of the sidecar.",
         1000,
     ),
     "OUTCOME_UNKNOWN": Reason(
         OutcomeUnknownError,
         "UNAVAILABLE",
-        "Send it again with the same ID: if it is stored already, the answer is DUP.",
+        "Send the message again with the same ID. If the message was already stored, the answer is DUP.",
         0,
     ),
     # Reading.
     "POSITION_TRIMMED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "Retention has removed messages after the position. If that is acceptable, start again from the earliest.",
+        "Retention has removed messages after the position. If that is acceptable, start again from the earliest "
+        "message.",
     ),
     "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "If the position is of this topic, the topic was deleted and created again, or salvaged. Start again from the "
-        "earliest if you want that. Or do several sidecars with separate data share one address?",
+        "If the position belongs to this topic, the topic was deleted and created again, or salvaged. If that is "
+        "acceptable, start again from the earliest message. Or do several sidecars with separate data share one "
+        "address?",
     ),
     "POSITION_AFTER_END": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "The topic has lost its end since the position was taken. Was an old copy of the data restored? Or do several "
-        "sidecars with separate data share one address?",
+        "The topic has lost its last messages since the position was stored. Was an old copy of the data restored? Or "
+        "do several sidecars with separate data share one address?",
     ),
     "POSITION_DIVERGED": Reason(
         PositionError,
@@ -379,7 +410,8 @@ REASONS: dict[str, Reason] = {
     "CURSOR_MOVED": Reason(
         FencedError,
         "ABORTED",
-        "Another process uses this cursor. Stop one of them, or give each its own cursor. To go on, read it again.",
+        "Another process uses this cursor. Stop one of the processes, or give each process its own cursor. To "
+        "continue, read the cursor again.",
     ),
     # Missing data.
     "DATA_LOSS": Reason(
@@ -389,61 +421,70 @@ REASONS: dict[str, Reason] = {
         "data share one address?",
     ),
     "LOG_DAMAGED": _damaged(
-        "Nothing was changed, and other topics serve. Stop the sidecar and restore logs and store from one backup. "
-        "Without one, copy everything; then `seqdedupe doctor` says what is damaged and salvages the rest."
+        "Nothing was changed, and other topics still serve. Stop the sidecar, and restore logs and store from the "
+        "same backup. Without a backup, copy the data directory; then `seqdedupe doctor` shows the damage and "
+        "salvages the rest."
     ),
     "ANSWERS_INCONSISTENT": _damaged(
-        "New streams brought no better answers. A proxy may double, drop or change them: see its log, and read without "
-        "it. Or the sidecar reads its log wrongly: run `seqdedupe doctor` before anything on its disk changes."
+        "The answers stayed inconsistent on new streams. A proxy may repeat, drop or change answers: check the "
+        "proxy's log, and read without the proxy. Or the sidecar reads its log wrongly: run `seqdedupe doctor` before "
+        "anything on the sidecar's disk changes."
     ),
     "LOG_GAP": _damaged(
-        "Nothing was changed, and other topics serve. Has something trimmed the Pulsar topic: no retention, no durable "
-        "subscription, a TTL, or a subscription that was deleted? Import a snapshot that reaches past the gap."
+        "Nothing was changed, and other topics still serve. Has Pulsar removed messages of the topic? Causes are "
+        "missing retention, a missing or deleted durable subscription, and a TTL. Import a snapshot that covers the "
+        "gap."
     ),
     "NO_STATE": _damaged(
-        "Nothing was changed, and the topic is not served here. The sidecar fetches the owner's snapshot as soon as "
-        "there is an owner. If there is none, import a snapshot of another sidecar (seqdedupe export, seqdedupe "
-        "import)."
+        "Nothing was changed, and this sidecar does not serve the topic. When the topic has an owner, the sidecar "
+        "fetches the owner's snapshot. If there is no owner, import a snapshot of another sidecar (seqdedupe export, "
+        "seqdedupe import)."
     ),
     "STORE_DAMAGED": _damaged(
-        "Restore the store from a copy that is not older than the log. Without one, move the store folder away and "
-        "start once with --rebuild-store, which makes its records again from the logs."
+        "Restore the store from a copy that is not older than the log. Without such a copy, move the store folder "
+        "away, and start once with --rebuild-store, which recreates the store's records from the logs."
     ),
     "CURSOR_DAMAGED": _damaged(
-        "Restore the cursor's file from a copy, or remove it: its owner then begins without a position."
+        "Restore the cursor's file from a copy, or remove the file. Without the file, the cursor's owner begins "
+        "without a position."
     ),
-    "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` says which backups are whole."),
-    "NEWER_FORMAT": _damaged("Start the version that wrote it, or a newer one."),
+    "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` shows whether a backup is good."),
+    "NEWER_FORMAT": _damaged("Start the version that wrote the data, or a newer version."),
     "OLDER_FORMAT": _damaged(
-        "Start the version that wrote it. Its data is not converted: publish again what is still needed."
+        "Start the version that wrote the data. Newer versions do not convert it: publish the messages that are still "
+        "needed again."
     ),
     "AUDIT_DAMAGED": _damaged(
-        "Find out who could write to the file, and keep it. If it keeps the sidecar from starting, move it away: then "
-        "the sidecar begins a new trail."
+        "Find out who could write to the file, and keep the file. If the file prevents the sidecar from starting, "
+        "move it away. The sidecar then begins a new trail."
     ),
     "STORE_MISSING": _damaged(
-        "The log has no record in the store. Restore both from one backup, or start once with --rebuild-store to make "
-        "the record again from the log."
+        "The log has no record in the store. Restore log and store from the same backup, or start once with "
+        "--rebuild-store to recreate the record from the log."
     ),
     # Settings by an operator or a user of the command.
     "INVALID_CONFIGURATION": _configuration(
-        "Correct the key that the message names; docs/reference/configuration.md has all."
+        "Correct the key that the message names; docs/reference/configuration.md lists all keys."
     ),
     "INVALID_ADDRESS": _configuration("Write the address as host:port, [IPv6]:port or unix:/path."),
     "INVALID_CREDENTIALS": _configuration(
-        "Name files that this process can read: SEQDEDUPE_TOKEN_FILE, SEQDEDUPE_TLS_CA_FILE, or options of that name."
+        "Name files that this process can read: SEQDEDUPE_TOKEN_FILE, SEQDEDUPE_TLS_CA_FILE, or the options with "
+        "these names."
     ),
     "INSECURE_ADDRESS": _configuration(
-        "Give the sidecar TLS, and name its authority: SEQDEDUPE_TLS_CA_FILE, tls_ca_file. If something else "
-        "encrypts the connection, set SEQDEDUPE_ALLOW_INSECURE_TOKEN=true, allow_insecure_token."
+        "Give the sidecar a TLS certificate, and name the authority that signed it (SEQDEDUPE_TLS_CA_FILE, "
+        "tls_ca_file). If the connection is encrypted in another way, set SEQDEDUPE_ALLOW_INSECURE_TOKEN=true or "
+        "allow_insecure_token."
     ),
-    "CANNOT_LISTEN": _configuration("Correct the address that the message names, or free it."),
+    "CANNOT_LISTEN": _configuration(
+        "Correct the address that the message names, or stop the process that uses the address."
+    ),
     "INSECURE_LISTEN": _configuration(
         "Give the sidecar a certificate (tls_certificate_file, tls_key_file), listen on loopback or a Unix socket, or "
-        "allow it: allow_insecure_listen = true."
+        "allow connections without TLS: allow_insecure_listen = true."
     ),
     "INVALID_FUNCTION": _configuration(
-        "Correct userConfig, or how the function is deployed; docs/guides/functions.md has both."
+        "Correct userConfig, or the way the function is deployed; docs/guides/functions.md describes both."
     ),
     "FUNCTION_FAILED": _configuration("Correct the function, or set dead_letter_topic in userConfig."),
     "PULSAR_FORBIDS": _configuration(
@@ -454,50 +495,52 @@ REASONS: dict[str, Reason] = {
         "Check that pulsar.admin_url is a Pulsar cluster's admin URL, and that topicLevelPoliciesEnabled is true there."
     ),
     "UNSAFE_TOPIC_POLICY": _configuration(
-        "Run the commands that the message names, or let the sidecar do it: pulsar.manage_topic_policies = true."
+        "Run the commands that the message names, or let the sidecar set the policies: pulsar.manage_topic_policies = "
+        "true."
     ),
     "DIRECTORY_IN_USE": _configuration("Stop that process, or choose another directory. Do not remove the file LOCK."),
     "SHARD_CLAIMED_TWICE": _configuration(
-        "A shard has one data directory. Is one of the two a copy, or a backup? Find out which has the latest "
-        "messages, and move the other one away; do not delete it."
+        "A shard may have only one data directory. Is one of the two directories a copy or a backup? Find out which "
+        "directory has the latest messages, and move the other directory away. Do not delete it."
     ),
     "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or does not exist."),
-    "INVALID_SOURCE": _configuration("Correct the file, or name the column, path and format that it has."),
+    "INVALID_SOURCE": _configuration("Correct the file, or name the column, path and format that the file has."),
     "SOURCE_CHANGED": _configuration(
-        "`--verify` lists the differences. Publish another file under another producer name. Of a corrected file, put "
-        "the new records alone into a separate file, and publish that under another producer name: the whole corrected "
-        "file under another name would store the old records twice."
+        "`--verify` lists the differences. Publish a different file under another producer name. If the file was "
+        "corrected, put only the new records into a separate file, and publish that file under another producer name. "
+        "The whole corrected file under another name would store the old records twice."
     ),
     "SOURCE_UNVERIFIED": _configuration(
-        "If the file is the one published before, unchanged up to the record with that ID, use --trust-source."
+        "If this is the file that was published before, unchanged up to the record with that ID, use --trust-source."
     ),
     "SOURCE_INCOMPLETE": _configuration(
-        "If the file is complete, use --final. If it still grows, use --follow, or start the command again later. If "
-        "it was cut off while it was copied, get all of it first."
+        "If the file is complete, use --final. If the file still grows, use --follow, or start the command again "
+        "later. If the file was cut off while it was copied, copy the whole file first."
     ),
     "SOURCE_DIFFERS": _configuration(
-        "Without --verify the command publishes what is missing after the producer's last ID (`seqdedupe producers "
-        "TOPIC`). What is missing before it is a Dup under this name. Otherwise: did the file or the options change, "
-        "or does something else publish under this name?"
+        "Without --verify, the command publishes the records that are missing after the producer's last ID "
+        "(`seqdedupe producers TOPIC`). A record that is missing before this ID would be a Dup under this name. "
+        "Otherwise: have the file or the options changed, or does something else publish under this name?"
     ),
     "SOURCE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Correct what the message names: the server, or the address, user, password or database in the URL. End the "
-        "transactions that it names. Then start the command again; nothing was lost.",
+        "Correct what the message names: the server, or the address, user, password or database in the URL. If the "
+        "message names transactions, end them. Then start the command again; nothing was lost.",
         500,
     ),
     "STANDARD_OUTPUT_FAILED": _configuration(
-        "Is the disk full? What the command has done stands; only its output is missing."
+        "Is the disk full? The command's changes stay in effect; only its output is missing."
     ),
-    "INTERRUPTED": Reason(SeqdedupeError, "CANCELLED", "Start the command again: it goes on."),
+    "INTERRUPTED": Reason(SeqdedupeError, "CANCELLED", "Start the command again: it continues."),
     # Services: the outbox.
     "INVALID_OUTBOX": _configuration(
-        "Run what `seqdedupe outbox ddl` prints, or correct what the message names (docs/guides/outbox.md)."
+        "Run the statements that `seqdedupe outbox ddl` prints, or correct what the message names "
+        "(docs/guides/outbox.md)."
     ),
     "OUTBOX_CHANGED": _configuration(
-        "Run the relay as before. To change it, let it empty the outbox, stop it, and set producer and topic in "
-        "outbox_token to NULL."
+        "Run the relay with the producer name and topic used before. To change them, let the relay empty the outbox, "
+        "stop the relay, and set producer and topic in outbox_token to NULL."
     ),
     "OUTBOX_UNAVAILABLE": Reason(
         UnavailableError,
@@ -508,19 +551,23 @@ REASONS: dict[str, Reason] = {
     ),
     # Spark jobs.
     "INVALID_OPTION": _configuration(
-        "Correct the option that the message names; "
-        "docs/guides/spark-source.md, spark-sink.md and spark-job.md list all."
+        "Correct the option that the message names; docs/guides/spark-source.md, spark-sink.md and spark-job.md list "
+        "all options."
     ),
     "INVALID_OUTPUT": _configuration("Change the table or the transformation, so that columns and types fit."),
     "UNSUPPORTED_MESSAGE": _configuration(
-        "Read this topic with Pulsar's own client, or go on after the message: seqdedupe job reset --to MESSAGE_ID."
+        "Read this topic with Pulsar's own client, or continue after the message: seqdedupe job reset --to MESSAGE_ID."
     ),
-    "UNSUPPORTED_STORE": _configuration("Choose another store; docs/guides/spark-stores.md says what each can do."),
+    "UNSUPPORTED_STORE": _configuration(
+        "Choose another store; docs/guides/spark-stores.md describes what each store can do."
+    ),
     "JOB_CHANGED": _configuration(
-        "Run the job as it was begun, or give it another name (and table): then it reads from the start."
+        "Run the job with the table and options with which it was begun, or give the job another name (and table). "
+        "Under another name, the job reads from the start."
     ),
     "OUTPUT_MISSING": _configuration(
-        "Restore the table together with the positions, or give the job another name: then it reads from the start."
+        "Restore the table together with the positions, or give the job another name. Under another name, the job "
+        "reads from the start."
     ),
     "OUTPUT_UNAVAILABLE": Reason(
         UnavailableError,
@@ -532,11 +579,14 @@ REASONS: dict[str, Reason] = {
     "POSITION_CHANGED": Reason(
         UnavailableError,
         "ABORTED",
-        "Another run of this job was faster, and nothing was written: plan again from the stored position.",
+        "Another run of this job has moved the position first, and nothing was written. Continue from the stored "
+        "position.",
         0,
     ),
     "POSITION_RESET": Reason(
-        FencedError, "ABORTED", "An operator has reset the job's position. Start the job again to go on from there."
+        FencedError,
+        "ABORTED",
+        "An operator has reset the job's position. Start the job again to continue from the new position.",
     ),
     "POSITION_WENT_BACK": Reason(
         DataLossError,
@@ -546,41 +596,42 @@ REASONS: dict[str, Reason] = {
     ),
     # The Spark sink.
     "AMBIGUOUS_IDENTITY": _invalid(
-        "Give the rows of a message different numbers in a column __ordinal, made from that message alone (as "
-        "posexplode numbers them), or a deduplicationId. Otherwise all but the first would be lost as copies."
+        "Number the rows of each message in a column __ordinal, computed from that message alone (as posexplode "
+        "does), or give each row a deduplicationId. Otherwise all rows of a message except the first would be dropped "
+        "as duplicates."
     ),
     "IDS_FORGOTTEN": Reason(
         DataLossError,
         "FAILED_PRECONDITION",
-        "Nothing was written. Let the topic's deduplication_window_… outlast the longest pause of the query. To go on "
-        "now, set failOnForgottenIds = false: some rows may be doubled.",
+        "Nothing was written. Raise the topic's deduplication_window_… so that it lasts longer than the longest pause "
+        "of the query. To continue now, set failOnForgottenIds = false; then some rows may be stored twice.",
     ),
     # Services.
     "CONSUMER_CHANGED": _configuration(
-        "Two consumers need two names. If only the handler of this consumer was renamed, give the old purpose: "
-        "Consumer(…, purpose=…)."
+        "Give the two consumers different names. If only the handler of this consumer was renamed, pass the old "
+        "purpose: Consumer(…, purpose=…)."
     ),
     "HANDLER_FAILED": _configuration(
-        "Correct the handler, and start the consumer again: it goes on with this message. "
-        "docs/guides/consumer.md says how to set such messages aside."
+        "Correct the handler, and start the consumer again: it continues with this message. docs/guides/consumer.md "
+        "describes how to set such messages aside."
     ),
     "TRANSACTION_ENDED": _configuration(
-        "Remove COMMIT, ROLLBACK and DDL from the handler. What it did before may be committed without the position, "
-        "and is repeated when the consumer is started again."
+        "Remove COMMIT, ROLLBACK and DDL from the handler. The handler's earlier changes may be committed without the "
+        "position. They are then repeated when the consumer is started again."
     ),
     "NOT_TRANSACTIONAL": _configuration(
-        "Use an engine without AUTOCOMMIT, and tables with transactions that outlive a crash: ALTER TABLE … ENGINE = "
-        "InnoDB in MariaDB, ALTER TABLE … SET LOGGED in PostgreSQL."
+        "Use an engine without AUTOCOMMIT, and tables that have transactions and survive a crash: ALTER TABLE … "
+        "ENGINE = InnoDB in MariaDB, ALTER TABLE … SET LOGGED in PostgreSQL."
     ),
     "INVALID_VERSION": _invalid(
-        "Give every message a key and a version from 0 up. Use each version of a key in one message only."
+        "Give every message a key and a version of at least 0. Use each version of a key in only one message."
     ),
     "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "This is a defect: report it with the sidecar's log."),
 }
 
 
 INSTALL_HINT = "Install it: pip install 'PATH[{}]', where PATH is a checkout or the wheel of seqdedupe."
-"""To be formatted with the names of extras. The package is on no index."""
+"""A hint that is formatted with the names of extras. It has a path because no package index has the package."""
 
 
 def error(
@@ -591,7 +642,8 @@ def error(
     hint: str | None = None,
     **numbers: object,
 ) -> SeqdedupeError:
-    """Return the error of this reason, to be raised. Callers receive the numbers as metadata, as text."""
+    """Return an error with this reason, for the caller to raise. gRPC clients receive the numbers as metadata, as
+    text."""
     known = REASONS[reason]
     return known.kind(
         reason,

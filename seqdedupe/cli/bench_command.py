@@ -18,10 +18,10 @@ from seqdedupe.cli.common import common
 from seqdedupe.client import Client, Producer, Receipt
 from seqdedupe.command import INTERRUPTED, echo, print_json
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import told_credentials
-from seqdedupe.wording import counted
 
 # -- Latencies by their frequency, to three digits, in the buckets of HdrHistogram.
 
@@ -304,19 +304,24 @@ _Positive = click.IntRange(min=1)
 @click.command()
 @click.argument("topic")
 @click.option(
-    "--rate", type=_Positive, metavar="N", help="Messages a second, all together. Default: as fast as it goes."
+    "--rate",
+    type=_Positive,
+    metavar="N",
+    help="Messages per second, of all producers together. Default: as fast as possible.",
 )
 @click.option(
     "--size", "size_bytes", type=click.IntRange(0, MAX_PAYLOAD_BYTES), default=1024, show_default=True, metavar="BYTES",
-    help="Of a payload.",
+    help="The size of a payload.",
 )  # fmt: skip
 @click.option(
     "--names", type=click.IntRange(1, _MOST_NAMES), default=1, show_default=True, metavar="N",
-    help="N producers, bench-0 and on, with one connection.",
+    help="Use N producers, bench-0, bench-1 and so on, on one connection.",
 )  # fmt: skip
 @click.option("--messages", type=_Positive, metavar="N", help="End after N messages.")
-@click.option("--seconds", type=_Positive, metavar="N", help="End after N seconds. Default: at Ctrl-C.")
-@click.option("--histogram", type=click.File("w", lazy=False), help="Write the latencies there, as HdrHistogram does.")
+@click.option("--seconds", type=_Positive, metavar="N", help="End after N seconds. Default: end at Ctrl-C.")
+@click.option(
+    "--histogram", type=click.File("w", lazy=False), help="Write the latencies to this file, in HdrHistogram's format."
+)
 @common
 def bench(
     topic: str,
@@ -329,9 +334,10 @@ def bench(
     address: str,
     as_json: bool,
 ) -> int:
-    """Publish messages of random bytes to TOPIC, where they stay, and show how fast they go and how long receipts take.
+    """Publish messages of random bytes to TOPIC. Show the rate and the latency of the receipts. The messages stay in
+    the topic.
 
-    Under --rate a latency counts from when the message was due, also if it was sent later.
+    With --rate, a latency is measured from the time when the message was due, even if the message was sent later.
     """
     load = Load(Plan(topic_name(topic), size_bytes, names, rate, messages, seconds))
     failure: SeqdedupeError | None = None

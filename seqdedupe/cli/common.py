@@ -1,10 +1,12 @@
-"""The common part of commands: the sidecar's address, a client of it, hints for a topic that is not there."""
+"""The common part of commands: the sidecar's address, a client of it, hints for a topic that is not there, and a
+position as JSON."""
 
 import difflib
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import click
 
@@ -15,6 +17,7 @@ from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.command import echo, print_json, printable, without_passwords, without_passwords_in
 from seqdedupe.errors import REASONS, NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
+from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import CONNECTION_PARAMETERS, Command, sidecar_options, told_credentials
 
@@ -138,3 +141,14 @@ def _near_name(wanted: str, client: Client) -> str | None:
         return wanted
     long_names = [name for name in names if min(len(name), len(wanted)) >= _SHORTEST_NEAR_NAME]
     return next(iter(difflib.get_close_matches(wanted, long_names, 1, max(0.0, 1 - 1.5 / len(wanted)))), None)
+
+
+def position_json(position: Position) -> dict[str, Any]:
+    """Return a position. `message_id` is null before a topic's first message; `ownership` (as in its text) if not
+    known."""
+    return {
+        "incarnation": position.incarnation,
+        "index": position.index,
+        "message_id": None if position.message_id is None else str(position.message_id),
+        "ownership": f"{position.ownership:016x}" if position.ownership else None,
+    }

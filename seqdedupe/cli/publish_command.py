@@ -27,10 +27,10 @@ from seqdedupe.errors import (
     SeqdedupeError,
     error,
 )
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 # -- Continuing after an earlier run, only if the source is still the one that was published.
 
@@ -331,8 +331,12 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path, allow_dash=True), required=False)
 @click.option("--topic", required=True, help="The topic.")
-@click.option("--producer", "name", help="The producer name: another one for each file. Not with deduplication IDs.")
-@click.option("--format", "form", type=click.Choice(get_args(Form)), help="Default: by the end of the name.")
+@click.option(
+    "--producer", "name", help="The producer name. Use a different name for each file. Not with deduplication IDs."
+)
+@click.option(
+    "--format", "form", type=click.Choice(get_args(Form)), help="The format. Default: derived from the file's suffix."
+)
 @click.option(
     "--as",
     "payload",
@@ -341,7 +345,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
     "always JSON.",
 )
 @click.option(
-    "--sequence-id-column", metavar="NAME", help="CSV, Parquet: the column with the sequence IDs, which must rise."
+    "--sequence-id-column", metavar="NAME", help="CSV, Parquet: the column with the sequence IDs, which must increase."
 )
 @click.option("--key-column", metavar="NAME", help="CSV, Parquet: the column with the keys.")
 @click.option(
@@ -356,7 +360,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 @click.option(
     "--deduplication-id-column",
     metavar="NAME",
-    help="CSV, Parquet: the column with the deduplication IDs, in any order. Instead of --producer.",
+    help="CSV, Parquet: the column with the deduplication IDs, in any order. Replaces --producer.",
 )
 @click.option(
     "--deduplication-id-path",
@@ -370,7 +374,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
     envvar=DATABASE_VARIABLE,
     show_envvar=True,
     metavar="URL",
-    help="The database of --query, as a URL of SQLAlchemy: postgresql://user@host/database or sqlite:///path.",
+    help="The database of --query, as an SQLAlchemy URL: postgresql://user@host/database or sqlite:///path.",
 )
 @click.option(
     "--settled-after",
@@ -379,9 +383,9 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
     help="With --query: each transaction commits within SECONDS after it takes its sequence ID. Rows of later commits "
     "are lost.",
 )
-@click.option("--final", is_flag=True, help="The file is complete: its last line counts without a newline.")
-@click.option("--follow", is_flag=True, help="The file grows: wait for more at its end.")
-@click.option("--trust-source", is_flag=True, help="Continue where the file cannot be compared with the topic.")
+@click.option("--final", is_flag=True, help="The file is complete. Publish its last line even if it has no newline.")
+@click.option("--follow", is_flag=True, help="The file grows. Wait for more records at its end.")
+@click.option("--trust-source", is_flag=True, help="Continue even if the file cannot be compared with the topic.")
 @click.option("--verify", "verifies", is_flag=True, help="Compare the file with the topic. Publish nothing.")
 @common
 def publish(
@@ -408,15 +412,16 @@ def publish(
 ) -> None:
     """Publish each record of FILE exactly once: lines, CSV records, JSON lines or Parquet rows.
 
-    FILE is a plain file, gzip, or a zip of one file; - is standard input. The payload is the record's text, or JSON.
-    The sequence ID is the record's number from 0, without a CSV header. Started again, the command continues after the
-    last ID of this producer in the topic, if the file still has the same record there. It creates a missing topic if
-    the sidecar allows that.
+    FILE is a plain file, a gzip file, or a zip of one file; - is standard input. The payload is the record's text, or
+    JSON. The sequence ID is the record's number, counted from 0 without a CSV header. If the command is started again,
+    it continues after the last ID of this producer in the topic, provided that the file still has the same record
+    there. It creates a missing topic if the sidecar allows that.
 
-    A topic of deduplication IDs takes no producer. Started again, the command sends all records; known ones are Dup.
+    With a topic of deduplication IDs, give no producer. If the command is started again, it sends all records; known
+    records are Dup.
 
-    With --query the command publishes rows of a database in the order of --sequence-id-column. It waits until no
-    transaction can add a row before them.
+    With --query, the command publishes rows of a database in the order of --sequence-id-column. It publishes a row only
+    when no transaction can add an earlier row any more.
     """
     if query is not None:
         others = (file, form, payload, sequence_id_path, key_path, deduplication_id_column, deduplication_id_path)

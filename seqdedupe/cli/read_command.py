@@ -23,10 +23,10 @@ from seqdedupe.client.reader import Start
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.command import json_text, printable, standard_output, tell_waiting
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
-from seqdedupe.wording import counted
 
 # -- The columns that `read` shows of a message, and the selection of messages by them.
 
@@ -266,15 +266,15 @@ class _ConditionType(click.ParamType[Condition]):
     "--to",
     type=_PlaceType(),
     metavar="INDEX|MESSAGE_ID|POSITION|TIME",
-    help="End before the message at which --from would begin. Default: after the last message.",
+    help="End before the message at which --from with this value would begin. Default: after the last message.",
 )
 @click.option(
     "--tail",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Begin with the last N messages of each partition. With --follow continue after them.",
+    help="Begin with the last N messages of each partition. With --follow, continue with new messages.",
 )
-@click.option("--follow", is_flag=True, help="Wait for new messages at the end.")
+@click.option("--follow", is_flag=True, help="At the end of the topic, wait for new messages.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N messages.")
 @click.option(
     "--where",
@@ -282,7 +282,7 @@ class _ConditionType(click.ParamType[Condition]):
     type=_ConditionType(),
     multiple=True,
     metavar="COLUMN=VALUE",
-    help="Only messages with this value in a column of --json, or in property.NAME. Repeated: all must hold.",
+    help="Only messages with this value in a column of --json, or in property.NAME. If repeated, all must match.",
 )
 @click.option(
     "--skip-damaged",
@@ -304,10 +304,10 @@ def read(
     address: str,
     as_json: bool,
 ) -> None:
-    """Print the messages of a topic: one payload a line, or with --json one object a line.
+    """Print the messages of a topic: one payload per line, or with --json one object per line.
 
-    A terminal shows control characters in payloads as escapes. The command reads all partitions of a partitioned topic,
-    each in its order.
+    A terminal shows control characters in payloads as escapes. The command reads all partitions of a partitioned topic.
+    Only the messages of one partition are in order.
     """
     is_start_given = context.get_parameter_source("start") is click.core.ParameterSource.COMMANDLINE
     _check_range(start, to, tail, follow=follow, is_start_given=is_start_given)

@@ -29,8 +29,8 @@ from seqdedupe.cli.record_values import (
     sequence_id_of,
 )
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
-from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -19,9 +19,8 @@ from rich.text import Text
 
 from seqdedupe.command import printable, standard_output
 from seqdedupe.errors import UnavailableError
-from seqdedupe.figures import beyond_snapshot, duration, merged, per_second, short, state_name
+from seqdedupe.figures import beyond_snapshot, counted, duration, merged, per_second, short, state_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 WARNINGS = 3
 """The number of warnings below the topics."""

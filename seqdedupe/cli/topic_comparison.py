@@ -12,8 +12,8 @@ from seqdedupe.client import Message
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import echo, print_table
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.names import partition_name, producer_name, topic_name
-from seqdedupe.wording import counted
 
 _MOST_SHOWN = 10
 """The largest number of differences of each kind."""

@@ -27,10 +27,10 @@ from seqdedupe.exports import (
     writing_snapshot,
     writing_window,
 )
+from seqdedupe.figures import counted
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 T = TypeVar("T")
 

@@ -26,11 +26,11 @@ from seqdedupe.client.message import Message, Messages, StoredBatch
 from seqdedupe.client.pending import NO_PARTITION
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.message_id import MessageId, MessageIds, Position, checked_index
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
-from seqdedupe.wording import counted
 
 Start = Position | MessageId | int | Literal["earliest", "latest"]
 """Where to start: after a position or a message ID, at an index, with the first stored message, or with the next

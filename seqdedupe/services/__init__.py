@@ -1,14 +1,17 @@
 """Patterns of services that use the sidecar. Each pattern is one class; all of them need the extra `services`.
 
 Each has a folder or file: `outbox`, `consumer`, `inbox`, `pipe`. This file has what they share: the test when a process
-that stands by may take over, and the lines about attempts that fail.
+that stands by may take over, the lines about attempts that fail, and the check of the topic that a service publishes
+to.
 """
 
 import time
 from collections.abc import Callable
 
-from seqdedupe.errors import SeqdedupeError
-from seqdedupe.wording import counted
+from seqdedupe.client import Client
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.figures import counted
+from seqdedupe.v1 import admin_pb2
 
 REPEAT_SECONDS = 30.0
 """The least time between two lines about the same reason."""
@@ -60,3 +63,28 @@ class Retries:
             self._report(f"working again (failed {counted(self._failures, 'time')})")
             self._failures = 0
             self._reported.clear()
+
+
+def check_kind(topic: admin_pb2.Topic, who: str) -> None:
+    """Raise INVALID_OPTION for a topic of deduplication IDs."""
+    if topic.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+        raise error(
+            "INVALID_OPTION",
+            f"{topic.name} is a topic of deduplication IDs, and {who} publishes with sequence IDs",
+            hint="Give another topic. `seqdedupe topics create NAME` makes one of sequence IDs.",
+        )
+
+
+async def check_target(client: Client, topic: str, who: str) -> None:
+    """Raise INVALID_OPTION for a topic of deduplication IDs; UnavailableError if the sidecar does not answer.
+
+    A topic that does not exist has sequence IDs once it is made. Where the sidecar does not let the caller ask, its
+    refusal shows when the topic is opened.
+    """
+    try:
+        found = await client.admin.topic(topic)
+    except UnavailableError:
+        raise
+    except SeqdedupeError:
+        return
+    check_kind(found, who)

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.log.contract import AS_USUAL, Layout, Log, LogName, Logs
 from seqdedupe.store import windows
 from seqdedupe.store.db import Store
@@ -27,7 +28,6 @@ from seqdedupe.topic.keeper import RestoredState
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
-from seqdedupe.wording import counted
 
 # -- The operations that the directory of topics needs of a kind of log: topics on it, and the list of logs.
 

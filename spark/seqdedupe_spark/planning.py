@@ -20,10 +20,10 @@ from seqdedupe.errors import (
     UnavailableError,
     error,
 )
+from seqdedupe.figures import counted
 from seqdedupe.message_id import Position
 from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 from seqdedupe_spark import cluster, stock
 from seqdedupe_spark.options import NO_LIMITS, Place, PlaceInTopic, ReadLimits, Selection, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, TopicRange, cut, partition_of, shares

@@ -42,8 +42,8 @@ from seqdedupe_spark.options import (
 from seqdedupe_spark.planning import Loss, PlanningClient, TopicListing, open_client
 from seqdedupe_spark.range_reader import joined, read_range, read_stored
 from seqdedupe_spark.ranges import TopicRange, packed, split
-from seqdedupe_spark.sink.row_layout import layout_of
-from seqdedupe_spark.sink.task import BatchWriter, Began, SinkTask, StreamWriter, began, now
+from seqdedupe_spark.row_layout import layout_of
+from seqdedupe_spark.sink import BatchWriter, Began, SinkTask, StreamWriter, began, now
 
 # -- The offsets of a streaming query. Spark keeps them in a checkpoint, and returns them to plan a batch, or to plan it
 # again.

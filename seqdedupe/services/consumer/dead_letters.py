@@ -22,6 +22,7 @@ from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.errors import InvalidRequestError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_DEDUPLICATION_ID_BYTES, MAX_PARTITIONS, NO_EPOCH
 from seqdedupe.message_id import MessageIds, Position
 from seqdedupe.services.consumer import consumer_row, database
@@ -29,7 +30,6 @@ from seqdedupe.services.consumer.consumer_row import row_name
 from seqdedupe.services.consumer.database import CONSUMERS, DEAD_LETTERS, PARKED
 from seqdedupe.services.consumer.message_arrivals import Stop
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 BEHIND = "waits behind an earlier message of its key"
 """The error text of a message that waits for an earlier message of its key."""

@@ -28,17 +28,16 @@ from seqdedupe.errors import (
     SeqdedupeError,
     UnavailableError,
 )
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
-from seqdedupe.services import Retries, Stillness
+from seqdedupe.services import Retries, Stillness, check_kind, check_target
 from seqdedupe.services.activity import Activity, Service, State
 from seqdedupe.services.activity import Lag as ServiceLag
 from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.row_page import Route, RowPage
 from seqdedupe.services.outbox.steps import FoundRows
 from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
-from seqdedupe.services.target_kind import check_kind, check_target
-from seqdedupe.wording import counted
 
 # -- The work of a relay: it does the steps. Meanwhile it waits for receipts and deletes the rows that they prove.
 

@@ -11,6 +11,7 @@ from seqdedupe.batch import Binary
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, PROPERTY_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, key_bytes
 from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import (
     MAX_BATCH_BYTES,
     MAX_EVENT_TIME_MS,
@@ -18,7 +19,6 @@ from seqdedupe.limits import (
     MAX_SEQUENCE_ID,
     MIN_EVENT_TIME_MS,
 )
-from seqdedupe.wording import counted
 
 NUMBER_BITS = 10
 """The low bits of a sequence ID, which contain the output's number among the outputs of its input. The higher bits

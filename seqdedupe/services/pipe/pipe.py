@@ -19,14 +19,13 @@ from seqdedupe.client.blocking.loop import event_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.cursor import Cursor, CursorMoves, Kept
 from seqdedupe.errors import FencedError, InvalidRequestError, NotFoundError, SeqdedupeError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_PARTITIONS
 from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name, partition_name, source_name, topic_name
-from seqdedupe.services import Stillness
+from seqdedupe.services import Stillness, check_target
 from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
 from seqdedupe.services.pipe.outputs import Calling, Function, OutputBatch, index_of
-from seqdedupe.services.target_kind import check_target
-from seqdedupe.wording import counted
 
 T = TypeVar("T")
 
