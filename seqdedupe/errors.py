@@ -221,6 +221,12 @@ REASONS: dict[str, Reason] = {
         "Give each producer of a topic a name of its own. Wait until the other producer has closed.",
         1000,
     ),
+    "CONSUMER_BUSY": Reason(
+        UnavailableError,
+        "RESOURCE_EXHAUSTED",
+        "Give each consumer a subscription of its own, or use the type Failover for all consumers of this one.",
+        1000,
+    ),
     "PREDECESSOR_MISSING": Reason(
         UnavailableError, "FAILED_PRECONDITION", "Resend from the first message without a receipt.", 0
     ),
