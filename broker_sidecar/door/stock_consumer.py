@@ -428,6 +428,7 @@ class StockConsumer:
         last_bytes = least_bytes = 0
         while True:
             self._has_changed.clear()
+            rounds = self._rounds
             self._acknowledged.add_all_below(topic.log.first_index)
             here = self._here = self._acknowledged.first_open(self._here)
             if not self._permits or here >= topic.readable_index:
@@ -438,7 +439,6 @@ class StockConsumer:
             stop = min(topic.readable_index, here + self._permits, self._acknowledged.open_until(here))
             size = max(next_page_bytes(stream.share), last_bytes, least_bytes)
             size = await stream.reserve(size, least_bytes or LEAST_PAGE_BYTES)
-            rounds = self._rounds
             try:
                 page = await read_page(topic, here, stop, min(size, PAGE_BYTES), most_bytes=size)
             except LargerRecordError as e:

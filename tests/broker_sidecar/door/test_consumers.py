@@ -206,6 +206,18 @@ def test_the_cursor_moves_while_the_consumer_works(wire: Wire, shared: Sidecar, 
         wait_for_cursor(shared, topic, index)
 
 
+def test_a_consumer_closes_while_its_cursor_moves(wire: Wire, shared: Sidecar, topic: str) -> None:
+    """The control: the move was cancelled, and the last move did not know whether it had taken place."""
+    publish(wire, topic, 30)
+    incarnation = incarnation_of(wire, topic)
+    for index in range(30):
+        assert wire.subscribe(topic).type == BaseCommand.SUCCESS
+        assert wire.messages(1) == [index]
+        wire.acknowledge(incarnation, index)
+        wire.close_consumer()
+        assert cursor_index(shared, topic) == index
+
+
 def test_redelivery_omits_what_is_acknowledged(wire: Wire, topic: str) -> None:
     publish(wire, topic, 6)
     incarnation = incarnation_of(wire, topic)

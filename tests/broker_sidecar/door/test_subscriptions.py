@@ -1,9 +1,13 @@
-"""What a consumer has acknowledged, against a set of indexes."""
+"""What a consumer has acknowledged, against a set of indexes; and what it sends when it begins again meanwhile."""
 
+import asyncio
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from broker_sidecar import kernels
 from broker_sidecar.door.subscriptions import MAX_RANGES, Acknowledged
 
 
@@ -37,3 +41,49 @@ def test_ranges_that_are_too_many_come_again() -> None:
     assert found.first_open(2 * MAX_RANGES + 5) == 2 * MAX_RANGES + 5
     found.add(0, 1)
     assert found.next_index == 2
+
+
+@pytest.mark.parametrize("begins_again", ["while it waits for memory", "while it reads"])
+def test_a_consumer_that_begins_again_meanwhile(monkeypatch: pytest.MonkeyPatch, begins_again: str) -> None:
+    """The control: it went on where it had been, and what is not acknowledged came only after the next time."""
+    kernels.prepare()
+    from broker_sidecar.door import stock_consumer
+    from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSubscribe
+    from seqdedupe.topic.readers import Page
+
+    command = CommandSubscribe(topic="t", subscription="s", consumer_id=1)
+    consumer = stock_consumer.StockConsumer(command, "t", SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    topic: Any = SimpleNamespace(log=SimpleNamespace(first_index=0), readable_index=10)
+    consumer.topic = topic
+    consumer.give_permits(10)
+    consumer._here = 7
+    sent: list[int] = []
+
+    def once(when: str) -> None:
+        if when == begins_again and not consumer._rounds:
+            consumer.begin_again(None)
+
+    async def reserve(size: int, _: int) -> int:
+        once("while it waits for memory")
+        return size
+
+    async def read_page(_: object, here: int, *__: object, **___: object) -> Page:
+        once("while it reads")
+        sent.append(here)
+        return Page(b"", here)
+
+    async def send(_: object, __: object, rounds: int, ___: object) -> None:
+        if rounds == consumer._rounds:
+            raise asyncio.CancelledError
+        sent.pop()
+
+    monkeypatch.setattr(stock_consumer, "read_page", read_page)
+    monkeypatch.setattr(consumer, "_send", send)
+    stream: Any = SimpleNamespace(reserve=reserve, release=lambda: None, share=SimpleNamespace(free_part=1.0))
+
+    async def run() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await consumer._deliver(topic, stream)
+
+    asyncio.run(run())
+    assert sent == [0]
