@@ -305,12 +305,16 @@ class StockConsumer:
 
     # -- acknowledgements and the cursor -----------------------------------------------------------------------
 
+    def _active_topic(self) -> Topic:
+        if self.topic is None:
+            raise error("INVALID_REQUEST", "the consumer is not active, and cannot do this")
+        return self.topic
+
     def acknowledge(self, command: CommandAck) -> None:
         """Take acknowledgements. Raises INVALID_POSITION if a message ID is not of this topic; INVALID_REQUEST."""
         if command.txnid_most_bits or command.txnid_least_bits:
             raise error("INVALID_REQUEST", "an acknowledgement is in a transaction, which the door does not support")
-        if (topic := self.topic) is None:
-            raise error("INVALID_REQUEST", "a consumer that is not active acknowledges messages")
+        topic = self._active_topic()
         for message_id in command.message_id:
             index = message_id.entryId
             if message_id.ledgerId != topic.incarnation or index >= topic.readable_index:
@@ -373,6 +377,7 @@ class StockConsumer:
         """Remove the subscription's cursor. Raises CONSUMER_BUSY if it has other consumers, and the errors of
         `Cursors.delete`."""
         name, cursor = self.subscription_key
+        self._active_topic()
         if not self.is_durable:
             return
         request = admin_pb2.DeleteCursorRequest(topic=name, name=cursor)
@@ -386,8 +391,7 @@ class StockConsumer:
 
     async def place_to_seek(self, command: CommandSeek) -> int:
         """Return the index to which the client seeks. Raises INVALID_REQUEST, POSITION_OF_ANOTHER_INCARNATION."""
-        if (topic := self.topic) is None:
-            raise error("INVALID_REQUEST", "a consumer that is not active seeks")
+        topic = self._active_topic()
         if command.HasField("message_id"):
             index = place_of(topic, command.message_id)
         else:
@@ -401,8 +405,7 @@ class StockConsumer:
 
     def last_message(self) -> CommandGetLastMessageIdResponse:
         """Return the last message, and where the subscription stands. Raises RECOVERING, INVALID_REQUEST."""
-        if (topic := self.topic) is None:
-            raise error("INVALID_REQUEST", "a consumer that is not active asks for the last message")
+        topic = self._active_topic()
         return CommandGetLastMessageIdResponse(
             last_message_id=_message_id(topic, end_index(topic) - 1),
             consumer_mark_delete_position=_message_id(topic, self._acknowledged.next_index - 1),
@@ -464,9 +467,10 @@ class StockConsumer:
         finally:
             for one in waits:
                 one.cancel()
-        if topic.readable_index > here:
+        has_arrived = topic.readable_index > here
+        if has_arrived and len(waits) > 1:
             await self._reach.turns.take()
-        elif waits[-1].done() and not self._has_changed.is_set():
+        elif not has_arrived and waits[-1].done() and not self._has_changed.is_set():
             topic.check_may_go_on()
             raise error("DRAINING", f"topic {topic.name} is closing")
 

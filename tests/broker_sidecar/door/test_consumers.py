@@ -353,6 +353,8 @@ def test_the_next_consumer_takes_over(connect: Connect, topic: str) -> None:
     assert [wires[0].message().command.message_id.entryId for _ in range(6)] == list(range(6))
     assert wires[1].is_silent()
     assert wires[1].acknowledge(incarnation, 0).ackResponse.error == ServerError.NotAllowedError
+    wires[1].tell("unsubscribe", CommandUnsubscribe(consumer_id=1, request_id=4))
+    assert error_of(wires[1].next())[0] == ServerError.NotAllowedError
     wires[0].acknowledge(incarnation, 0, 1)
     wires[0].close()
     # The lower level comes first.
