@@ -166,7 +166,8 @@ def test_large_messages_wait_for_the_client(shared: Sidecar, connect: Connect, t
         wire.flow(1_000)
     # Each has received something, and no one reads on.
     assert [wire.message().command.message_id.entryId for wire in wires] == [0] * 4
-    assert connected.is_silent()
+    # Time enough for everything, if the sidecar would send it.
+    assert all(connected.is_silent() for _ in range(2_000))
     assert memory_of(shared) - before < 60 * MEBIBYTE
     assert [wires[0].message().command.message_id.entryId for _ in range(99)] == list(range(1, 100))
 
