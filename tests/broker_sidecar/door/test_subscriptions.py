@@ -55,7 +55,7 @@ def test_a_consumer_that_begins_again_meanwhile(monkeypatch: pytest.MonkeyPatch,
     consumer = stock_consumer.StockConsumer(command, "t", SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     topic: Any = SimpleNamespace(log=SimpleNamespace(first_index=0), readable_index=10)
     consumer.topic = topic
-    consumer.give_permits(10)
+    consumer.give_permits(1_000)
     consumer._here = 7
     sent: list[int] = []
 
@@ -67,7 +67,9 @@ def test_a_consumer_that_begins_again_meanwhile(monkeypatch: pytest.MonkeyPatch,
         once("while it waits for memory")
         return size
 
-    async def read_page(_: object, here: int, *__: object, **___: object) -> Page:
+    async def read_page(_: object, here: int, stop: int, *__: object, **___: object) -> Page:
+        # Nothing is read whose outcome is not confirmed.
+        assert stop <= topic.readable_index
         once("while it reads")
         sent.append(here)
         return Page(b"", here)
