@@ -312,6 +312,8 @@ class SidecarServer:
         self._health.drain()
         try:
             async with asyncio.timeout(self._config.drain_timeout_seconds):
+                if self._door is not None:
+                    await self._door.stop_consumers()
                 await self._topics.drain()
         finally:
             self._streams.drain()

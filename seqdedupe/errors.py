@@ -238,6 +238,12 @@ REASONS: dict[str, Reason] = {
         "Give each producer of a topic a different name, or wait until the other producer is closed.",
         1000,
     ),
+    "CONSUMER_BUSY": Reason(
+        UnavailableError,
+        "RESOURCE_EXHAUSTED",
+        "Give each consumer a subscription of its own, or use the type Failover for all consumers of this one.",
+        1000,
+    ),
     "PREDECESSOR_MISSING": Reason(
         UnavailableError,
         "FAILED_PRECONDITION",

@@ -27,6 +27,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/backup/test_place_kills.py": INTEGRATION,
     "tests/broker_sidecar/": INTEGRATION,
     "tests/broker_sidecar/door/test_java.py": SYSTEM,
+    "tests/broker_sidecar/door/test_subscriptions.py": UNIT,
     "tests/broker_sidecar/security/test_audit.py": UNIT,
     "tests/broker_sidecar/security/test_permissions.py": UNIT,
     "tests/broker_sidecar/security/test_refused.py": UNIT,

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from broker_sidecar.config import Config
 from broker_sidecar.connections import origin_of
+from broker_sidecar.door.consumer_commands import Consumers
 from broker_sidecar.door.pulsar_connection import (
     READ_BYTES,
     LogLimit,
@@ -19,13 +21,17 @@ from broker_sidecar.door.pulsar_connection import (
     fences,
     is_exclusive,
 )
+from broker_sidecar.door.stock_consumer import LAST_MOVE_SECONDS, Client, Reach
+from broker_sidecar.door.subscriptions import Subscriptions
 from broker_sidecar.gate import Guard
 from broker_sidecar.security.subject import peer_at
 from broker_sidecar.services.publish_service import PublishService
+from broker_sidecar.services.read_service import Cursors
 from broker_sidecar.streams import Streams
 from seqdedupe.address import SidecarAddress, cannot_listen
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.readers import Turns
 from seqdedupe.topic.topic import Topic
 
 logger = logging.getLogger("broker_sidecar.door")
@@ -85,6 +91,15 @@ class Door:
         self._large_frames = asyncio.Semaphore(LARGE_FRAMES_AT_ONCE)
         self._alone: dict[str, NameHolder] = {}
         """The producers that are alone in their topic."""
+        self._consumers: WeakSet[Consumers] = WeakSet()
+        permissions = guard.permissions
+        cursors = Cursors(topics, permissions)
+        self._reach = Reach(topics, streams, permissions, guard.trail, cursors, Subscriptions(), Turns())
+
+    @property
+    def consumers(self) -> int:
+        """The number of consumers and readers, including those that are being opened."""
+        return sum(map(len, self._consumers))
 
     @property
     def producers(self) -> int:
@@ -141,6 +156,17 @@ class Door:
             why = f"the TLS files cannot be used: {e}"
             raise error("INVALID_CONFIGURATION", why, key="tls_certificate_file") from e
         self._tls = context
+
+    def _consumers_of(self, client: Client) -> Consumers:
+        consumers = Consumers(client, self._reach)
+        self._consumers.add(consumers)
+        return consumers
+
+    async def stop_consumers(self) -> None:
+        """End all consumers, whose cursors move for the last time. The topics must still take that."""
+        gone = [asyncio.ensure_future(one.gone.wait()) for each in self._consumers for one in each.stop()]
+        if gone:
+            await asyncio.wait(gone, timeout=LAST_MOVE_SECONDS)
 
     async def stop(self) -> None:
         """End all connections. The topics have settled what they had in flight."""
@@ -205,6 +231,8 @@ class Door:
             find_caller=find_caller,
             large_frames=self._large_frames,
             log_limit=self._log_limit,
+            # Consumers of a Pulsar cluster read from its brokers.
+            consumers_of=None if self._topics.kind.log.is_shared else self._consumers_of,
         ).run()
 
     # -- producers' names --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""An entry of a stock producer as batches of this sidecar. Pure.
+"""An entry of a stock producer as batches of this sidecar, and a stored message as an entry for a stock consumer. Pure.
 
 Kernels: import this module only after `kernels.prepare()`.
 """
@@ -15,7 +15,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
 from seqdedupe.pulsar_wire.batches import EntryKind, EntryRows, Values, kind_of, rows_of
 from seqdedupe.pulsar_wire.frames import WireEntry
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata, Property
 from seqdedupe.pulsar_wire.rows import HAS_KEY, HAS_ORDERING_KEY, KEY_IS_BASE64, NULL_VALUE
 
 ORDERING_KEY = "pulsar.ordering_key"
@@ -183,3 +183,56 @@ def _validity(is_there: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> bytes:
 
 def _not_taken(metadata: MessageMetadata, what: str, hint: str) -> SeqdedupeError:
     return error("INVALID_REQUEST", f"the entry with sequence ID {metadata.sequence_id} {what}", hint=hint)
+
+
+# -- Stored messages for consumers -----------------------------------------------------------------------------
+
+_MAX_UINT64 = 2**64 - 1
+
+
+def entry_of_row(batch: Batch, row: int, publish_time_ms: int) -> WireEntry:
+    """Return a stored message as an entry of one message, with what its producer gave it.
+
+    A key that is not UTF-8 is in base64, as stock clients write such keys. In a topic of deduplication IDs a message
+    has no producer: its name is empty, and its sequence ID is -1.
+    """
+    payload, key = batch.payloads[row], batch.keys[row]
+    producer = batch.producer_names[batch.producer_of(row)] if batch.producer_names else None
+    sequence_id = int(batch.sequence_ids[row]) if len(batch.sequence_ids) else NO_SEQUENCE_ID
+    # Clients require the first three, also if they are empty.
+    metadata = MessageMetadata(
+        producer_name=producer or b"",
+        sequence_id=sequence_id & _MAX_UINT64,
+        publish_time=publish_time_ms,
+        uncompressed_size=len(payload or b""),
+    )
+    if payload is None:
+        metadata.null_value = True
+    if key is not None:
+        _put_key(metadata, key)
+    if len(batch.event_times_ms) and (event_time := int(batch.event_times_ms[row])):
+        metadata.event_time = event_time & _MAX_UINT64
+    if len(batch.property_offsets):
+        for k in range(int(batch.property_offsets[row]), int(batch.property_offsets[row + 1])):
+            _put_property(metadata, batch.property_names[k] or b"", batch.property_values[k] or b"")
+    return WireEntry(metadata.SerializeToString(), payload or b"")
+
+
+def _put_key(metadata: MessageMetadata, key: bytes) -> None:
+    try:
+        key.decode()
+        metadata.partition_key = key
+    except UnicodeDecodeError:
+        metadata.partition_key, metadata.partition_key_b64_encoded = base64.b64encode(key), True
+
+
+def _put_property(metadata: MessageMetadata, name: bytes, value: bytes) -> None:
+    if name == ORDERING_KEY.encode():
+        try:
+            metadata.ordering_key = base64.b64decode(value, validate=True)
+        except binascii.Error:
+            # A gRPC client has used the name for something else.
+            pass
+        else:
+            return
+    metadata.properties.append(Property(key=name, value=value))

@@ -1,4 +1,4 @@
-"""A connection of a stock client of Apache Pulsar that produces.
+"""A connection of a stock client of Apache Pulsar.
 
 Begin with `PulsarConnection.run`. The commands of a client, in their usual order:
 
@@ -7,6 +7,8 @@ Begin with `PulsarConnection.run`. The commands of a client, in their usual orde
 3. PRODUCER opens a producer: a session of its name.
 4. SEND publishes an entry: one message, or a batch. Receipts come in the order of the entries.
 5. CLOSE_PRODUCER ends a producer.
+
+Commands of consumers are in `consumer_commands`.
 """
 
 import asyncio
@@ -19,7 +21,9 @@ from typing import Any, Protocol, Self
 
 from google.protobuf.message import Message
 
+from broker_sidecar.door.consumer_commands import COMMANDS, Consumers
 from broker_sidecar.door.entry_batches import ProducerSession
+from broker_sidecar.door.stock_consumer import Client
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
 from broker_sidecar.rpc import refusals
 from broker_sidecar.security.permissions import Permissions
@@ -107,6 +111,8 @@ PROTOCOL_VERSION = 21
 _NO_ENTRY = 2**64 - 1
 
 _CODES = {
+    "CONSUMER_BUSY": ServerError.ConsumerBusy,
+    "CURSOR_MOVED": ServerError.ServiceNotReady,
     "FENCED": ServerError.ProducerFenced,
     "INVALID_TOPIC_NAME": ServerError.InvalidTopicName,
     "LOG_DAMAGED": ServerError.PersistenceError,
@@ -213,8 +219,11 @@ class PulsarConnection:
         find_caller: Callable[[ShownCredentials], Any],
         log_limit: LogLimit | None,
         large_frames: asyncio.Semaphore,
+        consumers_of: Callable[[Client], Consumers] | None = None,
     ) -> None:
-        """`find_caller` sets the caller of the present task, or raises why it is unknown."""
+        """`find_caller` sets the caller of the present task, or raises why it is unknown. Without `consumers_of`, the
+        connection is for producers only.
+        """
         self.peer = peer
         self._reader = reader
         self._writer = writer
@@ -227,6 +236,8 @@ class PulsarConnection:
         self._find_caller = find_caller
         self._log_limit = log_limit
         self._large_frames = large_frames
+        self._consumers_of = consumers_of
+        self._consumers: Consumers | None = None
         self._splitter = Splitter(MAX_UNKNOWN_BYTES)
         self._client = ""
         self._producers: dict[int, StockProducer] = {}
@@ -252,6 +263,18 @@ class PulsarConnection:
             try:
                 with self._streams.serving(stream):
                     await stream.begin()
+                    if self._consumers_of is not None:
+                        client = Client(
+                            context,
+                            self._writer,
+                            self._say,
+                            self._say_error,
+                            _code_of,
+                            self._start,
+                            self.is_alive,
+                            self.abort,
+                        )
+                        self._consumers = self._consumers_of(client)
                     await self._serve(frames, stream)
             finally:
                 await self._end()
@@ -377,6 +400,8 @@ class PulsarConnection:
             await asyncio.wait(self._requests)
         for producer_id in list(self._producers):
             self._forget(producer_id)
+        if self._consumers is not None:
+            self._consumers.stop()
 
     # -- commands ----------------------------------------------------------------------------------------------
 
@@ -403,6 +428,8 @@ class PulsarConnection:
                     request_id=command.getSchema.request_id, error_code=ServerError.TopicNotFound
                 )
                 self._say("getSchemaResponse", answer)
+            case field if self._consumers is not None and field in COMMANDS:
+                self._consumers.take(field, getattr(command, field))
             case field:
                 self._refuse(command, field)
 

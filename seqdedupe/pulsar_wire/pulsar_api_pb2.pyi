@@ -700,6 +700,7 @@ class CommandSubscribe(_message.Message):
     SCHEMA_FIELD_NUMBER: _builtins.int
     INITIALPOSITION_FIELD_NUMBER: _builtins.int
     FORCE_TOPIC_CREATION_FIELD_NUMBER: _builtins.int
+    CONSUMER_EPOCH_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     subType: Global___CommandSubscribe.SubType.ValueType
@@ -711,6 +712,7 @@ class CommandSubscribe(_message.Message):
     read_compacted: _builtins.bool
     initialPosition: Global___CommandSubscribe.InitialPosition.ValueType
     force_topic_creation: _builtins.bool
+    consumer_epoch: _builtins.int
     @_builtins.property
     def start_message_id(self) -> Global___MessageIdData: ...
     @_builtins.property
@@ -734,10 +736,11 @@ class CommandSubscribe(_message.Message):
         schema: Global___Schema | None = ...,
         initialPosition: Global___CommandSubscribe.InitialPosition.ValueType | None = ...,
         force_topic_creation: _builtins.bool | None = ...,
+        consumer_epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "consumer_name", b"consumer_name", "durable", b"durable", "force_topic_creation", b"force_topic_creation", "initialPosition", b"initialPosition", "metadata", b"metadata", "priority_level", b"priority_level", "read_compacted", b"read_compacted", "request_id", b"request_id", "schema", b"schema", "start_message_id", b"start_message_id", "subType", b"subType", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_epoch", b"consumer_epoch", "consumer_id", b"consumer_id", "consumer_name", b"consumer_name", "durable", b"durable", "force_topic_creation", b"force_topic_creation", "initialPosition", b"initialPosition", "metadata", b"metadata", "priority_level", b"priority_level", "read_compacted", b"read_compacted", "request_id", b"request_id", "schema", b"schema", "start_message_id", b"start_message_id", "subType", b"subType", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "consumer_name", b"consumer_name", "durable", b"durable", "force_topic_creation", b"force_topic_creation", "initialPosition", b"initialPosition", "metadata", b"metadata", "priority_level", b"priority_level", "read_compacted", b"read_compacted", "request_id", b"request_id", "schema", b"schema", "start_message_id", b"start_message_id", "subType", b"subType", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_epoch", b"consumer_epoch", "consumer_id", b"consumer_id", "consumer_name", b"consumer_name", "durable", b"durable", "force_topic_creation", b"force_topic_creation", "initialPosition", b"initialPosition", "metadata", b"metadata", "priority_level", b"priority_level", "read_compacted", b"read_compacted", "request_id", b"request_id", "schema", b"schema", "start_message_id", b"start_message_id", "subType", b"subType", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1137,9 +1140,13 @@ class CommandAck(_message.Message):
     CONSUMER_ID_FIELD_NUMBER: _builtins.int
     ACK_TYPE_FIELD_NUMBER: _builtins.int
     MESSAGE_ID_FIELD_NUMBER: _builtins.int
+    TXNID_LEAST_BITS_FIELD_NUMBER: _builtins.int
+    TXNID_MOST_BITS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     consumer_id: _builtins.int
     ack_type: Global___CommandAck.AckType.ValueType
+    txnid_least_bits: _builtins.int
+    txnid_most_bits: _builtins.int
     request_id: _builtins.int
     @_builtins.property
     def message_id(self) -> _containers.RepeatedCompositeFieldContainer[Global___MessageIdData]: ...
@@ -1149,11 +1156,13 @@ class CommandAck(_message.Message):
         consumer_id: _builtins.int | None = ...,
         ack_type: Global___CommandAck.AckType.ValueType | None = ...,
         message_id: _abc.Iterable[Global___MessageIdData] | None = ...,
+        txnid_least_bits: _builtins.int | None = ...,
+        txnid_most_bits: _builtins.int | None = ...,
         request_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack_type", b"ack_type", "consumer_id", b"consumer_id", "message_id", b"message_id", "request_id", b"request_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack_type", b"ack_type", "consumer_id", b"consumer_id", "message_id", b"message_id", "request_id", b"request_id", "txnid_least_bits", b"txnid_least_bits", "txnid_most_bits", b"txnid_most_bits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_type", b"ack_type", "consumer_id", b"consumer_id", "message_id", b"message_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_type", b"ack_type", "consumer_id", b"consumer_id", "message_id", b"message_id", "request_id", b"request_id", "txnid_least_bits", b"txnid_least_bits", "txnid_most_bits", b"txnid_most_bits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1208,6 +1217,108 @@ class CommandFlow(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommandFlow: _TypeAlias = CommandFlow  # noqa: Y015
+
+@_typing.final
+class CommandUnsubscribe(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    consumer_id: _builtins.int
+    request_id: _builtins.int
+    force: _builtins.bool
+    def __init__(
+        self,
+        *,
+        consumer_id: _builtins.int | None = ...,
+        request_id: _builtins.int | None = ...,
+        force: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "force", b"force", "request_id", b"request_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "force", b"force", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandUnsubscribe: _TypeAlias = CommandUnsubscribe  # noqa: Y015
+
+@_typing.final
+class CommandRedeliverUnacknowledgedMessages(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_IDS_FIELD_NUMBER: _builtins.int
+    CONSUMER_EPOCH_FIELD_NUMBER: _builtins.int
+    consumer_id: _builtins.int
+    consumer_epoch: _builtins.int
+    @_builtins.property
+    def message_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___MessageIdData]: ...
+    def __init__(
+        self,
+        *,
+        consumer_id: _builtins.int | None = ...,
+        message_ids: _abc.Iterable[Global___MessageIdData] | None = ...,
+        consumer_epoch: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_epoch", b"consumer_epoch", "consumer_id", b"consumer_id", "message_ids", b"message_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_epoch", b"consumer_epoch", "consumer_id", b"consumer_id", "message_ids", b"message_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandRedeliverUnacknowledgedMessages: _TypeAlias = CommandRedeliverUnacknowledgedMessages  # noqa: Y015
+
+@_typing.final
+class CommandSeek(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_PUBLISH_TIME_FIELD_NUMBER: _builtins.int
+    consumer_id: _builtins.int
+    request_id: _builtins.int
+    message_publish_time: _builtins.int
+    @_builtins.property
+    def message_id(self) -> Global___MessageIdData: ...
+    def __init__(
+        self,
+        *,
+        consumer_id: _builtins.int | None = ...,
+        request_id: _builtins.int | None = ...,
+        message_id: Global___MessageIdData | None = ...,
+        message_publish_time: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "message_id", b"message_id", "message_publish_time", b"message_publish_time", "request_id", b"request_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "message_id", b"message_id", "message_publish_time", b"message_publish_time", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandSeek: _TypeAlias = CommandSeek  # noqa: Y015
+
+@_typing.final
+class CommandActiveConsumerChange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    IS_ACTIVE_FIELD_NUMBER: _builtins.int
+    consumer_id: _builtins.int
+    is_active: _builtins.bool
+    def __init__(
+        self,
+        *,
+        consumer_id: _builtins.int | None = ...,
+        is_active: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "is_active", b"is_active"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "is_active", b"is_active"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandActiveConsumerChange: _TypeAlias = CommandActiveConsumerChange  # noqa: Y015
 
 @_typing.final
 class CommandReachedEndOfTopic(_message.Message):
@@ -1543,6 +1654,7 @@ class BaseCommand(_message.Message):
         MESSAGE: BaseCommand._Type.ValueType  # 9
         ACK: BaseCommand._Type.ValueType  # 10
         FLOW: BaseCommand._Type.ValueType  # 11
+        UNSUBSCRIBE: BaseCommand._Type.ValueType  # 12
         SUCCESS: BaseCommand._Type.ValueType  # 13
         ERROR: BaseCommand._Type.ValueType  # 14
         CLOSE_PRODUCER: BaseCommand._Type.ValueType  # 15
@@ -1550,13 +1662,16 @@ class BaseCommand(_message.Message):
         PRODUCER_SUCCESS: BaseCommand._Type.ValueType  # 17
         PING: BaseCommand._Type.ValueType  # 18
         PONG: BaseCommand._Type.ValueType  # 19
+        REDELIVER_UNACKNOWLEDGED_MESSAGES: BaseCommand._Type.ValueType  # 20
         PARTITIONED_METADATA: BaseCommand._Type.ValueType  # 21
         PARTITIONED_METADATA_RESPONSE: BaseCommand._Type.ValueType  # 22
         LOOKUP: BaseCommand._Type.ValueType  # 23
         LOOKUP_RESPONSE: BaseCommand._Type.ValueType  # 24
         REACHED_END_OF_TOPIC: BaseCommand._Type.ValueType  # 27
+        SEEK: BaseCommand._Type.ValueType  # 28
         GET_LAST_MESSAGE_ID: BaseCommand._Type.ValueType  # 29
         GET_LAST_MESSAGE_ID_RESPONSE: BaseCommand._Type.ValueType  # 30
+        ACTIVE_CONSUMER_CHANGE: BaseCommand._Type.ValueType  # 31
         GET_SCHEMA: BaseCommand._Type.ValueType  # 34
         GET_SCHEMA_RESPONSE: BaseCommand._Type.ValueType  # 35
         AUTH_CHALLENGE: BaseCommand._Type.ValueType  # 36
@@ -1579,6 +1694,7 @@ class BaseCommand(_message.Message):
     MESSAGE: BaseCommand.Type.ValueType  # 9
     ACK: BaseCommand.Type.ValueType  # 10
     FLOW: BaseCommand.Type.ValueType  # 11
+    UNSUBSCRIBE: BaseCommand.Type.ValueType  # 12
     SUCCESS: BaseCommand.Type.ValueType  # 13
     ERROR: BaseCommand.Type.ValueType  # 14
     CLOSE_PRODUCER: BaseCommand.Type.ValueType  # 15
@@ -1586,13 +1702,16 @@ class BaseCommand(_message.Message):
     PRODUCER_SUCCESS: BaseCommand.Type.ValueType  # 17
     PING: BaseCommand.Type.ValueType  # 18
     PONG: BaseCommand.Type.ValueType  # 19
+    REDELIVER_UNACKNOWLEDGED_MESSAGES: BaseCommand.Type.ValueType  # 20
     PARTITIONED_METADATA: BaseCommand.Type.ValueType  # 21
     PARTITIONED_METADATA_RESPONSE: BaseCommand.Type.ValueType  # 22
     LOOKUP: BaseCommand.Type.ValueType  # 23
     LOOKUP_RESPONSE: BaseCommand.Type.ValueType  # 24
     REACHED_END_OF_TOPIC: BaseCommand.Type.ValueType  # 27
+    SEEK: BaseCommand.Type.ValueType  # 28
     GET_LAST_MESSAGE_ID: BaseCommand.Type.ValueType  # 29
     GET_LAST_MESSAGE_ID_RESPONSE: BaseCommand.Type.ValueType  # 30
+    ACTIVE_CONSUMER_CHANGE: BaseCommand.Type.ValueType  # 31
     GET_SCHEMA: BaseCommand.Type.ValueType  # 34
     GET_SCHEMA_RESPONSE: BaseCommand.Type.ValueType  # 35
     AUTH_CHALLENGE: BaseCommand.Type.ValueType  # 36
@@ -1612,6 +1731,7 @@ class BaseCommand(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     FLOW_FIELD_NUMBER: _builtins.int
+    UNSUBSCRIBE_FIELD_NUMBER: _builtins.int
     SUCCESS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     CLOSE_PRODUCER_FIELD_NUMBER: _builtins.int
@@ -1619,13 +1739,16 @@ class BaseCommand(_message.Message):
     PRODUCER_SUCCESS_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    REDELIVERUNACKNOWLEDGEDMESSAGES_FIELD_NUMBER: _builtins.int
     PARTITIONMETADATA_FIELD_NUMBER: _builtins.int
     PARTITIONMETADATARESPONSE_FIELD_NUMBER: _builtins.int
     LOOKUPTOPIC_FIELD_NUMBER: _builtins.int
     LOOKUPTOPICRESPONSE_FIELD_NUMBER: _builtins.int
     REACHEDENDOFTOPIC_FIELD_NUMBER: _builtins.int
+    SEEK_FIELD_NUMBER: _builtins.int
     GETLASTMESSAGEID_FIELD_NUMBER: _builtins.int
     GETLASTMESSAGEIDRESPONSE_FIELD_NUMBER: _builtins.int
+    ACTIVE_CONSUMER_CHANGE_FIELD_NUMBER: _builtins.int
     GETSCHEMA_FIELD_NUMBER: _builtins.int
     GETSCHEMARESPONSE_FIELD_NUMBER: _builtins.int
     AUTHCHALLENGE_FIELD_NUMBER: _builtins.int
@@ -1655,6 +1778,8 @@ class BaseCommand(_message.Message):
     @_builtins.property
     def flow(self) -> Global___CommandFlow: ...
     @_builtins.property
+    def unsubscribe(self) -> Global___CommandUnsubscribe: ...
+    @_builtins.property
     def success(self) -> Global___CommandSuccess: ...
     @_builtins.property
     def error(self) -> Global___CommandError: ...
@@ -1669,6 +1794,8 @@ class BaseCommand(_message.Message):
     @_builtins.property
     def pong(self) -> Global___CommandPong: ...
     @_builtins.property
+    def redeliverUnacknowledgedMessages(self) -> Global___CommandRedeliverUnacknowledgedMessages: ...
+    @_builtins.property
     def partitionMetadata(self) -> Global___CommandPartitionedTopicMetadata: ...
     @_builtins.property
     def partitionMetadataResponse(self) -> Global___CommandPartitionedTopicMetadataResponse: ...
@@ -1679,9 +1806,13 @@ class BaseCommand(_message.Message):
     @_builtins.property
     def reachedEndOfTopic(self) -> Global___CommandReachedEndOfTopic: ...
     @_builtins.property
+    def seek(self) -> Global___CommandSeek: ...
+    @_builtins.property
     def getLastMessageId(self) -> Global___CommandGetLastMessageId: ...
     @_builtins.property
     def getLastMessageIdResponse(self) -> Global___CommandGetLastMessageIdResponse: ...
+    @_builtins.property
+    def active_consumer_change(self) -> Global___CommandActiveConsumerChange: ...
     @_builtins.property
     def getSchema(self) -> Global___CommandGetSchema: ...
     @_builtins.property
@@ -1710,6 +1841,7 @@ class BaseCommand(_message.Message):
         message: Global___CommandMessage | None = ...,
         ack: Global___CommandAck | None = ...,
         flow: Global___CommandFlow | None = ...,
+        unsubscribe: Global___CommandUnsubscribe | None = ...,
         success: Global___CommandSuccess | None = ...,
         error: Global___CommandError | None = ...,
         close_producer: Global___CommandCloseProducer | None = ...,
@@ -1717,13 +1849,16 @@ class BaseCommand(_message.Message):
         producer_success: Global___CommandProducerSuccess | None = ...,
         ping: Global___CommandPing | None = ...,
         pong: Global___CommandPong | None = ...,
+        redeliverUnacknowledgedMessages: Global___CommandRedeliverUnacknowledgedMessages | None = ...,
         partitionMetadata: Global___CommandPartitionedTopicMetadata | None = ...,
         partitionMetadataResponse: Global___CommandPartitionedTopicMetadataResponse | None = ...,
         lookupTopic: Global___CommandLookupTopic | None = ...,
         lookupTopicResponse: Global___CommandLookupTopicResponse | None = ...,
         reachedEndOfTopic: Global___CommandReachedEndOfTopic | None = ...,
+        seek: Global___CommandSeek | None = ...,
         getLastMessageId: Global___CommandGetLastMessageId | None = ...,
         getLastMessageIdResponse: Global___CommandGetLastMessageIdResponse | None = ...,
+        active_consumer_change: Global___CommandActiveConsumerChange | None = ...,
         getSchema: Global___CommandGetSchema | None = ...,
         getSchemaResponse: Global___CommandGetSchemaResponse | None = ...,
         authChallenge: Global___CommandAuthChallenge | None = ...,
@@ -1732,9 +1867,9 @@ class BaseCommand(_message.Message):
         getOrCreateSchema: Global___CommandGetOrCreateSchema | None = ...,
         getOrCreateSchemaResponse: Global___CommandGetOrCreateSchemaResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "active_consumer_change", b"active_consumer_change", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "active_consumer_change", b"active_consumer_change", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

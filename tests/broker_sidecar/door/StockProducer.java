@@ -11,16 +11,21 @@ import java.util.concurrent.TimeUnit;
 import org.apache.pulsar.client.api.AuthenticationFactory;
 import org.apache.pulsar.client.api.ClientBuilder;
 import org.apache.pulsar.client.api.CompressionType;
+import org.apache.pulsar.client.api.Consumer;
+import org.apache.pulsar.client.api.Message;
 import org.apache.pulsar.client.api.MessageId;
 import org.apache.pulsar.client.api.Producer;
 import org.apache.pulsar.client.api.ProducerBuilder;
 import org.apache.pulsar.client.api.PulsarClient;
+import org.apache.pulsar.client.api.Reader;
 import org.apache.pulsar.client.api.Schema;
+import org.apache.pulsar.client.api.SubscriptionInitialPosition;
+import org.apache.pulsar.client.api.SubscriptionType;
 import org.apache.pulsar.client.api.TypedMessageBuilder;
 import org.apache.pulsar.client.impl.MessageIdImpl;
 
 /**
- * Producers of Pulsar's Java client, driven by lines on standard input. Each command is answered with `done ...` or
+ * Producers and consumers of Pulsar's Java client, driven by lines on standard input. Each command is answered with `done ...` or
  * `failed ...`. In between, each message has a line `receipt LABEL ID LEDGER:ENTRY` or `error LABEL ID WHY`.
  *
  * <pre>
@@ -35,6 +40,14 @@ import org.apache.pulsar.client.impl.MessageIdImpl;
  * close LABEL                       also while a load runs, which it ends
  * flood LABEL COUNT BYTES           answers the seconds until the last receipt
  * pace LABEL COUNT BYTES            one in flight; answers the median in microseconds
+ * subscribe LABEL TOPIC NAME TYPE   a consumer, from the earliest message on, with receipts for acknowledgements
+ * receive LABEL COUNT               answers the IDs
+ * acknowledge LABEL ID...           messages that were received
+ * acknowledgeUpTo LABEL ID
+ * refuse LABEL ID                   negatively
+ * seek LABEL ID
+ * leave LABEL                       closes the consumer
+ * read LABEL TOPIC ID               a reader; answers the IDs from there to the end; `-`: from the earliest on
  * </pre>
  *
  * HOW: `gathered` (what is sent until `flush` is one batch), `batches`, `single`, `chunks`, or the schema `json` or
@@ -49,6 +62,8 @@ public class StockProducer {
     static final Map<String, Producer<byte[]>> producers = new HashMap<>();
     static final Map<String, Load> loads = new HashMap<>();
     static final Map<String, CompletableFuture<MessageId>> lasts = new ConcurrentHashMap<>();
+    static final Map<String, Consumer<byte[]>> consumers = new HashMap<>();
+    static final Map<String, Map<String, Message<byte[]>>> received = new HashMap<>();
     static PulsarClient client;
 
     public static void main(String[] args) throws Exception {
@@ -71,6 +86,17 @@ public class StockProducer {
         String label = words[1];
         if (words[0].equals("open")) {
             return open(label, words[2], words[3], words[4], words[5]);
+        }
+        if (words[0].equals("subscribe")) {
+            consumers.put(label, client.newConsumer().topic(words[2]).subscriptionName(words[3])
+                    .subscriptionType(SubscriptionType.valueOf(words[4])).isAckReceiptEnabled(true)
+                    .subscriptionInitialPosition(SubscriptionInitialPosition.Earliest)
+                    .negativeAckRedeliveryDelay(100, TimeUnit.MILLISECONDS).subscribe());
+            received.put(label, new HashMap<>());
+            return "";
+        }
+        if (consumers.containsKey(label)) {
+            return consume(consumers.get(label), received.get(label), words);
         }
         Producer<byte[]> producer = producers.get(label);
         switch (words[0]) {
@@ -110,11 +136,54 @@ public class StockProducer {
         }
     }
 
+    static String consume(Consumer<byte[]> consumer, Map<String, Message<byte[]>> messages, String[] words)
+            throws Exception {
+        StringBuilder found = new StringBuilder();
+        switch (words[0]) {
+            case "receive":
+                for (int k = 0; k < Integer.parseInt(words[2]); k++) {
+                    Message<byte[]> message = consumer.receive(60, TimeUnit.SECONDS);
+                    messages.put(Long.toString(message.getSequenceId()), message);
+                    found.append(message.getSequenceId()).append(' ');
+                }
+                return found.toString().trim();
+            case "acknowledge":
+                for (int k = 2; k < words.length; k++) {
+                    consumer.acknowledge(messages.get(words[k]));
+                }
+                return "";
+            case "acknowledgeUpTo":
+                consumer.acknowledgeCumulative(messages.get(words[2]));
+                return "";
+            case "refuse":
+                consumer.negativeAcknowledge(messages.get(words[2]));
+                return "";
+            case "seek":
+                consumer.seek(messages.get(words[2]).getMessageId());
+                return "";
+            case "leave":
+                consumer.close();
+                return "";
+            case "read":
+                MessageId start = words[3].equals("-") ? MessageId.earliest : messages.get(words[3]).getMessageId();
+                try (Reader<byte[]> reader = client.newReader().topic(words[2]).startMessageId(start)
+                        .startMessageIdInclusive().create()) {
+                    while (reader.hasMessageAvailable()) {
+                        found.append(reader.readNext(60, TimeUnit.SECONDS).getSequenceId()).append(' ');
+                    }
+                }
+                return found.toString().trim();
+            default:
+                throw new IllegalArgumentException(words[0]);
+        }
+    }
+
     static void connect(String url, String token, String authority) throws Exception {
         if (client != null) {
             client.shutdown();
         }
         producers.clear();
+        consumers.clear();
         ClientBuilder builder = PulsarClient.builder().serviceUrl(url).operationTimeout(60, TimeUnit.SECONDS);
         if (!token.equals("-")) {
             builder.authentication(AuthenticationFactory.token(token));

@@ -17,7 +17,6 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     BaseCommand,
     CommandPing,
     CommandPong,
-    CommandSubscribe,
     EncryptionKeys,
     Exclusive,
     ExclusiveWithFencing,
@@ -151,16 +150,6 @@ def test_what_cannot_be_kept_to_is_refused_at_once(wire: Wire, topic: str, what:
     code, message = error_of(wire.produce(topic, **fields))
     assert code == ServerError.NotAllowedError
     assert what in message
-
-
-def test_consumers_are_told_where_to_go(wire: Wire, topic: str) -> None:
-    command = CommandSubscribe(topic=topic, subscription="s", consumer_id=1, request_id=9)
-    wire.say(BaseCommand(type=BaseCommand.SUBSCRIBE, subscribe=command))
-    answer = wire.next()
-    assert answer.error.request_id == 9
-    assert "brokers' own URL" in answer.error.message
-    # The connection goes on.
-    assert wire.produce(topic).type == BaseCommand.PRODUCER_SUCCESS
 
 
 # -- publishing -------------------------------------------------------------------------------------------------------
