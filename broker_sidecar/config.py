@@ -91,6 +91,9 @@ class PulsarConfig:
         "plain",
         "Format of new topics. `plain`: one entry per message, for any consumer. `packed`: one entry per batch.",
     )
+    serve_consumers: bool = key(
+        False, "Pass Pulsar consumers at `pulsar_listen` to the brokers, with each client's own token."
+    )
     token_file: str = key("", "File with the token for Pulsar.")
     oauth2_issuer_url: str = key("", "Issuer of tokens for Pulsar (OAuth 2.0, client credentials).")
     oauth2_credentials_file: str = key("", "JSON file with `client_id` and `client_secret`.")
@@ -201,6 +204,9 @@ class Config:
     pulsar_listen: str = key(
         "", "Address for stock producers of Apache Pulsar: `host:port` (port 0: any free port). Unset: not served."
     )
+    advertised_pulsar_address: str = key(
+        "", "Address by which Pulsar clients reach `pulsar_listen`, for redirects. Unset: `pulsar_listen`."
+    )
     audit_file: str = key("", "File of the audit trail. Unset: no trail. A worker adds its number to the name.")
     log: str = key(
         "embedded",
@@ -299,7 +305,7 @@ _NEEDS = (
 _SOCKET_MODE = re.compile(r"0?[0-7]{3}")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
-_EVERYWHERE = ("0.0.0.0", "[::]", "*")
+EVERYWHERE = ("0.0.0.0", "[::]", "*")
 """Hosts at which a server can listen, but to which no client can connect."""
 
 
@@ -385,7 +391,16 @@ def _check_metrics_listen(config: Config) -> Problems:
 
 def _check_pulsar_listen(config: Config) -> Problems:
     if not config.pulsar_listen:
+        if config.pulsar.serve_consumers:
+            yield invalid("pulsar.serve_consumers", "has no effect without pulsar_listen")
+        if config.advertised_pulsar_address:
+            yield invalid("advertised_pulsar_address", "has no effect without pulsar_listen")
         return
+    if config.advertised_pulsar_address:
+        reached = _address(config, "advertised_pulsar_address", "host:port")
+        if reached.host in EVERYWHERE or not reached.port:
+            why = f"is {config.advertised_pulsar_address!r}: clients cannot connect to this address"
+            yield invalid("advertised_pulsar_address", why)
     address = _address(config, "pulsar_listen", "host:port")
     if address.path:
         yield _no_address(config, "pulsar_listen", "host:port")
@@ -410,13 +425,13 @@ def _check_reach(config: Config, name: str, address: SidecarAddress, is_open: st
 def _check_advertised(config: Config) -> Problems:
     if not config.advertised_address:
         host = _address(config, "listen").host
-        if (config.log == "pulsar" or config.workers > 1) and host in _EVERYWHERE:
+        if (config.log == "pulsar" or config.workers > 1) and host in EVERYWHERE:
             yield invalid(
                 "advertised_address", f"is needed: listen = {config.listen!r} is no address that clients can connect to"
             )
         return
     address = _address(config, "advertised_address")
-    if address.host in _EVERYWHERE or not (address.port or address.path):
+    if address.host in EVERYWHERE or not (address.port or address.path):
         yield invalid("advertised_address", f"is {config.advertised_address!r}: clients cannot connect to this address")
 
 

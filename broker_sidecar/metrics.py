@@ -475,6 +475,10 @@ class Metrics:
         if (door := self._from.door) is not None:
             yield gauge_of("seqdedupe_door_connections", "Open connections of the door.", door.connections)
             yield gauge_of("seqdedupe_door_producers", "Producers at the door.", door.producers)
+            about = "Producers that were opened at the door, also those opened again."
+            yield counter_of("seqdedupe_door_opened_producers", about, door.opened_producers)
+            about = "Entries (batches or single messages) that the door has answered with a receipt."
+            yield counter_of("seqdedupe_door_receipts", about, door.receipts)
             yield gauge_of("seqdedupe_door_consumers", "Consumers and readers at the door.", door.consumers)
         budget = streams.budget
         yield gauge_of("seqdedupe_budget_bytes", "Memory held for clients: frames, answers, pages.", budget.held_bytes)

@@ -200,6 +200,7 @@ class SidecarServer:
             self._topics.in_background(self._keep_listening(key))
         if self._door is not None:
             logger.info("door", extra={"address": str(await self._door.listen())})
+            self._admin.pulsar_url = self._door.url
 
     def _close_paths(self) -> None:
         for path in self._paths.values():
@@ -274,12 +275,23 @@ class SidecarServer:
             services += publish, reading
             if self._config.pulsar_listen:
                 # Only a sidecar with a door loads the kernels that read Pulsar's entries.
+                from broker_sidecar.door.broker_pass import BrokersToPass
                 from broker_sidecar.door.door import Door
 
-                judge = self._connections.has_to_answer
-                brokers = self._data.cluster.shared.brokers if self._data.cluster is not None else None
-                log_limit = None if brokers is None else brokers.max_entry_bytes
-                self._door = Door(self._config, self._guard, streams, topics, publish, judge, log_limit)
+                door = partial(
+                    Door, self._config, self._guard, streams, topics, publish, self._connections.has_to_answer
+                )
+                cluster, asked = self._data.cluster, self._config.pulsar
+                if cluster is None:
+                    self._door = door()
+                else:
+                    brokers = cluster.shared.brokers
+                    passed = BrokersToPass(asked.service_url, cluster.tls, frozenset(cluster.namespaces))
+                    self._door = door(
+                        brokers.max_entry_bytes if brokers is not None else None,
+                        passed if asked.serve_consumers else None,
+                        cluster.door_at,
+                    )
         if (brokers_topics := self._data.brokers_topics) is not None:
             services.append(DedupeService(brokers_topics, streams, permissions))
         handlers = [service.handlers() for service in services]

@@ -86,6 +86,8 @@ class Stream:
         self.connection: str = context.peer()
         self._taken = taken_from(self.connection)
         self.share = Share(budget, self.use)
+        self.passing: Share | None = None
+        """The memory of what a Pulsar broker sends to the client, if brokers do."""
         self._reserved_bytes = 0
         self.writing_bytes = 0
         """The bytes being written. gRPC has a copy of these bytes. After the stream's end, gRPC keeps its copy until
@@ -101,6 +103,11 @@ class Stream:
         self._shares = shares
         self._task: asyncio.Task[None] | None = None
         """The task that serves the stream; None before `begin`."""
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that the client makes the sidecar hold."""
+        return self.share.held_bytes + (self.passing.held_bytes if self.passing is not None else 0)
 
     async def begin(self) -> None:
         """Send the initial metadata. If the stream was ended meanwhile, raise the reason.
@@ -509,7 +516,7 @@ class Streams:
         until = time.monotonic() - UNREAD_SECONDS
         for stream in [*self._open, *self._answering]:
             is_unread = stream.writing_since is not None and stream.writing_since <= until
-            if is_unread and stream.share.held_bytes and (whose is None or stream.use in whose):
+            if is_unread and stream.held_bytes and (whose is None or stream.use in whose):
                 self.unread += 1
                 self._end(stream, "this stream's client reads nothing, and other clients wait for its memory")
         for stream in list(self._left):

@@ -33,6 +33,10 @@ FORMAT_VERSION = PREFIX + "version"
 USER = PREFIX + "user."
 """The prefix for a property of the producer's whose name begins with PREFIX itself."""
 
+DELIVER_AT = "pulsar.deliver_at_time"
+"""A message's own property: the time in milliseconds since 1970 at which Pulsar gives it to shared subscriptions. In
+the format `plain`, the entry has this time too."""
+
 # The values of KIND. Without it, the entry is one message.
 MARKER = "marker"
 CONTROL = "control"

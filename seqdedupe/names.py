@@ -21,10 +21,15 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 def topic_name(name: str) -> str:
     """Return the full name, `persistent://tenant/namespace/name`, of a full or short topic name.
 
-    A short name stands for `persistent://public/default/name`, as in Pulsar. Parts have ASCII letters, digits, `_`,
+    A short name stands for `persistent://public/default/name`, and `tenant/namespace/name` for the persistent topic, as
+    in Pulsar. Parts have ASCII letters, digits, `_`,
     `-`, `.`, `=`, and in the last part `:`. Raises INVALID_TOPIC_NAME.
     """
-    full = f"persistent://public/default/{name}" if _SHORT_NAME.fullmatch(name) else name
+    full = name
+    if _SHORT_NAME.fullmatch(name):
+        full = f"persistent://public/default/{name}"
+    elif "://" not in name:
+        full = f"persistent://{name}"
     if not _FULL_NAME.fullmatch(full) or len(full.encode()) > MAX_NAME_BYTES:
         raise error(
             "INVALID_TOPIC_NAME",

@@ -136,12 +136,15 @@ class Neighbours:
 
     async def instance_name(self, address: str) -> str | None:
         """Return the instance name of the sidecar at this address; None if no sidecar answers there."""
-        request = admin_pb2.GetVersionRequest()
         try:
-            version: admin_pb2.GetVersionResponse = await self.ask(address, "GetVersion", request)
+            return (await self.version(address)).instance_name
         except SeqdedupeError:
             return None
-        return version.instance_name
+
+    async def version(self, address: str) -> admin_pb2.GetVersionResponse:
+        """Return what the sidecar at this address says about itself. Raises as `ask`."""
+        version: admin_pb2.GetVersionResponse = await self.ask(address, "GetVersion", admin_pb2.GetVersionRequest())
+        return version
 
     async def topic(self, address: str, name: str) -> admin_pb2.Topic:
         """Return a topic as the sidecar at this address knows it. Raises that sidecar's refusal, UNREACHABLE."""

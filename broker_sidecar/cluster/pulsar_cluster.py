@@ -49,7 +49,8 @@ class LogCluster:
 
     def __init__(self, config: Config, store: Store) -> None:
         asked, instance = config.pulsar, StoreInstance(store)
-        tls, self._token = _tls(asked), _token(asked)
+        self.tls = tls = _tls(asked)
+        self._token = _token(asked)
         self._asked = asked
         self._sidecars = listed(config)
         self.neighbours = Neighbours(self._sidecars)
@@ -87,6 +88,19 @@ class LogCluster:
         address = await owner_of(topic, self.shared.admin)
         # A lost producer of this sidecar may still be listed.
         return "" if address == self.shared.address else address
+
+    async def door_at(self, address: str) -> str:
+        """Return the URL of the door for Pulsar clients of the sidecar at this address; empty if it is not known.
+
+        Only listed sidecars are asked: clients show their tokens where they are sent.
+        """
+        if self.neighbours.allowed(address) is None:
+            return ""
+        try:
+            version = await self.neighbours.version(address)
+        except SeqdedupeError:
+            return ""
+        return version.pulsar_url
 
     async def sidecars(self) -> list[SeenOwner]:
         """Return the sidecars; see `topic_owner.sidecars`."""

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from broker_sidecar.door.pulsar_codes import code_of
 from broker_sidecar.door.stock_consumer import Client, Reach, StockConsumer
 from broker_sidecar.streams import unasked
 from seqdedupe.errors import SeqdedupeError, error
@@ -120,7 +121,7 @@ class Consumers:
             _there(consumer).acknowledge(command)
         except SeqdedupeError as e:
             logger.debug("an acknowledgement was refused: %s", e)
-            answer.error, answer.message = self._client.code_of(e), e.message
+            answer.error, answer.message = code_of(e), e.message
         if command.HasField("request_id"):
             self._client.say("ackResponse", answer)
 

@@ -10,19 +10,20 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from broker_sidecar.config import Config
+from broker_sidecar.config import EVERYWHERE, Config
 from broker_sidecar.connections import origin_of
+from broker_sidecar.door.broker_pass import BrokersToPass
 from broker_sidecar.door.consumer_commands import Consumers
 from broker_sidecar.door.pulsar_connection import (
     READ_BYTES,
     LogLimit,
     PulsarConnection,
     ShownCredentials,
-    fences,
-    is_exclusive,
 )
 from broker_sidecar.door.stock_consumer import LAST_MOVE_SECONDS, Client, Reach
+from broker_sidecar.door.stock_producer import counted
 from broker_sidecar.door.subscriptions import Subscriptions
+from broker_sidecar.door.topic_lookup import DoorAt, TopicLookup
 from broker_sidecar.gate import Guard
 from broker_sidecar.security.subject import peer_at
 from broker_sidecar.services.publish_service import PublishService
@@ -30,6 +31,7 @@ from broker_sidecar.services.read_service import Cursors
 from broker_sidecar.streams import Streams
 from seqdedupe.address import SidecarAddress, cannot_listen
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import Exclusive, ExclusiveWithFencing, WaitForExclusive
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.readers import Turns
 from seqdedupe.topic.topic import Topic
@@ -52,6 +54,9 @@ STOP_SECONDS = 2.0
 _METHOD = "pulsar.CONNECT"
 """The name of a connection in the audit trail."""
 
+_ALONE = frozenset({Exclusive, ExclusiveWithFencing, WaitForExclusive})
+"""The access modes of producers that want to be alone in their topic. The second one ends the other producers."""
+
 
 class NameHolder(NamedTuple):
     """Who has a producer's name."""
@@ -72,9 +77,11 @@ class Door:
         publish: PublishService,
         has_to_answer: Callable[[str], Awaitable[bool]],
         log_limit: LogLimit | None = None,
+        brokers: BrokersToPass | None = None,
+        door_at: DoorAt | None = None,
     ) -> None:
         """`has_to_answer` returns whether to answer a client from this peer that is unknown. Without `log_limit`, the
-        log takes every message that the sidecar takes.
+        log takes every message that the sidecar takes. Without `brokers`, the door serves producers only.
         """
         self._config = config
         self._guard = guard
@@ -83,6 +90,8 @@ class Door:
         self._publish = publish
         self._has_to_answer = has_to_answer
         self._log_limit = log_limit
+        self._brokers = brokers
+        self._lookup = TopicLookup(topics, guard.permissions, door_at)
         self._server: asyncio.Server | None = None
         self._serving: dict[asyncio.Task[None], str] = {}
         """The origin of each connection's client, until it is known; then an empty text."""
@@ -91,6 +100,8 @@ class Door:
         self._large_frames = asyncio.Semaphore(LARGE_FRAMES_AT_ONCE)
         self._alone: dict[str, NameHolder] = {}
         """The producers that are alone in their topic."""
+        self._queues: dict[str, list[asyncio.Event]] = {}
+        """By topic: the turns of the producers that wait until they can be alone in it. Never empty."""
         self._consumers: WeakSet[Consumers] = WeakSet()
         permissions = guard.permissions
         cursors = Cursors(topics, permissions)
@@ -111,6 +122,16 @@ class Door:
         """The number of connections."""
         return len(self._serving)
 
+    @property
+    def opened_producers(self) -> int:
+        """The number of producers that were opened since the sidecar's start, also those that were opened again."""
+        return counted["producers"]
+
+    @property
+    def receipts(self) -> int:
+        """The number of entries that were answered with a receipt since the sidecar's start."""
+        return counted["receipts"]
+
     async def listen(self) -> SidecarAddress:
         """Listen, and return the address with its port. Raises CANNOT_LISTEN, INVALID_CONFIGURATION."""
         address = SidecarAddress.parse(self._config.pulsar_listen)
@@ -127,7 +148,17 @@ class Door:
         except OSError as e:
             raise cannot_listen(address, e, "pulsar_listen") from e
         port = self._server.sockets[0].getsockname()[1]
-        return SidecarAddress(address.host, port)
+        address = SidecarAddress(address.host, port)
+        reached = self._config.advertised_pulsar_address
+        self._lookup.scheme = "pulsar" if self._tls is None else "pulsar+ssl"
+        if reached or address.host not in EVERYWHERE:
+            self._lookup.own_url = f"{self._lookup.scheme}://{reached or address}"
+        return address
+
+    @property
+    def url(self) -> str:
+        """The URL by which clients reach the door; empty if it is not known."""
+        return self._lookup.own_url
 
     def _listening_tls(self) -> ssl.SSLContext | None:
         """Return the listener's context. Each connection takes the present one as soon as its client greets."""
@@ -233,6 +264,8 @@ class Door:
             log_limit=self._log_limit,
             # Consumers of a Pulsar cluster read from its brokers.
             consumers_of=None if self._topics.kind.log.is_shared else self._consumers_of,
+            lookup=self._lookup,
+            brokers=self._brokers,
         ).run()
 
     # -- producers' names --------------------------------------------------------------------------------------
@@ -241,31 +274,61 @@ class Door:
         """Return a name that no producer has had."""
         return f"stock-{secrets.token_hex(8)}"
 
-    async def claim(self, topic: str, name: str, mode: int, connection: PulsarConnection, producer_id: int) -> None:
+    async def claim(
+        self,
+        topic: str,
+        name: str,
+        mode: int,
+        connection: PulsarConnection,
+        producer_id: int,
+        tell_to_wait: Callable[[], None],
+    ) -> None:
         """Give a name to a producer, as a broker does: who has it keeps it as long as its client is there.
 
         A client that does not answer any more loses all its producers: it may be the former connection of this very
-        client. Raises PRODUCER_BUSY.
+        client. Raises PRODUCER_BUSY; FENCED if a producer that wants to be alone cannot be alone. If the mode is to
+        wait, this calls `tell_to_wait` before it waits for its turn.
         """
         own = NameHolder(connection, producer_id)
-        if fences(mode):
+        if mode == ExclusiveWithFencing:
             for holder in self._others_in(topic, own):
                 why = error("FENCED", f"another producer has taken topic {topic} for itself")
                 holder.connection.end_producer(holder.producer_id, why)
+        elif mode == WaitForExclusive:
+            if topic in self._queues or self._others_in(topic, own):
+                tell_to_wait()
+                await self._wait_for_turn(topic, own)
+        elif topic in self._queues:
+            raise _excluded(topic, name, mode)
         while (other := self._in_the_way(topic, name, mode, own)) is not None:
             if other.connection is connection or await other.connection.is_alive():
-                raise error("PRODUCER_BUSY", f"topic {topic} has another producer that excludes {name!r}")
+                raise _excluded(topic, name, mode)
             other.connection.abort()
             self._drop(other.connection)
         self._holders.setdefault(topic, {})[name] = own
-        if is_exclusive(mode):
+        if mode in _ALONE:
             self._alone[topic] = own
+
+    async def _wait_for_turn(self, topic: str, own: NameHolder) -> None:
+        """Wait until the topic has no other producer, and all that waited before have had their turn."""
+        queue, turn = self._queues.setdefault(topic, []), asyncio.Event()
+        queue.append(turn)
+        try:
+            while queue[0] is not turn or self._others_in(topic, own):
+                turn.clear()
+                await turn.wait()
+        finally:
+            queue.remove(turn)
+            if queue:
+                queue[0].set()
+            else:
+                del self._queues[topic]
 
     def _in_the_way(self, topic: str, name: str, mode: int, own: NameHolder) -> NameHolder | None:
         """Return a producer that excludes this one."""
         same = self._holders.get(topic, {}).get(name)
         one_of = (same, self._alone.get(topic))
-        candidates = self._others_in(topic, own) if is_exclusive(mode) else [one for one in one_of if one is not None]
+        candidates = self._others_in(topic, own) if mode in _ALONE else [one for one in one_of if one is not None]
         return next((other for other in candidates if other != own), None)
 
     def _others_in(self, topic: str, own: NameHolder) -> list[NameHolder]:
@@ -287,6 +350,16 @@ class Door:
                 self._holders.pop(topic, None)
         if self._alone.get(topic) == own:
             del self._alone[topic]
+        if topic in self._queues:
+            self._queues[topic][0].set()
+
+
+def _excluded(topic: str, name: str, mode: int) -> SeqdedupeError:
+    """Return why a producer cannot be opened: Pulsar has an error of its own for one that wants to be alone."""
+    if mode in _ALONE:
+        hint = "Close the topic's other producers, or use the access mode WaitForExclusive."
+        return error("FENCED", f"topic {topic} has another producer, so {name!r} cannot be alone", hint=hint)
+    return error("PRODUCER_BUSY", f"topic {topic} has another producer that excludes {name!r}")
 
 
 def _peer_of(writer: asyncio.StreamWriter) -> str:

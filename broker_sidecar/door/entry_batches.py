@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s, bitmap, single_producer
+from seqdedupe.entry_properties import DELIVER_AT
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
 from seqdedupe.pulsar_wire.batches import EntryKind, EntryRows, Values, kind_of, rows_of
@@ -55,8 +56,11 @@ def is_large(entry: WireEntry, metadata: MessageMetadata) -> bool:
     return metadata.num_messages_in_batch > INLINE_ROWS or size > INLINE_BYTES
 
 
-def rows_to_store(entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -> EntryRows:
-    """Return the rows of an entry. `max_bytes` limits its payload when decompressed.
+def rows_to_store(
+    entry: WireEntry, metadata: MessageMetadata, max_bytes: int, schema_version: bytes = b"", *, delays: bool = False
+) -> EntryRows:
+    """Return the rows of an entry. `max_bytes` limits its payload when decompressed. `schema_version` is that of the
+    schema with which the log labels messages; empty for none. `delays` says whether the log can deliver messages later.
 
     Raises INVALID_REQUEST if this sidecar does not take such entries; MALFORMED_MESSAGE, MESSAGE_TOO_LARGE,
     INVALID_SEQUENCE_ID.
@@ -65,19 +69,21 @@ def rows_to_store(entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -
     if (what := _NOT_TAKEN.get(kind)) is not None:
         hint = "Turn off chunking and encryption in the producer: a message has at most 5 MiB."
         raise error("INVALID_REQUEST", f"the entry with sequence ID {metadata.sequence_id} {what}", hint=hint)
-    if metadata.deliver_at_time:
+    if metadata.deliver_at_time and not delays:
         raise _not_taken(metadata, "is to be delivered later", "Publish it when it is due: nothing is delayed here.")
     if metadata.HasField("txnid_most_bits"):
         raise _not_taken(metadata, "belongs to a transaction", "Publish outside of transactions.")
+    if metadata.schema_version not in (b"", schema_version):
+        raise _not_taken(metadata, "was made by another schema", "Use one schema in a producer: its topic has one.")
     if metadata.num_messages_in_batch > MAX_BATCH_ROWS:
         what = f"has {metadata.num_messages_in_batch} messages"
         raise _not_taken(metadata, what, f"A batch has at most {MAX_BATCH_ROWS}: set the producer's limit.")
     return rows_of(entry, metadata, max_bytes)
 
 
-def batches_of(rows: EntryRows, session: ProducerSession, last: int) -> Iterator[Batch]:
+def batches_of(rows: EntryRows, session: ProducerSession, last: int, deliver_at: int = 0) -> Iterator[Batch]:
     """Yield the batches that store these rows, in order. `last` is the highest sequence ID that the session has sent,
-    or that the topic had before.
+    or that the topic had before. `deliver_at` is the time at which they are to be delivered; 0 for now.
 
     Rows with an ID up to `last` come first, in batches of their own: the topic calls them DUP, or UNKNOWN. A row whose
     ID is not above those of all earlier rows of the entry is omitted: at the end of the entry the topic has that ID.
@@ -86,7 +92,7 @@ def batches_of(rows: EntryRows, session: ProducerSession, last: int) -> Iterator
     before = np.concatenate(([NO_SEQUENCE_ID], np.maximum.accumulate(ids)[:-1]))
     rising = np.flatnonzero(ids > before)
     is_old = ids[rising] <= last
-    whole = _columns(rows, session)
+    whole = _columns(rows, session, deliver_at)
     for some, link in ((rising[is_old], NO_SEQUENCE_ID), (rising[~is_old], last)):
         for part in _parts(rows, some):
             batch = whole if len(part) == len(rows) else whole.take(part)
@@ -118,9 +124,9 @@ def _property_bytes(rows: EntryRows) -> Int64s:
     return np.diff(names) + np.diff(values)
 
 
-def _columns(rows: EntryRows, session: ProducerSession) -> Batch:
+def _columns(rows: EntryRows, session: ProducerSession, deliver_at: int) -> Batch:
     keys = _keys(rows)
-    offsets, names, values = _properties(rows)
+    offsets, names, values = _properties(rows, deliver_at)
     return single_producer(
         session.name,
         session.epoch,
@@ -154,10 +160,10 @@ def _key(rows: EntryRows, k: int) -> bytes:
         raise error("MALFORMED_MESSAGE", f"the key of row {k} is not base64, as its entry says") from e
 
 
-def _properties(rows: EntryRows) -> tuple[Int32s, Binary, Binary]:
+def _properties(rows: EntryRows, deliver_at: int) -> tuple[Int32s, Binary, Binary]:
     own = rows.properties
     has_ordering_key = (rows.flags & HAS_ORDERING_KEY) != 0
-    if not has_ordering_key.any():
+    if not deliver_at and not has_ordering_key.any():
         if not int(own.offsets[-1]):
             return NO_INT32S, Binary(), Binary()
         names, values = (Binary(_offsets(column), bytes(column.data)) for column in (own.names, own.values))
@@ -168,6 +174,8 @@ def _properties(rows: EntryRows) -> tuple[Int32s, Binary, Binary]:
         pairs += rows.row(k).properties
         if has_ordering_key[k]:
             pairs.append((ORDERING_KEY.encode(), base64.b64encode(rows.ordering_keys.value(k))))
+        if deliver_at:
+            pairs.append((DELIVER_AT.encode(), b"%d" % deliver_at))
         offsets.append(len(pairs))
     names, values = Binary.of_all([name for name, _ in pairs]), Binary.of_all([value for _, value in pairs])
     return np.array(offsets, np.int32), names, values

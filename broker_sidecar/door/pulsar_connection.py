@@ -8,29 +8,35 @@ Begin with `PulsarConnection.run`. The commands of a client, in their usual orde
 4. SEND publishes an entry: one message, or a batch. Receipts come in the order of the entries.
 5. CLOSE_PRODUCER ends a producer.
 
-Commands of consumers are in `consumer_commands`.
+Commands of consumers are in `consumer_commands`, or pass to a cluster's brokers if the door does that (`broker_pass`).
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Protocol, Self
 
 from google.protobuf.message import Message
 
+from broker_sidecar.door.broker_pass import BrokerPass, BrokersToPass
 from broker_sidecar.door.consumer_commands import COMMANDS, Consumers
 from broker_sidecar.door.entry_batches import ProducerSession
+from broker_sidecar.door.pulsar_codes import code_of, ending_code_of, told
+from broker_sidecar.door.schemas import layout_for, version_of
 from broker_sidecar.door.stock_consumer import Client
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
+from broker_sidecar.door.topic_lookup import TopicLookup
 from broker_sidecar.rpc import refusals
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import caller
 from broker_sidecar.services.publish_service import PublishService
+from broker_sidecar.shares import Share
 from broker_sidecar.streams import Stream, Streams
-from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.pulsar_wire.frames import (
@@ -47,9 +53,11 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandConnect,
     CommandConnected,
     CommandError,
+    CommandGetOrCreateSchema,
+    CommandGetOrCreateSchemaResponse,
     CommandGetSchemaResponse,
-    CommandLookupTopicResponse,
-    CommandPartitionedTopicMetadataResponse,
+    CommandLookupTopic,
+    CommandPartitionedTopicMetadata,
     CommandPing,
     CommandPong,
     CommandProducer,
@@ -58,16 +66,12 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandSendError,
     CommandSendReceipt,
     CommandSuccess,
-    Exclusive,
-    ExclusiveWithFencing,
     MessageIdData,
-    Schema,
     ServerError,
-    WaitForExclusive,
 )
-from seqdedupe.topic.directory import Topics, find, look_for
+from seqdedupe.topic.directory import Topics, find
 from seqdedupe.topic.topic import Topic
-from seqdedupe.v1 import admin_pb2, publish_pb2
+from seqdedupe.v1 import publish_pb2
 
 logger = logging.getLogger("broker_sidecar.door")
 
@@ -79,6 +83,9 @@ LIMIT_SECONDS = 2.0
 
 MAX_UNKNOWN_BYTES = 64 * 1024
 """The most bytes of a frame before the client is known: a token, and the client's version."""
+
+ANNOUNCE_SECONDS = 5.0
+"""The time in which a broker must let the client in. Otherwise the client learns what the door can do alone."""
 
 CONNECT_SECONDS = 10.0
 """The time by which a client must have shown who it is."""
@@ -109,21 +116,6 @@ PROTOCOL_VERSION = 21
 """The newest version of the protocol that the door speaks: that of Pulsar 4.0."""
 
 _NO_ENTRY = 2**64 - 1
-
-_CODES = {
-    "CONSUMER_BUSY": ServerError.ConsumerBusy,
-    "CURSOR_MOVED": ServerError.ServiceNotReady,
-    "FENCED": ServerError.ProducerFenced,
-    "INVALID_TOPIC_NAME": ServerError.InvalidTopicName,
-    "LOG_DAMAGED": ServerError.PersistenceError,
-    "NOT_ALLOWED": ServerError.AuthorizationError,
-    "PRODUCER_BUSY": ServerError.ProducerBusy,
-    "TOKEN_EXPIRED": ServerError.AuthenticationError,
-    "TOPIC_NOT_FOUND": ServerError.TopicNotFound,
-    "TOPIC_TERMINATED": ServerError.TopicTerminatedError,
-    "UNAUTHENTICATED": ServerError.AuthenticationError,
-}
-"""Pulsar's codes for reasons. Other reasons are ServiceNotReady if trying again helps, else NotAllowedError."""
 
 _JAVA, _CPP = "Pulsar-Java", "Pulsar-CPP"
 _METHODS = {"", "none", "tls", "token"}
@@ -191,8 +183,16 @@ class _Turn:
 class ProducerNames(Protocol):
     """The producers of all connections, by topic and name."""
 
-    async def claim(self, topic: str, name: str, mode: int, connection: "PulsarConnection", producer_id: int) -> None:
-        """Give this name to a producer. Raises PRODUCER_BUSY."""
+    async def claim(
+        self,
+        topic: str,
+        name: str,
+        mode: int,
+        connection: "PulsarConnection",
+        producer_id: int,
+        tell_to_wait: Callable[[], None],
+    ) -> None:
+        """Give this name to a producer, which may be told to wait. Raises PRODUCER_BUSY, FENCED."""
 
     def release(self, topic: str, name: str, connection: "PulsarConnection", producer_id: int) -> None:
         """Take the name back, if this producer has it."""
@@ -219,10 +219,12 @@ class PulsarConnection:
         find_caller: Callable[[ShownCredentials], Any],
         log_limit: LogLimit | None,
         large_frames: asyncio.Semaphore,
-        consumers_of: Callable[[Client], Consumers] | None = None,
+        lookup: TopicLookup,
+        brokers: BrokersToPass | None,
+        consumers_of: Callable[[Client], Consumers] | None,
     ) -> None:
-        """`find_caller` sets the caller of the present task, or raises why it is unknown. Without `consumers_of`, the
-        connection is for producers only.
+        """`find_caller` sets the caller of the present task, or raises why it is unknown. Commands of consumers pass to
+        `brokers`, or are served by `consumers_of`. If both are None, only producers are served.
         """
         self.peer = peer
         self._reader = reader
@@ -236,12 +238,18 @@ class PulsarConnection:
         self._find_caller = find_caller
         self._log_limit = log_limit
         self._large_frames = large_frames
+        self._lookup = lookup
+        self._brokers = brokers
+        self._passing: BrokerPass | None = None
         self._consumers_of = consumers_of
         self._consumers: Consumers | None = None
+        self._stream: Stream | None = None
         self._splitter = Splitter(MAX_UNKNOWN_BYTES)
         self._client = ""
         self._producers: dict[int, StockProducer] = {}
         self._opening: dict[int, asyncio.Task[None]] = {}
+        self._waiting: set[int] = set()
+        """The producers among those that wait until they can be alone in their topic."""
         self._refused: dict[int, SeqdedupeError] = {}
         """Why a producer of this ID was ended for good: the answer to its next PRODUCER."""
         self._requests: set[asyncio.Task[None]] = set()
@@ -255,24 +263,19 @@ class PulsarConnection:
         """Serve the client until it or the door ends the connection."""
         async with aclosing(self._frames()) as frames:
             try:
-                async with asyncio.timeout(CONNECT_SECONDS):
-                    context = await self._connect(await anext(frames))
-            except (StopAsyncIteration, TimeoutError):
-                return
-            stream = Stream(context, self._streams.budget, caller(), self._streams.shares)  # type: ignore[arg-type]
-            try:
+                try:
+                    async with asyncio.timeout(CONNECT_SECONDS):
+                        context = await self._connect(await anext(frames))
+                except (StopAsyncIteration, TimeoutError):
+                    return
+                stream = Stream(context, self._streams.budget, caller(), self._streams.shares)  # type: ignore[arg-type]
+                stream.passing = self._passing.share if self._passing is not None else None
+                self._stream = stream
                 with self._streams.serving(stream):
                     await stream.begin()
                     if self._consumers_of is not None:
                         client = Client(
-                            context,
-                            self._writer,
-                            self._say,
-                            self._say_error,
-                            _code_of,
-                            self._start,
-                            self.is_alive,
-                            self.abort,
+                            context, self._writer, self.say, self.say_error, self.start, self.is_alive, self.abort
                         )
                         self._consumers = self._consumers_of(client)
                     await self._serve(frames, stream)
@@ -293,17 +296,36 @@ class PulsarConnection:
                 raise error("UNAUTHENTICATED", why)
             await self._find_caller(context)
         except SeqdedupeError as e:
-            self._say_error(_NO_ENTRY, e)
+            self.say_error(_NO_ENTRY, e)
             raise
         self._client = command.client_version
-        self._splitter.max_frame_bytes = MAX_ENTRY_BYTES + FRAME_OVERHEAD_BYTES
         connected = CommandConnected(
             server_version=f"seqdedupe {version('seqdedupe')}",
             protocol_version=min(command.protocol_version, PROTOCOL_VERSION),
-            max_message_size=await self._max_message_bytes(),
         )
-        self._say("connected", connected)
+        if (announced := await self._announced(command)) is not None:
+            connected.protocol_version = announced.protocol_version
+            connected.max_message_size = announced.max_message_size or MAX_ENTRY_BYTES
+            connected.feature_flags.CopyFrom(announced.feature_flags)
+        else:
+            connected.max_message_size = await self._max_message_bytes()
+        self._splitter.max_frame_bytes = max(MAX_ENTRY_BYTES, connected.max_message_size) + FRAME_OVERHEAD_BYTES
+        self.say("connected", connected)
         return context
+
+    async def _announced(self, command: CommandConnect) -> CommandConnected | None:
+        """Return what the brokers announce to the client, if its frames pass to them."""
+        if self._brokers is None:
+            return None
+        # Rights that are granted from here on are those of the connection.
+        self._permissions.check_call("/seqdedupe.v1.PublishService/Open", b"")
+        streams = self._streams
+        share = Share(streams.reading, streams.shares.of(caller().name))
+        self._passing = BrokerPass(self._brokers, self._topics, self._permissions, self, share, command)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANNOUNCE_SECONDS):
+                return await self._passing.announced()
+        return None
 
     async def _max_message_bytes(self) -> int:
         limit = MAX_ENTRY_BYTES
@@ -325,9 +347,7 @@ class PulsarConnection:
                 while len(self._requests) >= MAX_REQUESTS:
                     await asyncio.wait(self._requests, return_when=asyncio.FIRST_COMPLETED)
                 if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-                    stream.writing_since = time.monotonic()
-                    await self._writer.drain()
-                    stream.writing_since = None
+                    await self._drain(stream)
         finally:
             keeping.cancel()
 
@@ -374,7 +394,7 @@ class PulsarConnection:
                     self.abort()
 
     def _ask(self) -> None:
-        self._say("ping", CommandPing())
+        self.say("ping", CommandPing())
 
     async def is_alive(self) -> bool:
         """Ask the client whether it is there, and return whether it answers in time."""
@@ -402,6 +422,8 @@ class PulsarConnection:
             self._forget(producer_id)
         if self._consumers is not None:
             self._consumers.stop()
+        if self._passing is not None:
+            await self._passing.close()
 
     # -- commands ----------------------------------------------------------------------------------------------
 
@@ -411,30 +433,38 @@ class PulsarConnection:
             case "send":
                 await self._send(command.send, frame, stream)
             case "ping":
-                self._say("pong", CommandPong())
+                self.say("pong", CommandPong())
             case "pong" | "":
                 pass
             case "producer":
                 self._start_opening(command.producer, stream)
             case "close_producer":
-                self._start(self._close(command.close_producer.producer_id, command.close_producer.request_id))
+                self.start(self._close(command.close_producer.producer_id, command.close_producer.request_id))
             case "partitionMetadata":
-                request = command.partitionMetadata
-                self._start(self._partitions(request.topic, request.request_id))
+                self.start(self._partitions(command.partitionMetadata))
             case "lookupTopic":
-                self._start(self._look_up(command.lookupTopic.topic, command.lookupTopic.request_id))
+                self.start(self._look_up(command.lookupTopic))
+            case "getOrCreateSchema" if self._passing is None or self._producer_of(command.getOrCreateSchema.topic):
+                self._tell_schema(command.getOrCreateSchema)
+            case _ if self._passing is not None:
+                await self._spend(frame, stream)
+                stream.moves()
+                await self._passing.take(frame)
             case "getSchema":
                 answer = CommandGetSchemaResponse(
                     request_id=command.getSchema.request_id, error_code=ServerError.TopicNotFound
                 )
-                self._say("getSchemaResponse", answer)
+                self.say("getSchemaResponse", answer)
             case field if self._consumers is not None and field in COMMANDS:
                 self._consumers.take(field, getattr(command, field))
             case field:
                 self._refuse(command, field)
 
-    def _start(self, request: Any) -> None:
-        self._keep(asyncio.ensure_future(request))
+    def start(self, request: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Start a task that ends with the connection."""
+        task = asyncio.ensure_future(request)
+        self._keep(task)
+        return task
 
     def _keep(self, task: "asyncio.Task[None]") -> None:
         self._requests.add(task)
@@ -447,54 +477,25 @@ class PulsarConnection:
             logger.error("a request from %s has ended by a defect", self.peer, exc_info=e)
             self.abort()
 
+    async def _partitions(self, command: CommandPartitionedTopicMetadata) -> None:
+        elsewhere = self._passing.partitions if self._passing is not None else None
+        self.say("partitionMetadataResponse", await self._lookup.partitions(command, elsewhere))
+
+    async def _look_up(self, command: CommandLookupTopic) -> None:
+        self.say("lookupTopicResponse", await self._lookup.look_up(command))
+
     def _refuse(self, command: BaseCommand, field: str) -> None:
         """Answer a command of a client that does more than produce."""
         request_id = getattr(getattr(command, field), "request_id", None)
         if request_id is not None:
             hint = "Consumers and readers use the brokers' own URL, or this sidecar's ReadService."
-            self._say_error(
+            self.say_error(
                 request_id, error("INVALID_REQUEST", f"the door is for producers, not for {field}", hint=hint)
             )
 
-    async def _partitions(self, name: str, request_id: int) -> None:
-        # A client takes a field without a value for a missing answer.
-        answer = CommandPartitionedTopicMetadataResponse(
-            request_id=request_id, response=CommandPartitionedTopicMetadataResponse.Success, partitions=0
-        )
-        try:
-            full = topic_name(name)
-            self._check_may_look(full)
-            # The topic may not exist yet.
-            with suppress(NotFoundError):
-                await look_for(self._topics, full)
-            partitions = self._topics.partitions
-            answer.partitions = len(partitions.names(full)) if full in partitions else 0
-        except SeqdedupeError as e:
-            answer.response = CommandPartitionedTopicMetadataResponse.Failed
-            answer.error, answer.message = _lookup_code_of(e), _told(e)
-        self._say("partitionMetadataResponse", answer)
-
-    async def _look_up(self, name: str, request_id: int) -> None:
-        answer = CommandLookupTopicResponse(request_id=request_id, authoritative=True)
-        try:
-            full = topic_name(name)
-            self._check_may_look(full)
-            with suppress(NotFoundError):
-                self._topics.ownership.check(full)
-        except SeqdedupeError as e:
-            answer.response = CommandLookupTopicResponse.Failed
-            answer.error, answer.message = _lookup_code_of(e), _told(e)
-        else:
-            answer.response = CommandLookupTopicResponse.Connect
-            # The client keeps to the address that it knows, so the door need not know by which name it is reached.
-            # Java takes no URL without a port.
-            answer.brokerServiceUrl, answer.proxy_through_service_url = "pulsar://seqdedupe:6650", True
-            answer.brokerServiceUrlTls = "pulsar+ssl://seqdedupe:6651"
-        self._say("lookupTopicResponse", answer)
-
-    def _check_may_look(self, full: str) -> None:
-        request = admin_pb2.GetTopicRequest(topic=full).SerializeToString()
-        self._permissions.check_call("/seqdedupe.v1.AdminService/GetTopic", request)
+    @property
+    def _keeps_schemas(self) -> bool:
+        return self._topics.kind.log.is_shared
 
     # -- producers ---------------------------------------------------------------------------------------------
 
@@ -523,19 +524,24 @@ class PulsarConnection:
             if before is not None:
                 await asyncio.wait([before])
             if (final := self._refused.pop(producer_id, None)) is not None:
-                self._say_error(command.request_id, final, _ending_code_of(final))
+                self.say_error(command.request_id, final, ending_code_of(final))
                 return
             full = topic_name(command.topic)
             _check(command)  # 1
+            layout = layout_for(command.schema, keeps_schemas=self._keeps_schemas)
             if len(self._producers) + len(self._refused) >= MAX_PRODUCERS:
                 raise error("QUEUE_FULL", f"the connection has {MAX_PRODUCERS} producers: that is the limit")
             name = command.producer_name or self._names.new_name()
             await self._publish.denied(full, [name])
-            await self._names.claim(full, name, command.producer_access_mode, self, producer_id)  # 2
-            opened = await self._publish.open(publish_pb2.OpenRequest(topic=full, producer_names=[name]))  # 3
+            mode, wait = command.producer_access_mode, partial(self._tell_to_wait, command, name)
+            await self._names.claim(full, name, mode, self, producer_id, wait)  # 2
+            self._waiting.discard(producer_id)
+            request = publish_pb2.OpenRequest(topic=full, producer_names=[name])
+            opened = await self._publish.open(request, layout)  # 3
             for refusal in opened.refusals:
                 raise error(refusal.reason, refusal.message)
             topic = await find(self._topics, full)
+            version = version_of(command.schema, full, topic.log.schema, keeps_schemas=self._keeps_schemas)
             self._producers[producer_id] = StockProducer(
                 topic,
                 ProducerSession(name.encode(), opened.epochs[0]),
@@ -545,37 +551,68 @@ class PulsarConnection:
                 lambda entry: self._answer(producer_id, entry),
                 lambda e: self._ended(producer_id, e),
                 goes_on=self._client.startswith((_JAVA, _CPP)),
+                schema_version=version,
             )
             success = CommandProducerSuccess(
                 request_id=command.request_id,
                 producer_name=name,
                 last_sequence_id=opened.persisted[0],
-                schema_version=b"",
+                schema_version=version,
             )
-            self._say("producer_success", success)  # 4
+            self.say("producer_success", success)  # 4
         except SeqdedupeError as e:
-            self._say_error(command.request_id, e)
+            self.say_error(command.request_id, e)
         finally:
             if self._opening.get(producer_id) is asyncio.current_task():
                 del self._opening[producer_id]
+                self._waiting.discard(producer_id)
             if producer_id not in self._producers and name:
                 self._names.release(full, name, self, producer_id)
+
+    def _producer_of(self, topic: str) -> StockProducer | None:
+        """Return a producer of this topic. Raises INVALID_TOPIC_NAME."""
+        full = topic_name(topic)
+        return next((one for one in self._producers.values() if one.topic.name == full), None)
+
+    def _tell_schema(self, request: CommandGetOrCreateSchema) -> None:
+        """Tell a producer the version of a schema by which it has made a message: its topic's, or none."""
+        answer = CommandGetOrCreateSchemaResponse(request_id=request.request_id)
+        try:
+            full = topic_name(request.topic)
+            if (producer := self._producer_of(full)) is None:
+                raise error("TOPIC_NOT_FOUND", f"this connection has no producer of topic {full}")
+            schema = producer.topic.log.schema
+            answer.schema_version = version_of(request.schema, full, schema, keeps_schemas=self._keeps_schemas)
+        except SeqdedupeError as e:
+            answer.error_code, answer.error_message = ServerError.IncompatibleSchema, told(e)
+        self.say("getOrCreateSchemaResponse", answer)
+
+    def _tell_to_wait(self, command: CommandProducer, name: str) -> None:
+        """Tell the client that the answer comes when the producer's turn comes. It then sets no limit to that."""
+        self._waiting.add(command.producer_id)
+        success = CommandProducerSuccess(
+            request_id=command.request_id, producer_name=name, schema_version=b"", producer_ready=False
+        )
+        self.say("producer_success", success)
 
     async def _send(self, command: CommandSend, frame: PulsarFrame, stream: Stream) -> None:
         producer = self._producers.get(command.producer_id)
         if producer is None or producer.is_closed:
             # It was ended, and the client sends this again when it has learned that.
             return
-        shares = self._streams.shares
-        shares.spend(stream.use, len(frame.raw), time.monotonic())
-        if rest_seconds := shares.rest_seconds(stream.use, time.monotonic()):
-            await asyncio.sleep(rest_seconds)
+        await self._spend(frame, stream)
         try:
             self._permissions.check_disk(self._topics)
         except SeqdedupeError as e:
             producer.fail(e)
             return
         await producer.send(command, entry_of(frame.content))
+
+    async def _spend(self, frame: PulsarFrame, stream: Stream) -> None:
+        shares = self._streams.shares
+        shares.spend(stream.use, len(frame.raw), time.monotonic())
+        if rest_seconds := shares.rest_seconds(stream.use, time.monotonic()):
+            await asyncio.sleep(rest_seconds)
 
     def _answer(self, producer_id: int, entry: PendingEntry) -> None:
         if entry.refused is not None:
@@ -592,7 +629,7 @@ class PulsarConnection:
             highest_sequence_id=entry.highest_sequence_id,
             message_id=message_id,
         )
-        self._say("send_receipt", receipt)
+        self.say("send_receipt", receipt)
 
     def _refuse_entry(self, producer_id: int, entry: PendingEntry, e: SeqdedupeError) -> None:
         """Refuse one entry for good. Clients understand that differently, and some not at all."""
@@ -605,8 +642,8 @@ class PulsarConnection:
         else:
             self._producers[producer_id].fail(e)
             return
-        failure = CommandSendError(producer_id=producer_id, sequence_id=sequence_id, error=code, message=_told(e))
-        self._say("send_error", failure)
+        failure = CommandSendError(producer_id=producer_id, sequence_id=sequence_id, error=code, message=told(e))
+        self.say("send_error", failure)
 
     def _ended(self, producer_id: int, e: SeqdedupeError) -> None:
         """Tell the client that a producer has ended. It opens the producer again, and learns then if that is final."""
@@ -615,7 +652,7 @@ class PulsarConnection:
             self._refused[producer_id] = without_traceback(e)
         self._forget(producer_id)
         closed = CommandCloseProducer(producer_id=producer_id, request_id=_NO_ENTRY)
-        self._say("close_producer", closed)
+        self.say("close_producer", closed)
 
     def end_producer(self, producer_id: int, e: SeqdedupeError) -> None:
         """End a producer with this error."""
@@ -624,12 +661,14 @@ class PulsarConnection:
 
     async def _close(self, producer_id: int, request_id: int) -> None:
         if (opening := self._opening.get(producer_id)) is not None:
+            if producer_id in self._waiting:
+                opening.cancel()
             await asyncio.wait([opening])
         if (producer := self._producers.get(producer_id)) is not None:
             await producer.settle()
             self._forget(producer_id)
         self._refused.pop(producer_id, None)
-        self._say("success", CommandSuccess(request_id=request_id))
+        self.say("success", CommandSuccess(request_id=request_id))
 
     def _forget(self, producer_id: int) -> None:
         if (producer := self._producers.pop(producer_id, None)) is not None:
@@ -638,67 +677,47 @@ class PulsarConnection:
 
     # -- answers -----------------------------------------------------------------------------------------------
 
-    def _say_error(self, request_id: int, e: SeqdedupeError, code: Any = None) -> None:
+    def say_error(self, request_id: int, e: SeqdedupeError, code: Any = None) -> None:
+        """Send an ERROR, with this code or the one of the reason."""
         refusals[e.reason] += 1
-        failure = CommandError(request_id=request_id, error=_code_of(e) if code is None else code, message=_told(e))
-        self._say("error", failure)
+        failure = CommandError(request_id=request_id, error=code_of(e) if code is None else code, message=told(e))
+        self.say("error", failure)
 
-    def _say(self, field: str, message: Message) -> None:
+    def say(self, field: str, message: Message) -> None:
         """Send a command; `field` is its field in `BaseCommand`."""
         # uvloop raises an error once a transport is closed, and a producer may get its answers later.
         if not self._writer.transport.is_closing():
             self._writer.write(command_frame(command_of(field, message)))
 
+    async def pass_on(self, parts: Sequence[Any]) -> None:
+        """Send whole frames of a broker. Return when the client has read most of what was sent."""
+        if self._stream is None or self._writer.transport.is_closing():
+            return
+        self._stream.moves()
+        self._writer.writelines(parts)
+        if self._writer.transport.get_write_buffer_size() > READ_BYTES:
+            await self._drain(self._stream)
+
+    async def _drain(self, stream: Stream) -> None:
+        """Wait until the client has read most of what was sent."""
+        stream.writing_since = stream.writing_since or time.monotonic()
+        with suppress(OSError):
+            await self._writer.drain()
+        stream.writing_since = None
+
 
 def _check(command: CommandProducer) -> None:
     """Raise INVALID_REQUEST for a producer to whom the door could not keep its word."""
-    schema = command.schema
-    if command.HasField("schema") and schema.type != Schema.Type.Value("None"):
-        what, hint = "has a schema", "Publish bytes, and encode them in the producer: topics here have no schemas."
-    elif command.txn_enabled:
+    if command.txn_enabled:
         what, hint = "takes part in transactions", "Publish outside of transactions."
     elif command.encrypted:
         what, hint = "encrypts its messages", "Turn off encryption: the door must see the sequence IDs."
     elif command.initial_subscription_name:
         what, hint = "creates a subscription", "Create the subscription at the brokers."
-    elif command.producer_access_mode == WaitForExclusive:
-        what, hint = "waits for exclusive access", "Use the mode Exclusive, and try again."
     else:
         return
     raise error("INVALID_REQUEST", f"the producer {what}, which the door does not support", hint=hint)
 
 
-def is_exclusive(mode: int) -> bool:
-    """Return whether a producer with this access mode wants to be alone in its topic."""
-    return mode in (Exclusive, ExclusiveWithFencing)
-
-
-def fences(mode: int) -> bool:
-    """Return whether a producer with this access mode ends the others of its topic."""
-    return mode == ExclusiveWithFencing
-
-
 def _token_in(command: CommandConnect) -> bytes | None:
     return command.auth_data if command.auth_method_name == "token" and command.auth_data else None
-
-
-def _code_of(e: SeqdedupeError) -> Any:
-    if (code := _CODES.get(e.reason)) is not None:
-        return code
-    return ServerError.ServiceNotReady if e.retry_delay_ms >= 0 else ServerError.NotAllowedError
-
-
-def _lookup_code_of(e: SeqdedupeError) -> Any:
-    """Return the code for a failed lookup. At ServiceNotReady a client ends the connection with all its producers."""
-    code = _code_of(e)
-    return ServerError.MetadataError if code == ServerError.ServiceNotReady else code
-
-
-def _ending_code_of(e: SeqdedupeError) -> Any:
-    """Return the code for a producer that was open before. After NotAllowedError, Java and Go try again for ever."""
-    code = _code_of(e)
-    return ServerError.ProducerFenced if code == ServerError.NotAllowedError else code
-
-
-def _told(e: SeqdedupeError) -> str:
-    return f"{e.message} [{e.reason}] {e.hint}"

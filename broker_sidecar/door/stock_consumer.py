@@ -75,9 +75,7 @@ class Client(NamedTuple):
     """Sends a command."""
     say_error: Callable[[int, SeqdedupeError], None]
     """Answers a request with an error."""
-    code_of: Callable[[SeqdedupeError], Any]
-    """Returns Pulsar's code for an error."""
-    start: Callable[[Any], None]
+    start: Callable[[Any], Any]
     """Serves a request that takes time."""
     is_alive: Callable[[], Awaitable[bool]]
     abort: Callable[[], None]

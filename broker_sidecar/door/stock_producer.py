@@ -6,7 +6,7 @@ states the links, and numbers the frames. It keeps no messages: the stock client
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,6 +38,9 @@ _PASSES = frozenset({"INVALID_EPOCH", "PREDECESSOR_MISSING"})
 """Refusals that end when the producer is opened again."""
 
 UNKNOWN_ID = MessageId(-1, -1, -1)
+
+counted: Counter[str] = Counter()
+"""The number of `producers` that were opened, and of `receipts`, since this process began."""
 
 
 @dataclass(slots=True)
@@ -75,9 +78,11 @@ class StockProducer:
         on_end: Callable[[SeqdedupeError], None],
         *,
         goes_on: bool,
+        schema_version: bytes,
     ) -> None:
         """`goes_on` says whether the client sends further entries after one that is refused. If not, `answer` ends the
-        producer, and nothing after the refused entry may be stored.
+        producer, and nothing after the refused entry may be stored. `schema_version` is that of the producer's schema
+        in the topic; empty if it has none.
         """
         self.topic = topic
         self.session = session
@@ -89,11 +94,14 @@ class StockProducer:
         self._cache = topic.connect(self.fail)
         self._cache.allowing = allowing
         self._goes_on = goes_on
+        self._schema_version = schema_version
+        self._schema = topic.log.schema
         self._has_refused = False
         self._pending: deque[PendingEntry] = deque()
         self._number = 0
         self._settled = asyncio.Event()
         self.is_closed = False
+        counted["producers"] += 1
 
     async def send(self, command: CommandSend, entry: WireEntry) -> None:
         """Take an entry, in these steps:
@@ -110,6 +118,9 @@ class StockProducer:
         share, size = self._stream.share, decoded_bytes(entry, metadata)
         await share.wait_for(ENTRY_BYTES + size)
         if self.is_closed:
+            return
+        if self._schema_version and self.topic.log.schema != self._schema:
+            self.fail(error("LOG_REFUSED", f"topic {self.topic.name} has got another schema"))
             return
         pending = PendingEntry(command.sequence_id, command.highest_sequence_id)
         self._pending.append(pending)
@@ -141,8 +152,11 @@ class StockProducer:
 
     def _batches(self, entry: WireEntry, metadata: MessageMetadata) -> tuple[int, list[Batch]]:
         """Return the number of rows of an entry, and their batches."""
-        rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES)
-        return len(rows), list(batches_of(rows, self.session, self._last)) if len(rows) else []
+        delays = self.topic.log.entry_format == "plain"
+        rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES, self._schema_version, delays=delays)
+        if not len(rows):
+            return 0, []
+        return len(rows), list(batches_of(rows, self.session, self._last, metadata.deliver_at_time))
 
     async def _admit(self, pending: PendingEntry, batch: bytes) -> None:
         size = FRAME_BYTES + len(batch)
@@ -223,6 +237,7 @@ class StockProducer:
             if oldest.frames or not oldest.is_admitted:
                 return
             self._stream.share.give_back(ENTRY_BYTES)
+            counted["receipts"] += oldest.refused is None
             self._answer(self._pending.popleft())
         self._settled.set()
 

@@ -64,6 +64,8 @@ class AdminService:
     def __init__(self, config: Config, data: Data, streams: Streams, guard: Guard, statistics: Statistics) -> None:
         self._topics = data.all_topics
         self._cluster = data.cluster
+        self.pulsar_url = ""
+        """The URL of the door for clients of Apache Pulsar, once it listens."""
         self._peers = data.peers
         self._permissions = guard.permissions
         self._statistics = statistics
@@ -167,6 +169,7 @@ class AdminService:
             max_batch_bytes=MAX_BATCH_BYTES,
             max_batch_rows=MAX_BATCH_ROWS,
             instance_name=self._cluster.shared.instance_name if self._cluster is not None else "",
+            pulsar_url=self.pulsar_url,
         )
 
     # -- policies ----------------------------------------------------------------------------------------------

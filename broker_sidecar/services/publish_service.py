@@ -22,6 +22,7 @@ from broker_sidecar.streams import COPIES, Stream, Streams, unasked
 from seqdedupe import wire
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_OPEN_NAMES
+from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name, whole_of
 from seqdedupe.topic.base import State
@@ -387,8 +388,10 @@ class PublishService:
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    async def open(self, request: publish_pb2.OpenRequest) -> publish_pb2.OpenResponse:
-        """Open sessions, or resume the sessions with the given epochs, in these steps:
+    async def open(self, request: publish_pb2.OpenRequest, layout: Layout = AS_USUAL) -> publish_pb2.OpenResponse:
+        """Open sessions, or resume the sessions with the given epochs. A topic that is created gets this layout.
+
+        These are the steps:
 
         1. The request counts towards the caller's share, because a record of it is written to the log.
         2. Names under which the caller may not publish are removed and refused at their places. A caller whose disk
@@ -408,7 +411,7 @@ class PublishService:
         denied = await self.denied(topic_name(request.topic), names)  # 2
         if not epochs:
             self._permissions.check_disk(self._topics)
-        topic = await self._topic_of(request, names)  # 3
+        topic = await self._topic_of(request, names, layout)  # 3
         if self._topics.partitions_beside(topic.name):
             check_gap_policy(topic.name, topic.applied.gap)
         if denied:
@@ -445,7 +448,7 @@ class PublishService:
         short = error("NOT_ALLOWED", "the caller may not publish as this producer")
         return dict.fromkeys(places, short)
 
-    async def _topic_of(self, request: publish_pb2.OpenRequest, names: list[str]) -> Topic:
+    async def _topic_of(self, request: publish_pb2.OpenRequest, names: list[str], layout: Layout) -> Topic:
         """Return the topic of an Open. Create it if necessary, unless the request will be refused."""
         await self._topics.waiting.use(topic_name(request.topic))
         try:
@@ -460,7 +463,7 @@ class PublishService:
                 return await find(self._topics, full)
         await check_names(names)
         self._permissions.check_creates(full, self._topics.registry.names())
-        return await find_or_create(self._topics, request.topic)
+        return await find_or_create(self._topics, request.topic, layout)
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:

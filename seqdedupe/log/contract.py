@@ -210,6 +210,10 @@ class Log(Protocol):
         """The permanent layout of its entries, if there is a choice; else empty."""
 
     @property
+    def schema(self) -> "TopicSchema | None":
+        """The schema with which the log labels messages since it was last opened for writing. None: no schema."""
+
+    @property
     def first_index(self) -> int:
         """The index of the first stored message; the next index if there is none."""
 
@@ -413,6 +417,15 @@ class Layout(NamedTuple):
 
 
 AS_USUAL = Layout()
+
+
+class TopicSchema(NamedTuple):
+    """A version of the schema of a Pulsar topic."""
+
+    type: str
+    """The type as Pulsar's admin URL names it: `AVRO`, `STRING`, ..."""
+    definition: str
+    version: int
 
 
 class Logs(Protocol):

@@ -289,7 +289,7 @@ class Connection:
         """Return a topic's number of partitions, 0 if it is none that has any. Raises the errors of `request`."""
         answer = await self.request("partitionMetadata", CommandPartitionedTopicMetadata(topic=topic))
         if answer.response == CommandPartitionedTopicMetadataResponse.Failed:
-            raise _refusal(self.url, answer.error, answer.message)
+            raise refusal_of(self.url, answer.error, answer.message)
         return int(answer.partitions)
 
     async def lookup(self, topic: str, *, authoritative: bool = False) -> CommandLookupTopicResponse:
@@ -297,7 +297,7 @@ class Connection:
         command = CommandLookupTopic(topic=topic, authoritative=authoritative)
         answer: CommandLookupTopicResponse = await self.request("lookupTopic", command)
         if answer.response == CommandLookupTopicResponse.Failed:
-            raise _refusal(self.url, answer.error, answer.message)
+            raise refusal_of(self.url, answer.error, answer.message)
         return answer
 
     async def producer(
@@ -473,7 +473,7 @@ class Connection:
                     producer._received(message)
             case "send_error":
                 if (producer := self._producers.get(message.producer_id)) is not None:
-                    self._abandon(producer, _refusal(self.url, message.error, message.message))
+                    self._abandon(producer, refusal_of(self.url, message.error, message.message))
             case "close_producer":
                 if (producer := self._producers.get(message.producer_id)) is not None:
                     producer._end(error("LOG_REFUSED", f"{self.url} has closed producer {producer.name}"))
@@ -499,7 +499,7 @@ class Connection:
             waiting.set_result(answer)
 
     def _refused(self, message: CommandError) -> None:
-        refusal = _refusal(self.url, message.error, message.message)
+        refusal = refusal_of(self.url, message.error, message.message)
         if self._connected.done():
             self._refuse(message.request_id, refusal)
         else:
@@ -557,16 +557,11 @@ async def connect(
     `tls` is the system's default if it is None. `proxy_to` names a broker for a Pulsar proxy. Raises LOG_REFUSED if no
     host answers in time, PULSAR_FORBIDS, and the errors of `token`.
     """
-    parts = urlsplit(service_url)
-    if parts.scheme not in _PORTS or not parts.netloc:
-        raise error("INVALID_CONFIGURATION", f"{service_url} is no service URL of Pulsar")
-    context = (tls or ssl.create_default_context()) if parts.scheme == "pulsar+ssl" else None
     failure: SeqdedupeError | None = None
-    for host in parts.netloc.split(","):
-        url = f"{parts.scheme}://{host}"
+    for url in urls_of(service_url):
         try:
             async with asyncio.timeout(timeout):
-                return await _connect(url, context, token, proxy_to)
+                return await _connect(url, tls, token, proxy_to)
         except (OSError, ValueError) as e:
             # TimeoutError is an OSError.
             failure = error("LOG_REFUSED", f"{url} cannot be reached: {str(e) or 'no answer in time'}")
@@ -603,10 +598,28 @@ async def connect_to_owner(service_url: str, topic: str, **options: Any) -> Conn
     raise error("LOG_REFUSED", f"{topic} was looked up {MAX_REDIRECTS} times, and no broker serves it")
 
 
-async def _connect(url: str, tls: ssl.SSLContext | None, token: Token | None, proxy_to: str) -> Connection:
+def urls_of(service_url: str) -> list[str]:
+    """Return a URL for each host of a service URL. Raises INVALID_CONFIGURATION."""
+    parts = urlsplit(service_url)
+    if parts.scheme not in _PORTS or not parts.netloc:
+        raise error("INVALID_CONFIGURATION", f"{service_url} is no service URL of Pulsar")
+    return [f"{parts.scheme}://{host}" for host in parts.netloc.split(",")]
+
+
+async def open_streams(
+    url: str, tls: ssl.SSLContext | None, limit: int = 2**16
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection to the host of this URL, with `tls` (None: the system's default) if the URL asks for that.
+
+    Raises OSError, ValueError.
+    """
     place = urlsplit(url)
-    streams = await asyncio.open_connection(place.hostname, place.port or _PORTS[place.scheme], ssl=tls)
-    connection = Connection(url, streams, token)
+    context = (tls or ssl.create_default_context()) if place.scheme == "pulsar+ssl" else None
+    return await asyncio.open_connection(place.hostname, place.port or _PORTS[place.scheme], ssl=context, limit=limit)
+
+
+async def _connect(url: str, tls: ssl.SSLContext | None, token: Token | None, proxy_to: str) -> Connection:
+    connection = Connection(url, await open_streams(url, tls), token)
     try:
         await connection._start(proxy_to)
     except BaseException:
@@ -615,7 +628,7 @@ async def _connect(url: str, tls: ssl.SSLContext | None, token: Token | None, pr
     return connection
 
 
-def _refusal(url: str, code: int, message: str) -> SeqdedupeError:
+def refusal_of(url: str, code: int, message: str) -> SeqdedupeError:
     """Return the error of a broker's refusal."""
     name = ServerError.Name(code) if code in ServerError.values() else str(code)  # type: ignore[arg-type]
     reason = "LOG_REFUSED"

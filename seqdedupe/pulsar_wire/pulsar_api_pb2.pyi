@@ -752,17 +752,20 @@ class CommandPartitionedTopicMetadata(_message.Message):
 
     TOPIC_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    METADATA_AUTO_CREATION_ENABLED_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     request_id: _builtins.int
+    metadata_auto_creation_enabled: _builtins.bool
     def __init__(
         self,
         *,
         topic: _builtins.str | None = ...,
         request_id: _builtins.int | None = ...,
+        metadata_auto_creation_enabled: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "topic", b"topic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata_auto_creation_enabled", b"metadata_auto_creation_enabled", "request_id", b"request_id", "topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata_auto_creation_enabled", b"metadata_auto_creation_enabled", "request_id", b"request_id", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1299,6 +1302,28 @@ class CommandSeek(_message.Message):
 Global___CommandSeek: _TypeAlias = CommandSeek  # noqa: Y015
 
 @_typing.final
+class CommandConsumerStats(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    consumer_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int | None = ...,
+        consumer_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandConsumerStats: _TypeAlias = CommandConsumerStats  # noqa: Y015
+
+@_typing.final
 class CommandActiveConsumerChange(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1523,6 +1548,53 @@ class CommandGetLastMessageIdResponse(_message.Message):
 Global___CommandGetLastMessageIdResponse: _TypeAlias = CommandGetLastMessageIdResponse  # noqa: Y015
 
 @_typing.final
+class CommandGetTopicsOfNamespace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    namespace: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int | None = ...,
+        namespace: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "request_id", b"request_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandGetTopicsOfNamespace: _TypeAlias = CommandGetTopicsOfNamespace  # noqa: Y015
+
+@_typing.final
+class CommandWatchTopicList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    WATCHER_ID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    watcher_id: _builtins.int
+    namespace: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int | None = ...,
+        watcher_id: _builtins.int | None = ...,
+        namespace: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "request_id", b"request_id", "watcher_id", b"watcher_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "request_id", b"request_id", "watcher_id", b"watcher_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandWatchTopicList: _TypeAlias = CommandWatchTopicList  # noqa: Y015
+
+@_typing.final
 class CommandGetSchema(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1667,11 +1739,13 @@ class BaseCommand(_message.Message):
         PARTITIONED_METADATA_RESPONSE: BaseCommand._Type.ValueType  # 22
         LOOKUP: BaseCommand._Type.ValueType  # 23
         LOOKUP_RESPONSE: BaseCommand._Type.ValueType  # 24
+        CONSUMER_STATS: BaseCommand._Type.ValueType  # 25
         REACHED_END_OF_TOPIC: BaseCommand._Type.ValueType  # 27
         SEEK: BaseCommand._Type.ValueType  # 28
         GET_LAST_MESSAGE_ID: BaseCommand._Type.ValueType  # 29
         GET_LAST_MESSAGE_ID_RESPONSE: BaseCommand._Type.ValueType  # 30
         ACTIVE_CONSUMER_CHANGE: BaseCommand._Type.ValueType  # 31
+        GET_TOPICS_OF_NAMESPACE: BaseCommand._Type.ValueType  # 32
         GET_SCHEMA: BaseCommand._Type.ValueType  # 34
         GET_SCHEMA_RESPONSE: BaseCommand._Type.ValueType  # 35
         AUTH_CHALLENGE: BaseCommand._Type.ValueType  # 36
@@ -1679,6 +1753,7 @@ class BaseCommand(_message.Message):
         ACK_RESPONSE: BaseCommand._Type.ValueType  # 38
         GET_OR_CREATE_SCHEMA: BaseCommand._Type.ValueType  # 39
         GET_OR_CREATE_SCHEMA_RESPONSE: BaseCommand._Type.ValueType  # 40
+        WATCH_TOPIC_LIST: BaseCommand._Type.ValueType  # 64
 
     class Type(_Type, metaclass=_TypeEnumTypeWrapper):
         """A command is in the field with the number of its type. Other types than these exist: they are passed on as bytes."""
@@ -1707,11 +1782,13 @@ class BaseCommand(_message.Message):
     PARTITIONED_METADATA_RESPONSE: BaseCommand.Type.ValueType  # 22
     LOOKUP: BaseCommand.Type.ValueType  # 23
     LOOKUP_RESPONSE: BaseCommand.Type.ValueType  # 24
+    CONSUMER_STATS: BaseCommand.Type.ValueType  # 25
     REACHED_END_OF_TOPIC: BaseCommand.Type.ValueType  # 27
     SEEK: BaseCommand.Type.ValueType  # 28
     GET_LAST_MESSAGE_ID: BaseCommand.Type.ValueType  # 29
     GET_LAST_MESSAGE_ID_RESPONSE: BaseCommand.Type.ValueType  # 30
     ACTIVE_CONSUMER_CHANGE: BaseCommand.Type.ValueType  # 31
+    GET_TOPICS_OF_NAMESPACE: BaseCommand.Type.ValueType  # 32
     GET_SCHEMA: BaseCommand.Type.ValueType  # 34
     GET_SCHEMA_RESPONSE: BaseCommand.Type.ValueType  # 35
     AUTH_CHALLENGE: BaseCommand.Type.ValueType  # 36
@@ -1719,6 +1796,7 @@ class BaseCommand(_message.Message):
     ACK_RESPONSE: BaseCommand.Type.ValueType  # 38
     GET_OR_CREATE_SCHEMA: BaseCommand.Type.ValueType  # 39
     GET_OR_CREATE_SCHEMA_RESPONSE: BaseCommand.Type.ValueType  # 40
+    WATCH_TOPIC_LIST: BaseCommand.Type.ValueType  # 64
 
     TYPE_FIELD_NUMBER: _builtins.int
     CONNECT_FIELD_NUMBER: _builtins.int
@@ -1744,11 +1822,13 @@ class BaseCommand(_message.Message):
     PARTITIONMETADATARESPONSE_FIELD_NUMBER: _builtins.int
     LOOKUPTOPIC_FIELD_NUMBER: _builtins.int
     LOOKUPTOPICRESPONSE_FIELD_NUMBER: _builtins.int
+    CONSUMERSTATS_FIELD_NUMBER: _builtins.int
     REACHEDENDOFTOPIC_FIELD_NUMBER: _builtins.int
     SEEK_FIELD_NUMBER: _builtins.int
     GETLASTMESSAGEID_FIELD_NUMBER: _builtins.int
     GETLASTMESSAGEIDRESPONSE_FIELD_NUMBER: _builtins.int
     ACTIVE_CONSUMER_CHANGE_FIELD_NUMBER: _builtins.int
+    GETTOPICSOFNAMESPACE_FIELD_NUMBER: _builtins.int
     GETSCHEMA_FIELD_NUMBER: _builtins.int
     GETSCHEMARESPONSE_FIELD_NUMBER: _builtins.int
     AUTHCHALLENGE_FIELD_NUMBER: _builtins.int
@@ -1756,6 +1836,7 @@ class BaseCommand(_message.Message):
     ACKRESPONSE_FIELD_NUMBER: _builtins.int
     GETORCREATESCHEMA_FIELD_NUMBER: _builtins.int
     GETORCREATESCHEMARESPONSE_FIELD_NUMBER: _builtins.int
+    WATCHTOPICLIST_FIELD_NUMBER: _builtins.int
     type: Global___BaseCommand.Type.ValueType
     @_builtins.property
     def connect(self) -> Global___CommandConnect: ...
@@ -1804,6 +1885,8 @@ class BaseCommand(_message.Message):
     @_builtins.property
     def lookupTopicResponse(self) -> Global___CommandLookupTopicResponse: ...
     @_builtins.property
+    def consumerStats(self) -> Global___CommandConsumerStats: ...
+    @_builtins.property
     def reachedEndOfTopic(self) -> Global___CommandReachedEndOfTopic: ...
     @_builtins.property
     def seek(self) -> Global___CommandSeek: ...
@@ -1813,6 +1896,8 @@ class BaseCommand(_message.Message):
     def getLastMessageIdResponse(self) -> Global___CommandGetLastMessageIdResponse: ...
     @_builtins.property
     def active_consumer_change(self) -> Global___CommandActiveConsumerChange: ...
+    @_builtins.property
+    def getTopicsOfNamespace(self) -> Global___CommandGetTopicsOfNamespace: ...
     @_builtins.property
     def getSchema(self) -> Global___CommandGetSchema: ...
     @_builtins.property
@@ -1827,6 +1912,8 @@ class BaseCommand(_message.Message):
     def getOrCreateSchema(self) -> Global___CommandGetOrCreateSchema: ...
     @_builtins.property
     def getOrCreateSchemaResponse(self) -> Global___CommandGetOrCreateSchemaResponse: ...
+    @_builtins.property
+    def watchTopicList(self) -> Global___CommandWatchTopicList: ...
     def __init__(
         self,
         *,
@@ -1854,11 +1941,13 @@ class BaseCommand(_message.Message):
         partitionMetadataResponse: Global___CommandPartitionedTopicMetadataResponse | None = ...,
         lookupTopic: Global___CommandLookupTopic | None = ...,
         lookupTopicResponse: Global___CommandLookupTopicResponse | None = ...,
+        consumerStats: Global___CommandConsumerStats | None = ...,
         reachedEndOfTopic: Global___CommandReachedEndOfTopic | None = ...,
         seek: Global___CommandSeek | None = ...,
         getLastMessageId: Global___CommandGetLastMessageId | None = ...,
         getLastMessageIdResponse: Global___CommandGetLastMessageIdResponse | None = ...,
         active_consumer_change: Global___CommandActiveConsumerChange | None = ...,
+        getTopicsOfNamespace: Global___CommandGetTopicsOfNamespace | None = ...,
         getSchema: Global___CommandGetSchema | None = ...,
         getSchemaResponse: Global___CommandGetSchemaResponse | None = ...,
         authChallenge: Global___CommandAuthChallenge | None = ...,
@@ -1866,10 +1955,11 @@ class BaseCommand(_message.Message):
         ackResponse: Global___CommandAckResponse | None = ...,
         getOrCreateSchema: Global___CommandGetOrCreateSchema | None = ...,
         getOrCreateSchemaResponse: Global___CommandGetOrCreateSchemaResponse | None = ...,
+        watchTopicList: Global___CommandWatchTopicList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "active_consumer_change", b"active_consumer_change", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "active_consumer_change", b"active_consumer_change", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "consumerStats", b"consumerStats", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "getTopicsOfNamespace", b"getTopicsOfNamespace", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe", "watchTopicList", b"watchTopicList"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "active_consumer_change", b"active_consumer_change", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "active_consumer_change", b"active_consumer_change", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "consumerStats", b"consumerStats", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "getTopicsOfNamespace", b"getTopicsOfNamespace", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe", "watchTopicList", b"watchTopicList"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -338,13 +338,14 @@ class Topics(Generic[T]):
         """Return whether a topic with this full name exists, even if it cannot be used."""
         return self.registry.found(full) is not None
 
-    async def get_or_create(self, name: str) -> T:
-        """Return the live topic. If the topic does not exist and `allow_auto_topic_creation` is set, create it."""
+    async def get_or_create(self, name: str, layout: Layout = AS_USUAL) -> T:
+        """Return the live topic. If the topic does not exist and `allow_auto_topic_creation` is set, create it with
+        this layout."""
         full = topic_name(name)
         await self.waiting.use(full)
         if self.is_there(full) or full in self.partitions or not self.allow_auto_topic_creation:
             return self.get(full)
-        return await self.create(full, exists_ok=True)
+        return await self.create(full, layout=layout, exists_ok=True)
 
     async def create(
         self, name: str, *, policy: Policy | None = None, layout: Layout = AS_USUAL, exists_ok: bool = False
@@ -555,10 +556,11 @@ async def find(topics: Topics[T], name: str) -> T:
     return topics.get(full)
 
 
-async def find_or_create(topics: Topics[T], name: str) -> T:
-    """Return the live topic. If the topic does not exist and `allow_auto_topic_creation` is set, create it."""
+async def find_or_create(topics: Topics[T], name: str, layout: Layout = AS_USUAL) -> T:
+    """Return the live topic. If the topic does not exist and `allow_auto_topic_creation` is set, create it with this
+    layout."""
     # If another sidecar has created the topic, `get_or_create` finds it.
-    return await (topics.get_or_create(name) if topics.allow_auto_topic_creation else find(topics, name))
+    return await (topics.get_or_create(name, layout) if topics.allow_auto_topic_creation else find(topics, name))
 
 
 async def delete(topics: Topics[T], name: str, check: Callable[[str], None] = lambda full: None) -> None:

@@ -2638,6 +2638,7 @@ class GetVersionResponse(_message.Message):
     MAX_BATCH_BYTES_FIELD_NUMBER: _builtins.int
     MAX_BATCH_ROWS_FIELD_NUMBER: _builtins.int
     INSTANCE_NAME_FIELD_NUMBER: _builtins.int
+    PULSAR_URL_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """The version of the sidecar's package."""
     record_format_version: _builtins.int
@@ -2650,6 +2651,10 @@ class GetVersionResponse(_message.Message):
     """The most rows of a batch."""
     instance_name: _builtins.str
     """The instance name of the sidecar, if its log is in a Pulsar cluster."""
+    pulsar_url: _builtins.str
+    """The URL of its door for clients of Apache Pulsar, `pulsar://host:port` or `pulsar+ssl://host:port`; empty without a
+    door, or if the door's address is not known.
+    """
     def __init__(
         self,
         *,
@@ -2659,10 +2664,11 @@ class GetVersionResponse(_message.Message):
         max_batch_bytes: _builtins.int = ...,
         max_batch_rows: _builtins.int = ...,
         instance_name: _builtins.str = ...,
+        pulsar_url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_name", b"instance_name", "max_batch_bytes", b"max_batch_bytes", "max_batch_rows", b"max_batch_rows", "record_format_version", b"record_format_version", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_name", b"instance_name", "max_batch_bytes", b"max_batch_bytes", "max_batch_rows", b"max_batch_rows", "pulsar_url", b"pulsar_url", "record_format_version", b"record_format_version", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -344,6 +344,10 @@ class FaultyLog:
         return "a log of faults"
 
     @property
+    def schema(self) -> None:
+        return None
+
+    @property
     def entry_format(self) -> str:
         return ""
 

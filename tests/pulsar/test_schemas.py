@@ -134,7 +134,7 @@ async def test_partitions_have_the_schema_of_their_topic(
     await one.run(directory.create_partitioned(one.topics, whole, 2, Policy(), WITH_SCHEMA))
     for name in one.topics.partitions.names(whole):
         assert whole_of(name) == whole
-        assert await cluster.admin.schema(name) == ("JSON", json.dumps(Order.schema()))
+        assert await cluster.admin.schema(name) == ("JSON", json.dumps(Order.schema()), 0)
         await publish(one, name, 0)
     consumer = await asyncio.to_thread(subscribe, stock, whole)
     assert (await asyncio.to_thread(orders, consumer, 2))[0] == [0, 0]

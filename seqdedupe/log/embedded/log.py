@@ -96,6 +96,10 @@ class EmbeddedLog:
         return str(self._folder)
 
     @property
+    def schema(self) -> None:
+        return None
+
+    @property
     def entry_format(self) -> str:
         return ""
 

@@ -398,13 +398,13 @@ class PulsarAdmin:
                 raise
             raise error("INVALID_REQUEST", f"schema: {e.message}") from e
 
-    async def schema(self, topic: str) -> tuple[str, str]:
-        """Return the type and the definition of a topic's newest schema. Raises TOPIC_NOT_FOUND if there is none."""
+    async def schema(self, topic: str) -> tuple[str, str, int]:
+        """Return type, definition and version of a topic's newest schema. Raises TOPIC_NOT_FOUND if there is none."""
         path = _schema_path(topic)
         answer = await self._url.get(path)
         try:
-            return str(answer["type"]), str(answer["data"])
-        except (KeyError, TypeError) as e:
+            return str(answer["type"]), str(answer["data"]), int(answer["version"])
+        except (KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 
     async def ledgers(self, topic: str) -> Ledgers:

@@ -21,7 +21,7 @@ from seqdedupe.entry_properties import SCHEMA_VERSION, EntryOwner
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.limits import FlushInterval, Retention
-from seqdedupe.log.contract import ANY_BYTES, DamageFound, Entries, Location, Outcome, Records, Skipped
+from seqdedupe.log.contract import ANY_BYTES, DamageFound, Entries, Location, Outcome, Records, Skipped, TopicSchema
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.content import Content
@@ -115,6 +115,7 @@ class PulsarLog:
         self._shared = shared
         self._topic = topic
         self._settings = settings
+        self._schema: TopicSchema | None = None
         queue_entries = PLAIN_QUEUE_ENTRIES if settings.format is EntryFormat.PLAIN else PACKED_QUEUE_ENTRIES
         self._content = Content(
             shared.client,
@@ -159,6 +160,10 @@ class PulsarLog:
     @property
     def _has_schema(self) -> bool:
         return self._settings.version >= SCHEMA_VERSION
+
+    @property
+    def schema(self) -> TopicSchema | None:
+        return self._schema
 
     @property
     def entry_format(self) -> str:
@@ -269,6 +274,8 @@ class PulsarLog:
     async def _open_writer(self, hear: Callable[[SettledEntry], None]) -> EntryWriter:
         shared = self._shared
         try:
+            schema = await schema_of(self._topic, shared.admin) if self._has_schema else None
+            self._schema = schema.shown if schema is not None else None
             return await open_writer(
                 shared.client,
                 self._topic,
@@ -277,7 +284,7 @@ class PulsarLog:
                 partial(shared.claim_opening, self._topic),
                 {ADDRESS: shared.address},
                 hear,
-                await schema_of(self._topic, shared.admin) if self._has_schema else None,
+                schema,
             )
         except SeqdedupeError as e:
             # The error may come from a broker that reports a terminated topic as still held by the last producer.

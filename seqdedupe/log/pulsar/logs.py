@@ -95,7 +95,7 @@ class PulsarLogs:
         await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True)
         if schema is not None and not (partitions and number_of(topic)):
             # Partitions have the schema of their topic.
-            await self._admin.upload_schema(topic, *schema)
+            await self._admin.upload_schema(topic, schema.type, schema.definition, schema.properties)
         await self._admin.create_subscription(topic, self._shared.subscription)
         self._topics[incarnation] = topic
 

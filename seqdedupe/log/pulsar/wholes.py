@@ -16,7 +16,7 @@ import pulsar.schema
 from seqdedupe.entry_properties import PARTITIONS, PREFIX
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.figures import counted
-from seqdedupe.log.contract import LogName
+from seqdedupe.log.contract import LogName, TopicSchema
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.names import namespace_of, partition_name, whole_of
 
@@ -33,6 +33,13 @@ class Schema(NamedTuple):
     definition: str
     """The definition; empty for types that need none."""
     properties: dict[str, str]
+    version: int = -1
+    """The version in Pulsar; -1 if it is not known."""
+
+    @property
+    def shown(self) -> TopicSchema:
+        """The schema as the log shows it."""
+        return TopicSchema(self.type, self.definition, self.version)
 
     def of_client(self) -> pulsar.schema.Schema:
         """Return the schema for a producer of the client that sends encoded messages."""
@@ -71,7 +78,7 @@ def _invalid(why: str) -> Exception:
 async def schema_of(topic: str, admin: PulsarAdmin) -> Schema:
     """Return the newest schema of a topic that was created with one. Raises LOG_REFUSED if Pulsar has none."""
     try:
-        type_name, definition = await admin.schema(topic)
+        type_name, definition, version = await admin.schema(topic)
     except NotFoundError as e:
         raise error(
             "LOG_REFUSED",
@@ -80,7 +87,7 @@ async def schema_of(topic: str, admin: PulsarAdmin) -> Schema:
         ) from e
     if type_name not in TYPES:
         raise error("LOG_REFUSED", f"the schema of {topic} is of type {type_name}, which a sidecar cannot name")
-    return Schema(type_name, definition, {})
+    return Schema(type_name, definition, {}, version)
 
 
 FIRST_INCARNATION = PREFIX + "first_incarnation"

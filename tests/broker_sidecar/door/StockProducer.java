@@ -2,8 +2,10 @@ import java.io.BufferedReader;
 import java.io.InputStreamReader;
 import java.io.PrintStream;
 import java.nio.charset.StandardCharsets;
+import java.util.ArrayList;
 import java.util.Arrays;
 import java.util.HashMap;
+import java.util.List;
 import java.util.Map;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.ConcurrentHashMap;
@@ -45,7 +47,8 @@ import org.apache.pulsar.client.impl.MessageIdImpl;
  * acknowledge LABEL ID...           messages that were received
  * acknowledgeUpTo LABEL ID
  * refuse LABEL ID                   negatively
- * seek LABEL ID
+ * take LABEL COUNT                  acknowledges the next messages, without a sidecar's markers; answers their IDs
+ * seek LABEL ID                     `-`: to the beginning
  * leave LABEL                       closes the consumer
  * read LABEL TOPIC ID               a reader; answers the IDs from there to the end; `-`: from the earliest on
  * </pre>
@@ -158,8 +161,10 @@ public class StockProducer {
             case "refuse":
                 consumer.negativeAcknowledge(messages.get(words[2]));
                 return "";
+            case "take":
+                return take(consumer, Integer.parseInt(words[2]));
             case "seek":
-                consumer.seek(messages.get(words[2]).getMessageId());
+                consumer.seek(words[2].equals("-") ? MessageId.earliest : messages.get(words[2]).getMessageId());
                 return "";
             case "leave":
                 consumer.close();
@@ -221,6 +226,18 @@ public class StockProducer {
         byte[] payload = ("payload " + id + " ").repeat(10).getBytes(StandardCharsets.UTF_8);
         return producer.newMessage().sequenceId(id).value(payload).key("key " + id)
                 .property("number", Long.toString(id)).property("ü", "").eventTime(1_700_000_000_000L + id);
+    }
+
+    static String take(Consumer<byte[]> consumer, int count) throws Exception {
+        List<String> ids = new ArrayList<>();
+        while (ids.size() < count) {
+            Message<byte[]> message = consumer.receive();
+            if (!message.hasProperty("seqdedupe.kind")) {
+                ids.add(message.getProperty("number"));
+            }
+            consumer.acknowledge(message);
+        }
+        return String.join(" ", ids);
     }
 
     static CompletableFuture<MessageId> send(String label, long id, TypedMessageBuilder<byte[]> message) {

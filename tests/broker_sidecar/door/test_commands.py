@@ -124,23 +124,100 @@ def test_a_connection_that_is_silent_loses_its_names(connect: Callable[..., Wire
 
 
 def test_access_modes(connect: Callable[..., Wire], wire: Wire, topic: str) -> None:
-    assert error_of(wire.produce(topic, producer_access_mode=WaitForExclusive))[0] == ServerError.NotAllowedError
     assert wire.produce(topic, "alone", 1, producer_access_mode=Exclusive).type == BaseCommand.PRODUCER_SUCCESS
     assert error_of(wire.produce(topic, "other", 2))[0] == ServerError.ProducerBusy
-    assert error_of(wire.produce(topic, "other", 2, producer_access_mode=Exclusive))[0] == ServerError.ProducerBusy
+    assert error_of(wire.produce(topic, "other", 2, producer_access_mode=Exclusive))[0] == ServerError.ProducerFenced
     wire.close_producer(1)
     assert wire.produce(topic, "other", 2).type == BaseCommand.PRODUCER_SUCCESS
-    assert error_of(wire.produce(topic, "alone", 1, producer_access_mode=Exclusive))[0] == ServerError.ProducerBusy
+    assert error_of(wire.produce(topic, "alone", 1, producer_access_mode=Exclusive))[0] == ServerError.ProducerFenced
     fencing = connect()
     assert fencing.produce(topic, "new", producer_access_mode=ExclusiveWithFencing).type == BaseCommand.PRODUCER_SUCCESS
     assert wire.next().close_producer.producer_id == 2
     assert error_of(wire.produce(topic, "other", 2))[0] == ServerError.ProducerFenced
 
 
+def wait_for_turn(wire: Wire, topic: str, name: str, producer_id: int = 1) -> int:
+    """Ask for a producer that has to wait. Returns the ID of the request that is answered later."""
+    told = wire.produce(topic, name, producer_id, producer_access_mode=WaitForExclusive).producer_success
+    assert not told.producer_ready
+    assert told.producer_name == name
+    return int(told.request_id)
+
+
+def test_producers_wait_for_their_turn(connect: Callable[..., Wire], wire: Wire, topic: str) -> None:
+    owner, third = connect(), connect()
+    assert owner.produce(topic, "owner").type == BaseCommand.PRODUCER_SUCCESS
+    request = wait_for_turn(wire, topic, "second")
+    later = wait_for_turn(third, topic, "third")
+    # A waiting producer has no session yet, and others are kept out meanwhile, as by a broker.
+    owner.send(0, single(0))
+    assert ids_of(owner.receipts(1)) == [0]
+    assert error_of(owner.produce(topic, "fourth", 2))[0] == ServerError.ProducerBusy
+    assert error_of(owner.produce(topic, "fourth", 2, producer_access_mode=Exclusive))[0] == ServerError.ProducerFenced
+    owner.close_producer()
+    ready = wire.next().producer_success
+    assert (ready.request_id, ready.producer_ready) == (request, True)
+    wire.send(0, single(0))
+    assert ids_of(wire.receipts(1)) == [0]
+    # The end of a connection is as good as a closing.
+    wire.close()
+    ready = third.next().producer_success
+    assert (ready.request_id, ready.producer_ready) == (later, True)
+
+
+def test_a_producer_that_waits_can_be_closed(connect: Callable[..., Wire], wire: Wire, topic: str) -> None:
+    owner, third = connect(), connect()
+    owner.produce(topic, "owner")
+    wait_for_turn(wire, topic, "second")
+    later = wait_for_turn(third, topic, "third")
+    assert wire.close_producer().type == BaseCommand.SUCCESS
+    gone = connect()
+    wait_for_turn(gone, topic, "gone")
+    gone.close()
+    owner.close_producer()
+    assert third.next().producer_success.request_id == later
+    third.close_producer()
+    # Nobody waits any more.
+    assert owner.produce(topic, "owner").type == BaseCommand.PRODUCER_SUCCESS
+
+
+def schema_of(kind: str, definition: bytes = b"") -> Schema:
+    return Schema(name=kind, type=Schema.Type.Value(kind), schema_data=definition)
+
+
+@pytest.mark.parametrize("kind", ["String", "Json", "Int64", "Double"])
+def test_a_schema_without_which_messages_can_be_read(wire: Wire, client: Client, topic: str, kind: str) -> None:
+    """The sidecar's own log keeps no schemas."""
+    schema = schema_of(kind, b"{}")
+    success = wire.produce(topic, schema=schema).producer_success
+    assert success.schema_version
+    told = wire.get_or_create_schema(topic, schema).getOrCreateSchemaResponse
+    assert (told.schema_version, told.HasField("error_code")) == (success.schema_version, False)
+    wire.send(0, single(0, schema_version=success.schema_version))
+    assert ids_of(wire.receipts(1)) == [0]
+    assert [i for _, i in client.rows(topic)] == [0]
+    # A version that only another topic's schema can have.
+    wire.send(1, single(1, schema_version=b"\0" * 7 + b"\1"))
+    assert "another schema" in wire.next().send_error.message
+
+
+def test_bytes_are_no_schema(wire: Wire, topic: str) -> None:
+    """Go asks for the version of its schema of bytes, whose type has no name in the protocol."""
+    success = wire.produce(topic, schema=Schema()).producer_success
+    assert not success.schema_version
+    told = wire.get_or_create_schema(topic, Schema()).getOrCreateSchemaResponse
+    assert (told.schema_version, told.HasField("error_code")) == (b"", False)
+    told = wire.get_or_create_schema(topic, schema_of("Avro", b'"string"')).getOrCreateSchemaResponse
+    assert told.error_code == ServerError.IncompatibleSchema
+    told = wire.get_or_create_schema(f"{topic}-other", Schema()).getOrCreateSchemaResponse
+    assert "no producer of topic" in told.error_message
+
+
 @pytest.mark.parametrize(
     ("what", "fields"),
     [
-        ("has a schema", {"schema": Schema(type=Schema.Type.Value("Json"), schema_data=b"{}")}),
+        ("without which nobody can read", {"schema": schema_of("Avro", b'"string"')}),
+        ("does not support", {"schema": schema_of("KeyValue")}),
         ("takes part in transactions", {"txn_enabled": True}),
         ("encrypts its messages", {"encrypted": True}),
         ("creates a subscription", {"initial_subscription_name": "s"}),

@@ -25,6 +25,7 @@ class LateTopic:
     def __init__(self, verdict: int) -> None:
         self.name = "t"
         self.flight = SimpleNamespace(wait_for_room=self._nothing)
+        self.log = SimpleNamespace(schema=None, entry_format="")
         self.settled = asyncio.Event()
         self._verdict = verdict
 
@@ -64,6 +65,7 @@ def test_entries_that_wait_behind_another_count(verdict: int, payload_bytes: int
             answered.append,
             lambda e: pytest.fail(str(e)),
             goes_on=True,
+            schema_version=b"",
         )
         for _ in range(10):
             await producer.send(CommandSend(producer_id=1, sequence_id=0), single(0, bytes(payload_bytes)))
@@ -92,6 +94,9 @@ def connection_of(writer: Any) -> PulsarConnection:
         permissions=nothing,
         publish=nothing,
         names=nothing,
+        lookup=nothing,
+        brokers=None,
+        consumers_of=None,
         find_caller=nothing,
         log_limit=None,
         large_frames=asyncio.Semaphore(),
@@ -118,7 +123,7 @@ def test_a_defect_in_a_request_ends_the_connection() -> None:
         async def fails() -> None:
             raise RuntimeError
 
-        connection_of(writer)._start(fails())
+        connection_of(writer).start(fails())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 

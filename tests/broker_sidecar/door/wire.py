@@ -26,6 +26,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandCloseProducer,
     CommandConnect,
     CommandFlow,
+    CommandGetOrCreateSchema,
     CommandLookupTopic,
     CommandMessage,
     CommandPartitionedTopicMetadata,
@@ -36,6 +37,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CompressionType,
     MessageIdData,
     MessageMetadata,
+    Schema,
 )
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
@@ -124,8 +126,8 @@ class Wire:
         self.say(BaseCommand(type=BaseCommand.PARTITIONED_METADATA, partitionMetadata=command))
         return self.next()
 
-    def look_up(self, topic: str) -> BaseCommand:
-        command = CommandLookupTopic(topic=topic, request_id=self.request())
+    def look_up(self, topic: str, **fields: Any) -> BaseCommand:
+        command = CommandLookupTopic(topic=topic, request_id=self.request(), **fields)
         self.say(BaseCommand(type=BaseCommand.LOOKUP, lookupTopic=command))
         return self.next()
 
@@ -138,6 +140,11 @@ class Wire:
     def produce(self, topic: str, name: str | None = "p", producer_id: int = 1, **fields: Any) -> BaseCommand:
         """Opens a producer. The answer is PRODUCER_SUCCESS or ERROR."""
         self.ask_for_producer(topic, name, producer_id, **fields)
+        return self.next()
+
+    def get_or_create_schema(self, topic: str, schema: Schema) -> BaseCommand:
+        command = CommandGetOrCreateSchema(topic=topic, request_id=self.request(), schema=schema)
+        self.say(BaseCommand(type=BaseCommand.GET_OR_CREATE_SCHEMA, getOrCreateSchema=command))
         return self.next()
 
     def send(self, first: int, entry: WireEntry, *, highest: int = 0, producer_id: int = 1, **fields: Any) -> None:

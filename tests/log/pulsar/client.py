@@ -80,9 +80,9 @@ class StandInAdmin(PulsarAdmin):
     async def properties(self, topic: str) -> dict[str, str]:
         return {}
 
-    async def schema(self, topic: str) -> tuple[str, str]:
+    async def schema(self, topic: str) -> tuple[str, str, int]:
         await asyncio.sleep(0)
-        return "STRING", ""
+        return "STRING", "", 0
 
     async def subscription_expiration_minutes(self, namespace: str) -> int | None:
         await asyncio.sleep(0)

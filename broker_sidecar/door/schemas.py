@@ -1,0 +1,97 @@
+"""The schemas of stock producers. Pure.
+
+A topic of a Pulsar cluster has one schema, with which the sidecar's writer labels all its messages. So a producer has
+this schema, or none. The sidecar's own log keeps no schemas: it takes messages that readers understand without one.
+"""
+
+import json
+
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.log.contract import AS_USUAL, Layout, TopicSchema
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import Schema
+
+VERSION_BYTES = 8
+
+NO_SCHEMA = b""
+
+_NAMES = {
+    Schema.String: "STRING",
+    Schema.Json: "JSON",
+    Schema.Protobuf: "PROTOBUF",
+    Schema.Avro: "AVRO",
+    Schema.Int8: "INT8",
+    Schema.Int16: "INT16",
+    Schema.Int32: "INT32",
+    Schema.Int64: "INT64",
+    Schema.Float: "FLOAT",
+    Schema.Double: "DOUBLE",
+}
+"""The names of types in Pulsar's admin URL, as far as the sidecar's writer can name a schema of this type."""
+
+_NEED_THEIR_SCHEMA = frozenset({"AVRO", "PROTOBUF"})
+"""The types whose messages nobody can read without the schema."""
+
+
+def has_schema(schema: Schema) -> bool:
+    """Return whether this is a schema. A client's schema of bytes has a type without a name, and is none."""
+    return schema.type != Schema.Type.Value("None")
+
+
+def uploaded(schema: Schema) -> str:
+    """Return a schema in the form that `pulsar-admin schemas upload` takes. Raises INVALID_REQUEST for other types."""
+    if (name := _NAMES.get(schema.type)) is None:
+        what = f"a schema of type {Schema.Type.Name(schema.type)}"
+        raise error("INVALID_REQUEST", f"the producer has {what}, which the door does not support", hint=_HINT)
+    properties = {pair.key.decode(errors="replace"): pair.value.decode(errors="replace") for pair in schema.properties}
+    definition = schema.schema_data.decode(errors="replace")
+    return json.dumps({"type": name, "schema": definition, "properties": properties})
+
+
+def layout_for(schema: Schema, *, keeps_schemas: bool) -> Layout:
+    """Return the layout of a topic that is created for a producer with this schema.
+
+    Raises INVALID_REQUEST if the sidecar cannot name such a schema, or if the log keeps no schemas and nobody could
+    read the messages without it.
+    """
+    if not has_schema(schema):
+        return AS_USUAL
+    text = uploaded(schema)
+    if keeps_schemas:
+        # The only entry format that has schemas.
+        return Layout("plain", text)
+    if _NAMES[schema.type] in _NEED_THEIR_SCHEMA:
+        what = f"has a schema of type {_NAMES[schema.type]}, without which nobody can read its messages"
+        raise error("INVALID_REQUEST", f"the producer {what}: the sidecar's own log keeps no schemas", hint=_HINT)
+    return AS_USUAL
+
+
+def version_of(schema: Schema, topic: str, there: TopicSchema | None, *, keeps_schemas: bool) -> bytes:
+    """Return the version of a producer's schema in its topic: entries name it. `there` is the topic's schema.
+
+    Raises INVALID_REQUEST if the topic has no schema, or another one; and the errors of `layout_for`.
+    """
+    if not has_schema(schema):
+        return NO_SCHEMA
+    if not layout_for(schema, keeps_schemas=keeps_schemas).schema:
+        return bytes(VERSION_BYTES)
+    own = json.loads(uploaded(schema))
+    if there is None:
+        raise _differs(topic, "was created without a schema, and cannot get one")
+    if own["type"] != there.type or _normal(own["schema"]) != _normal(there.definition):
+        raise _differs(topic, f"has another schema, of type {there.type}: all its producers have the same one")
+    return there.version.to_bytes(VERSION_BYTES)
+
+
+def _normal(definition: str) -> object:
+    """Return a definition without its spaces and its order, if it is JSON."""
+    try:
+        return json.loads(definition)
+    except ValueError:
+        return definition
+
+
+def _differs(topic: str, what: str) -> SeqdedupeError:
+    return error("INVALID_REQUEST", f"topic {topic} {what}", hint="Publish with the topic's schema, or without one.")
+
+
+_HINT = "Publish bytes, and encode them in the producer."

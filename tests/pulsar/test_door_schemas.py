@@ -1,0 +1,139 @@
+"""What stock producers say about their messages, at the door of a sidecar over Pulsar: schemas, and delivery times."""
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import pulsar
+import pytest
+from pulsar.schema import BytesSchema, Integer, JsonSchema, Record, String, StringSchema
+
+from pulsar_broker.standalone import Broker
+from seqdedupe.client.blocking import Client
+from seqdedupe.pulsar_wire.connection import connect_to_owner
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, Schema
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from tests.broker_sidecar.door.conftest import open_wire as open_wire
+from tests.broker_sidecar.door.wire import Wire, batch, door_of, ids_of, single
+from tests.pulsar.owners import quiet
+from tests.pulsar.test_door import broker as broker
+from tests.pulsar.test_door import connect as connect
+from tests.pulsar.test_door import namespace as namespace
+from tests.pulsar.test_door import start as start
+from tests.pulsar.test_door import topic as topic
+
+
+class Order(Record):  # type: ignore[misc]  # the library has no types
+    number = Integer()
+
+
+class Bill(Record):  # type: ignore[misc]
+    total = String()
+
+
+def consumed(broker: Broker, topic: str, schema: Any, count: int) -> list[Any]:
+    """This many values, as a typed consumer decodes them, without the sidecar's own entries."""
+    client = pulsar.Client(broker.service_url, logger=quiet())
+    try:
+        first = pulsar.InitialPosition.Earliest
+        consumer = client.subscribe(topic, "typed", schema=schema, initial_position=first)
+        found: list[Any] = []
+        while len(found) < count:
+            message = consumer.receive(timeout_millis=int(LAST_RESORT_SECONDS * 1000))
+            if "seqdedupe.kind" not in message.properties():
+                found.append(message.value())
+        return found
+    finally:
+        client.close()
+
+
+def test_typed_consumers_decode_what_typed_producers_sent(
+    start: Callable[..., Sidecar], broker: Broker, topic: str, connect: Callable[..., pulsar.Client]
+) -> None:
+    client = connect(start())
+    producer = client.create_producer(topic, producer_name="p", schema=JsonSchema(Order))
+    for i in range(1, 4):
+        producer.send(Order(number=i), sequence_id=i)
+        producer.send(Order(number=i), sequence_id=i)
+    producer.close()
+    # The same schema again, also under another name; another one is refused, and bytes are the producer's own affair.
+    again = client.create_producer(topic, producer_name="q", schema=JsonSchema(Order))
+    again.send(Order(number=4), sequence_id=1)
+    with pytest.raises(pulsar.NotAllowedError):
+        client.create_producer(topic, producer_name="r", schema=JsonSchema(Bill))
+    assert [order.number for order in consumed(broker, topic, JsonSchema(Order), 4)] == [1, 2, 3, 4]
+
+
+def test_a_string(
+    start: Callable[..., Sidecar], broker: Broker, topic: str, connect: Callable[..., pulsar.Client]
+) -> None:
+    producer = connect(start()).create_producer(topic, schema=StringSchema())
+    producer.send("ü")
+    assert consumed(broker, topic, StringSchema(), 1) == ["ü"]
+
+
+def test_a_topic_without_a_schema_gets_none(
+    start: Callable[..., Sidecar], topic: str, connect: Callable[..., pulsar.Client]
+) -> None:
+    client = connect(start())
+    client.create_producer(topic, schema=BytesSchema()).send(b"1")
+    with pytest.raises(pulsar.NotAllowedError):
+        client.create_producer(topic, schema=JsonSchema(Order))
+
+
+@pytest.mark.parametrize("kind", ["Json", "Avro"])
+def test_the_schema_is_that_of_the_registry(
+    start: Callable[..., Sidecar], broker: Broker, topic: str, open_wire: Callable[..., Wire], kind: str
+) -> None:
+    definition = json.dumps(Order.schema())
+    schema = Schema(name="Order", type=Schema.Type.Value(kind), schema_data=definition.encode())
+    wire = open_wire(door_of(start()))
+    version = wire.produce(topic, schema=schema).producer_success.schema_version
+    assert version == bytes(8)
+    assert wire.get_or_create_schema(topic, schema).getOrCreateSchemaResponse.schema_version == version
+    with urllib.request.urlopen(f"{broker.admin_url}/admin/v2/schemas/{topic.partition('://')[2]}/schema") as answer:
+        there = json.load(answer)
+    assert (there["type"], there["version"], json.loads(there["data"])) == (kind.upper(), 0, Order.schema())
+    wire.send(0, batch(0, 1), highest=1)
+    assert ids_of(wire.receipts(1)) == [0]
+    # The writer would label it with the topic's schema, by which nobody could decode it.
+    wire.send(2, single(2, schema_version=b"\0" * 7 + b"\1"))
+    assert wire.next().type == BaseCommand.SEND_ERROR
+
+
+async def stored_times(broker: Broker, topic: str, count: int) -> list[int]:
+    """The delivery times of this many messages, as their entries have them."""
+    connection = await connect_to_owner(broker.service_url, topic)
+    try:
+        reader = await connection.reader(topic, "times")
+        found: list[int] = []
+        while len(found) < count:
+            metadata = (await reader.next()).metadata
+            if all(pair.key != b"seqdedupe.kind" for pair in metadata.properties):
+                found.append(metadata.deliver_at_time)
+        return found
+    finally:
+        await connection.close()
+
+
+def test_a_message_has_its_delivery_time(
+    start: Callable[..., Sidecar], broker: Broker, topic: str, connect: Callable[..., pulsar.Client]
+) -> None:
+    producer = connect(start()).create_producer(topic, producer_name="p", batching_enabled=False)
+    producer.send(b"later", deliver_at=2**41)
+    producer.send(b"now")
+    assert asyncio.run(stored_times(broker, topic, 2)) == [2**41, 0]
+
+
+def test_packed_entries_have_no_delivery_times(
+    start: Callable[..., Sidecar], topic: str, open_wire: Callable[..., Wire]
+) -> None:
+    sidecar = start()
+    with Client(sidecar.address) as client:
+        client.admin.create_topic(topic, entry_format="packed")
+    wire = open_wire(door_of(sidecar))
+    wire.produce(topic)
+    wire.send(0, single(0, deliver_at_time=2**41))
+    assert "is to be delivered later" in wire.next().send_error.message
