@@ -475,6 +475,7 @@ class Metrics:
         if (door := self._from.door) is not None:
             yield gauge_of("seqdedupe_door_connections", "Open connections of the door.", door.connections)
             yield gauge_of("seqdedupe_door_producers", "Producers at the door.", door.producers)
+            yield gauge_of("seqdedupe_door_consumers", "Consumers that pass through the door.", door.consumers)
         budget = streams.budget
         yield gauge_of("seqdedupe_budget_bytes", "Memory held for clients: frames, answers, pages.", budget.held_bytes)
         yield gauge_of("seqdedupe_budget_limit_bytes", "The limit of memory held for clients.", budget.limit_bytes)

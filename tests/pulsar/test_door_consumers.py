@@ -44,9 +44,8 @@ def sidecar_memory(sidecar: Sidecar) -> int:
 def next_of(consumer: Any, counts: Topic) -> Any:
     """The next message that counts: markers and control records do not."""
     while True:
-        message = (
-            consumer.receive(timeout_millis=WAIT_MS) if hasattr(consumer, "receive") else consumer.read_next(WAIT_MS)
-        )
+        is_consumer = hasattr(consumer, "acknowledge")
+        message = consumer.receive(timeout_millis=WAIT_MS) if is_consumer else consumer.read_next(WAIT_MS)
         place = message.message_id()
         if counts.counts(message.properties(), place.ledger_id(), place.entry_id()):
             return message

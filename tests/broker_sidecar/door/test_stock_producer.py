@@ -94,6 +94,8 @@ def connection_of(writer: Any) -> PulsarConnection:
         find_caller=nothing,
         log_limit=None,
         large_frames=asyncio.Semaphore(),
+        lookup=nothing,
+        brokers=None,
     )
 
 
@@ -117,7 +119,7 @@ def test_a_defect_in_a_request_ends_the_connection() -> None:
         async def fails() -> None:
             raise RuntimeError
 
-        connection_of(writer)._start(fails())
+        connection_of(writer).start(fails())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
