@@ -163,7 +163,7 @@ class Service(NamedTuple):
 
     def where(self, program: str) -> str | None:
         """Return where a program is; servers' may be in a folder that is not in PATH."""
-        return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
+        return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/go/bin")
 
     def check(self) -> None:
         """Skip the test if a program is missing."""
@@ -180,6 +180,7 @@ class Service(NamedTuple):
 
 JAVA = Service("Java", ("java",), "install Java 17, Debian's openjdk-17-jre-headless")
 PULSAR = Service("Pulsar", (), "install Java 17 and Maven, or set PULSAR_HOME")
+GO = Service("Go", ("go",), "install Go 1.24 or newer, and run `go mod download` in tests/pulsar/stock_go")
 POSTGRESQL = Service("PostgreSQL", (), "install Debian's postgresql, or set TEST_POSTGRES to the URL of a server")
 MARIADB = Service("MariaDB", ("mariadbd", "mariadb-install-db"), "install Debian's mariadb-server")
 REDIS = Service("Redis", ("redis-server",), "install Debian's redis-server")
