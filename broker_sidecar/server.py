@@ -290,7 +290,7 @@ class SidecarServer:
                     self._door = door(
                         brokers.max_entry_bytes if brokers is not None else None,
                         passed if asked.serve_consumers else None,
-                        cluster.door_at,
+                        cluster.door_at if self._config.peers else None,
                     )
         if (brokers_topics := self._data.brokers_topics) is not None:
             services.append(DedupeService(brokers_topics, streams, permissions))

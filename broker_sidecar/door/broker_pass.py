@@ -6,7 +6,7 @@ that owns its topic, and other frames to the first broker, the *home*. Numbers o
 client's own, and a client does not use one twice, so answers of all brokers pass to it as they come. A broken
 connection to a broker ends the client's connection: the client connects again.
 
-Memory: a link holds what one read brings. Of a frame above 256 KiB it receives the rest when the readers' memory has
+Memory: a link holds what one read brings. It receives the rest of a frame above 256 KiB when the readers' memory has
 room. While the client does not read, nothing is read from the brokers.
 """
 
@@ -66,6 +66,9 @@ MAX_CONSUMERS = 10_000
 
 OWN_SUBSCRIPTIONS = "seqdedupe-"
 """What the names of the sidecars' own subscriptions begin with. They keep entries that sidecars need."""
+
+TRANSACTIONS_TOPIC = "persistent://pulsar/system/transaction_coordinator_assign"
+"""Its partitions coordinate transactions. A client that finds none has no transactions, and says so."""
 
 _OWN_REQUESTS = range(2**62, 2**63)
 """The numbers of the door's own requests. A client counts from 0, and a broker asks nothing under a number."""
@@ -431,6 +434,8 @@ class BrokerPass:
 
     async def partitions(self, topic: str) -> int:
         """Return the number of partitions of a topic that is no sidecar's; 0 if the brokers do not say."""
+        if topic == TRANSACTIONS_TOPIC:
+            return 0
         command = CommandPartitionedTopicMetadata(topic=topic, metadata_auto_creation_enabled=False)
         try:
             link = await self._home()

@@ -95,6 +95,7 @@ class Door:
         self._server: asyncio.Server | None = None
         self._serving: dict[asyncio.Task[None], str] = {}
         """The origin of each connection's client, until it is known; then an empty text."""
+        self._served: set[PulsarConnection] = set()
         self._holders: dict[str, dict[str, NameHolder]] = {}
         """By topic and name."""
         self._large_frames = asyncio.Semaphore(LARGE_FRAMES_AT_ONCE)
@@ -108,14 +109,15 @@ class Door:
         self._reach = Reach(topics, streams, permissions, guard.trail, cursors, Subscriptions(), Turns())
 
     @property
-    def consumers(self) -> int:
-        """The number of consumers and readers, including those that are being opened."""
-        return sum(map(len, self._consumers))
-
-    @property
     def producers(self) -> int:
         """The number of producers, including those that are being opened."""
         return sum(map(len, self._holders.values()))
+
+    @property
+    def consumers(self) -> int:
+        """The number of consumers and readers, including those that are being opened, and those whose frames pass to
+        the brokers."""
+        return sum(map(len, self._consumers)) + sum(connection.passing for connection in self._served)
 
     @property
     def connections(self) -> int:
@@ -249,7 +251,7 @@ class Door:
                 raise why
             self._serving[task] = ""
 
-        await PulsarConnection(
+        connection = PulsarConnection(
             reader,
             writer,
             peer,
@@ -266,7 +268,12 @@ class Door:
             consumers_of=None if self._topics.kind.log.is_shared else self._consumers_of,
             lookup=self._lookup,
             brokers=self._brokers,
-        ).run()
+        )
+        self._served.add(connection)
+        try:
+            await connection.run()
+        finally:
+            self._served.discard(connection)
 
     # -- producers' names --------------------------------------------------------------------------------------
 

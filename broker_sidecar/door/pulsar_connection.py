@@ -257,6 +257,11 @@ class PulsarConnection:
         """Set whenever bytes have come."""
         self._is_silent = self._is_reading = False
 
+    @property
+    def passing(self) -> int:
+        """The number of the client's consumers and readers whose frames pass to the brokers."""
+        return self._passing.consumers if self._passing is not None else 0
+
     # -- the life of a connection ------------------------------------------------------------------------------
 
     async def run(self) -> None:
