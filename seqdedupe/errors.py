@@ -241,7 +241,7 @@ REASONS: dict[str, Reason] = {
     "CONSUMER_BUSY": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "Give each consumer a subscription of its own, or use the type Failover for all consumers of this one.",
+        "Give each consumer its own subscription, or use the type Failover for all consumers of this one.",
         1000,
     ),
     "PREDECESSOR_MISSING": Reason(

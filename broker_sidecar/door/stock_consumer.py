@@ -1,6 +1,6 @@
 """A stock consumer or reader of a topic on the sidecar's own log.
 
-A consumer is a stream of its own, as a gRPC reader is: it counts among the streams, its pages come out of the memory
+A consumer is a separate stream, as a gRPC reader is: it counts among the streams, its pages come out of the memory
 for readers, and it ends when its rights do. A durable subscription is a named cursor (`subscriptions`). A reader has no
 cursor: its client says where it begins.
 """
@@ -99,7 +99,7 @@ class Reach(NamedTuple):
 
 
 class StockConsumer:
-    """A consumer. A task of its own serves it, from `start` until `stop` or until it cannot go on."""
+    """A consumer. A separate task serves it, from `start` until `stop` or until it cannot go on."""
 
     def __init__(self, command: CommandSubscribe, topic: str, client: Client, reach: Reach) -> None:
         self.subscription_key = topic, command.subscription
