@@ -1,4 +1,5 @@
 """Publishing to a sidecar in front of a Pulsar broker, against Pulsar's Python client, deduplication on for both.
+Native entries need no deduplication of Pulsar's, and are written without it.
 
 The client sends messages one by one, without batching, which its deduplication does not survive; the sidecar gets
 batches. Both have as many messages in flight, and the broker is on the same machine. Its processor time is not counted.
@@ -25,6 +26,7 @@ IN_FLIGHT = 5_000
 MESSAGES = 50_000
 PLAIN_ROWS, PACKED_ROWS = 250, 1_000
 PACKED_MESSAGES = 1_000_000
+NATIVE_ROWS, NATIVE_MESSAGES = 200, 250_000
 
 _names = itertools.count()
 
@@ -81,6 +83,7 @@ def figure(folder: Path) -> Iterator[Figure]:
     ):
         plain = _create(sidecar.address, "plain", "plain")
         packed = _create(sidecar.address, "packed", "packed")
+        native = _create(sidecar.address, "native", "native")
 
         yield Figure(
             arms={
@@ -89,11 +92,14 @@ def figure(folder: Path) -> Iterator[Figure]:
                 "client, 1 KiB": lambda: stock(broker.service_url, 1024),
                 "plain, 1 KiB": lambda: published(sidecar.address, plain, 1024, PLAIN_ROWS, MESSAGES),
                 "packed, 100 B": lambda: published(sidecar.address, packed, 100, PACKED_ROWS, PACKED_MESSAGES),
+                "native, 100 B": lambda: published(sidecar.address, native, 100, NATIVE_ROWS, NATIVE_MESSAGES),
             },
             ratios=[
                 Ratio("plain ÷ client, 100 B", over("plain, 100 B", "client, 100 B"), at_least=0.5),
                 Ratio("plain ÷ client, 1 KiB", over("plain, 1 KiB", "client, 1 KiB"), at_least=0.8),
                 Ratio("packed ÷ client, 100 B", over("packed, 100 B", "client, 100 B"), at_least=20),
+                Ratio("native ÷ client, 100 B", over("native, 100 B", "client, 100 B"), at_least=10),
+                Ratio("native ÷ plain, 100 B", over("native, 100 B", "plain, 100 B"), at_least=10),
             ],
             rounds=5,
             notes=["arms in messages a second"],

@@ -44,6 +44,7 @@ ENTRY_FORMATS = {
     "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
     "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
     "packed": admin_pb2.ENTRY_FORMAT_PACKED,
+    "native": admin_pb2.ENTRY_FORMAT_NATIVE,
 }
 
 

@@ -279,8 +279,8 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
 )
 @click.option(
     "--entry-format",
-    type=click.Choice(("plain", "packed")),
-    help="On a Pulsar cluster: one message per entry, for all consumers, or one batch per entry.",
+    type=click.Choice(("plain", "packed", "native")),
+    help="On a Pulsar cluster: one message per entry, one batch per entry, or genuine batches of Pulsar.",
 )
 @click.option(
     "--schema",

@@ -43,6 +43,7 @@ _ENTRY_FORMATS = {
     "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
     "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
     "packed": admin_pb2.ENTRY_FORMAT_PACKED,
+    "native": admin_pb2.ENTRY_FORMAT_NATIVE,
 }
 
 
@@ -110,7 +111,8 @@ class Admin:
 
         - `partitions`: the number of partitions; 0 creates a topic without partitions. The number cannot be changed
           later.
-        - `entry_format`: for a log in a Pulsar cluster, `plain` or `packed`. Empty selects the sidecar's default.
+        - `entry_format`: for a log in a Pulsar cluster, `plain`, `packed` or `native`. Empty selects the sidecar's
+          default.
         - `schema`: for `plain` entries in a Pulsar cluster, the JSON text that `pulsar-admin schemas upload` accepts.
         - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. The mode cannot be changed later.
         - `deduplication_route`: in a topic of deduplication IDs, the value that selects a message's partition: `id`
@@ -124,7 +126,7 @@ class Admin:
         if deduplication_route not in ROUTES:
             raise error("INVALID_REQUEST", f"{deduplication_route!r} is no deduplication route: id and key are")
         if entry_format not in _ENTRY_FORMATS:
-            raise error("INVALID_REQUEST", f"{entry_format!r} is no entry format: plain and packed are")
+            raise error("INVALID_REQUEST", f"{entry_format!r} is no entry format: plain, packed and native are")
         given = admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
         given.MergeFrom(policy or admin_pb2.TopicPolicy())
         with _making_a_request():

@@ -304,7 +304,7 @@ def batch_of(
     Each row states its sequence ID. The entry has no event time: Java would show it for rows without one. It has the
     rows' key if all share it, since Key_Shared looks at no other.
     """
-    out = np.empty(_most_bytes(rows), np.uint8)
+    out = np.empty(most_bytes(rows), np.uint8)
     names, values = rows.properties.names, rows.properties.values
     size = kernels.put_rows(
         rows.sequence_ids,
@@ -357,7 +357,7 @@ def _body(entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -> Buffer
     return decompress(metadata.compression, entry.payload, metadata.uncompressed_size, max_bytes)
 
 
-def _most_bytes(rows: EntryRows) -> int:
+def most_bytes(rows: EntryRows) -> int:
     """Return what the rows have room in."""
     names, values = rows.properties.names, rows.properties.values
     data = sum(int(column.offsets[-1]) for column in (rows.keys, rows.ordering_keys, names, values, rows.payloads))

@@ -37,6 +37,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandConnect,
     CommandError,
     CommandFlow,
+    CommandGetLastMessageId,
     CommandLookupTopic,
     CommandLookupTopicResponse,
     CommandPartitionedTopicMetadata,
@@ -66,14 +67,14 @@ MAX_OUTSTANDING = 64
 MAX_REDIRECTS = 20
 MAX_MESSAGE_BYTES = 5 * 1024 * 1024
 """The limit of a broker that announces none."""
-READER_PERMITS = 100
-"""The rows for which a reader asks in advance. A broker sends whole entries, so at least one."""
+READER_BYTES, READER_ROWS = 1024 * 1024, 10_000
+"""What a reader asks for in advance. A broker counts rows: the bytes are estimated by the rows that came before."""
+MAX_QUEUED, MAX_QUEUED_BYTES = 2 * READER_ROWS, 64 * 1024 * 1024
+"""A reader with more entries, or bytes, that nobody has taken ends. Rows may be larger than those before."""
 
 _PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}
-_PROTOCOL_VERSION = 20
-_CLIENT_VERSION = "seqdedupe"
-_MAX_HANDSHAKE_BYTES = 64 * 1024
-_READ_BYTES = 256 * 1024
+_PROTOCOL_VERSION, _CLIENT_VERSION = 20, "seqdedupe"
+_MAX_HANDSHAKE_BYTES, _READ_BYTES = 64 * 1024, 256 * 1024
 _NO_LEDGER = 2**64 - 1
 """The ledger in the receipt of an entry that the broker takes for a duplicate, and does not store."""
 
@@ -186,54 +187,70 @@ class EntryProducer:
 
 
 class WireReader:
-    """Reads a topic's entries as they are stored, with all of their metadata. `Connection.reader` makes it.
-
-    The topic keeps no cursor for it. It holds about READER_PERMITS entries at most.
-    """
+    """Reads a topic's entries as they are stored, with all of their metadata. `Connection.reader` makes it. The topic
+    keeps no cursor for it."""
 
     def __init__(self, connection: "Connection", consumer_id: int) -> None:
-        self._connection = connection
+        self.connection = connection
         self._id = consumer_id
         self._entries: asyncio.Queue[StoredEntry | None] = asyncio.Queue()
+        self._queued_bytes = 0
         self._ended: SeqdedupeError | None = None
-        self._taken = 0
+        self._asked = 0  # rows that have not been taken; below 0 if the last entry had more
 
     async def next(self) -> StoredEntry:
-        """Return the next entry, as soon as there is one. Raises the error that has ended the reader, after all that
-        came before."""
-        stored = await self._entries.get()
+        """Return the next entry, as soon as there is one. Nothing is lost if this is cancelled. Raises the error that
+        has ended the reader, after all that came before."""
+        return self._taken(await self._entries.get())
+
+    def next_now(self) -> StoredEntry | None:
+        """Return the next entry if it has come. Otherwise the same as `next`."""
+        return None if self._entries.empty() else self._taken(self._entries.get_nowait())
+
+    async def last(self) -> tuple[WirePlace, WirePlace | None]:
+        """Return the place of the topic's last entry, and the place before the reader's first entry, if the broker says
+        it. Without an entry, its ID is -1. Raises the errors of `request`."""
+        answer = await self.connection.request("getLastMessageId", CommandGetLastMessageId(consumer_id=self._id))
+        has_begin = answer.HasField("consumer_mark_delete_position")
+        return _signed(answer.last_message_id), _signed(answer.consumer_mark_delete_position) if has_begin else None
+
+    def _taken(self, stored: StoredEntry | None) -> StoredEntry:
         if stored is None:
             self._entries.put_nowait(None)
             raise self._ended or error("LOG_UNREADABLE", "the reader was closed")
-        self._taken += stored.metadata.num_messages_in_batch
-        if 2 * self._taken >= READER_PERMITS:
-            self._ask(self._taken)
-            self._taken = 0
+        rows, size = stored.metadata.num_messages_in_batch, len(stored.entry.payload)
+        self._queued_bytes -= size
+        self._asked -= rows
+        wanted = min(max(READER_BYTES * max(rows, 1) // max(size, 1), 1), READER_ROWS)
+        if 2 * self._asked <= wanted:
+            self._ask(wanted - self._asked)
         return stored
 
     async def close(self) -> None:
         """End the reader. Raises the errors of `request`."""
         if self._ended is None:
             try:
-                await self._connection.request("close_consumer", CommandCloseConsumer(consumer_id=self._id))
+                await self.connection.request("close_consumer", CommandCloseConsumer(consumer_id=self._id))
             finally:
                 self._end(error("LOG_UNREADABLE", "the reader was closed"))
 
     def _ask(self, rows: int) -> None:
+        self._asked += rows
         if self._ended is None:
-            self._connection._command("flow", CommandFlow(consumer_id=self._id, messagePermits=rows))
+            self.connection._command("flow", CommandFlow(consumer_id=self._id, messagePermits=rows))
 
     def _received(self, stored: StoredEntry) -> None:
         # Entries without rows need no permits.
-        if self._entries.qsize() < 2 * READER_PERMITS:
+        if self._entries.qsize() < MAX_QUEUED and self._queued_bytes < MAX_QUEUED_BYTES:
+            self._queued_bytes += len(stored.entry.payload)
             self._entries.put_nowait(stored)
             return
-        close = CommandCloseConsumer(consumer_id=self._id, request_id=next(self._connection._numbers))
-        self._connection._command("close_consumer", close)
-        self._end(error("LOG_UNREADABLE", f"a reader got {2 * READER_PERMITS} entries that nobody has taken"))
+        close = CommandCloseConsumer(consumer_id=self._id, request_id=next(self.connection._numbers))
+        self.connection._command("close_consumer", close)
+        self._end(error("LOG_UNREADABLE", f"a reader got {self._entries.qsize()} entries that nobody has taken"))
 
     def _end(self, why: SeqdedupeError) -> None:
-        self._connection._readers.pop(self._id, None)
+        self.connection._readers.pop(self._id, None)
         if self._ended is None:
             self._ended = why
             self._entries.put_nowait(None)
@@ -256,8 +273,7 @@ class Connection:
         self._producers: dict[int, EntryProducer] = {}
         self._readers: dict[int, WireReader] = {}
         self._connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._heard = False
-        self._is_challenged = False
+        self._heard = self._is_challenged = False
         self._ended: SeqdedupeError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -373,7 +389,7 @@ class Connection:
                 close = CommandCloseConsumer(consumer_id=reader._id, request_id=next(self._numbers))
                 self._command("close_consumer", close)
             raise
-        reader._ask(READER_PERMITS)
+        reader._ask(1)
         return reader
 
     async def drain(self) -> None:
@@ -626,6 +642,10 @@ async def _connect(url: str, tls: ssl.SSLContext | None, token: Token | None, pr
         await connection.close()
         raise
     return connection
+
+
+def _signed(place: MessageIdData) -> WirePlace:
+    return WirePlace(*(one - 2**64 if one >= 2**63 else one for one in (place.ledgerId, place.entryId)))
 
 
 def refusal_of(url: str, code: int, message: str) -> SeqdedupeError:

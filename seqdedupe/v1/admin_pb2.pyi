@@ -206,6 +206,8 @@ class _EntryFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EntryForm
     """An entry is a message, which every consumer can read."""
     ENTRY_FORMAT_PACKED: _EntryFormat.ValueType  # 2
     """An entry is a batch."""
+    ENTRY_FORMAT_NATIVE: _EntryFormat.ValueType  # 3
+    """An entry is a batch of Pulsar's, of one producer, which every consumer can read."""
 
 class EntryFormat(_EntryFormat, metaclass=_EntryFormatEnumTypeWrapper):
     """The layout of the entries of a Pulsar topic: see docs/internals/formats-pulsar.md."""
@@ -218,6 +220,8 @@ ENTRY_FORMAT_PLAIN: EntryFormat.ValueType  # 1
 """An entry is a message, which every consumer can read."""
 ENTRY_FORMAT_PACKED: EntryFormat.ValueType  # 2
 """An entry is a batch."""
+ENTRY_FORMAT_NATIVE: EntryFormat.ValueType  # 3
+"""An entry is a batch of Pulsar's, of one producer, which every consumer can read."""
 Global___EntryFormat: _TypeAlias = EntryFormat  # noqa: Y015
 
 class _MessageState:

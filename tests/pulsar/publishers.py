@@ -17,8 +17,10 @@ from examples.pulsar.messages import Received, messages
 from examples.pulsar.messages import Topic as Decoder
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
-from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
+from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, EntrySettings, PulsarEntry
+from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
+from seqdedupe.log.pulsar.native_topic import open_native_reader
 from seqdedupe.message_id import MessageId
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -71,6 +73,7 @@ class Process:
             cluster.admin,
             cluster.connect,
             cluster.answers,
+            Brokers(service_url),
         )
 
     async def __aenter__(self) -> Self:
@@ -238,7 +241,37 @@ class Found(NamedTuple):
 
 
 async def found_by_a_stock_client(cluster: Cluster, topic: str) -> Found:
-    return await asyncio.to_thread(_found, cluster.service_url, topic)
+    """In a topic of native entries it cannot tell what counts. There the same rules are applied to what is on the wire;
+    of all messages in it the stock client must have each, once."""
+    found = await asyncio.to_thread(_found, cluster.service_url, topic)
+    if not found.payloads or found.standing or found.void:
+        return found
+    payloads = found.payloads
+    found, decoder, there = Found([], payloads, 0), Decoder(), list[bytes | None]()
+    for entry in await native_entries(cluster, topic):
+        message, (ledger_id, entry_id, _) = entry.message, entry.message_id
+        rows: list[Received] = []
+        if message.properties.get("seqdedupe.kind") == "batch":
+            rows = list(messages(message.payload, message.properties, "", 0))
+            there += [row.payload for row in rows]
+        if not decoder.counts(message.properties, ledger_id, entry_id):
+            found = found._replace(void=found.void + bool(rows))
+            continue
+        found.standing.extend(Standing(MessageId(ledger_id, entry_id, k), row) for k, row in enumerate(rows))
+    assert payloads == there
+    return found
+
+
+async def native_entries(cluster: Cluster, topic: str) -> list[PulsarEntry]:
+    """All entries, decoded."""
+    reader = await open_native_reader(Brokers(cluster.service_url), topic, None)
+    entries: list[PulsarEntry] = []
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while not await reader.is_at_end():
+            last = entries[-1].message_id if entries else NOWHERE
+            entries += [entry for entry in await reader.read() if entry.message_id > last]
+    await reader.close()
+    return entries
 
 
 def _found(service_url: str, topic: str) -> Found:

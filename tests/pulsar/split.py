@@ -1,6 +1,7 @@
 """Two producers of one topic at once, both exclusive: Pulsar lets both in where each fences the other out."""
 
 import asyncio
+import itertools
 from contextlib import suppress
 from typing import Any
 
@@ -8,8 +9,15 @@ import pulsar
 import pulsar.asyncio
 import pytest
 
-from seqdedupe.log.pulsar import log, writer
+from seqdedupe.log.pulsar import log, native_topic, writer
+from seqdedupe.log.pulsar.entries import PulsarMessage
+from seqdedupe.log.pulsar.entry_limit import Brokers
+from seqdedupe.log.pulsar.native_topic import NativeProducer
+from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import Shared
 from seqdedupe.testing import LAST_RESORT_SECONDS
+
+_names = itertools.count()
 
 RACES = 200
 """About every second one lets both in."""
@@ -81,6 +89,57 @@ async def _take(producers: list[Any]) -> bool:
     except (pulsar.asyncio.PulsarException, TimeoutError):
         return False
     return True
+
+
+async def split_native(
+    monkeypatch: pytest.MonkeyPatch, topic: str, *brokers: Brokers, openings: tuple[int, ...] = ()
+) -> dict[Brokers, int]:
+    """The same for native entries, with producers in the mode Shared: `Exclusive` never lets two in."""
+    kept = {each: await _kept_native(each, topic) for each in brokers}
+    left = dict(zip(brokers, openings or [2**30] * len(brokers), strict=True))
+    opened = native_topic.open_native_producer
+
+    async def hand_out(brokers: Any, *others: Any) -> Any:
+        if not left.get(brokers):
+            return await opened(brokers, *others)
+        left[brokers] -= 1
+        return kept[brokers]
+
+    async def believed(*_: object) -> None:
+        """The statistics show both."""
+
+    monkeypatch.setattr(writer, "open_native_producer", hand_out)
+    monkeypatch.setattr(log, "check_alone", believed)
+    return left
+
+
+async def _kept_native(brokers: Brokers, topic: str) -> "_KeptNative":
+    connection = await brokers.connection(topic)
+    name = f"seqdedupe-kept-{next(_names)}"
+    kept = _KeptNative(connection, name)
+    await kept.open_shared(topic)
+    return kept
+
+
+class _KeptNative(NativeProducer):
+    """One that outlives the openings that use it, each of which hears of its own entries."""
+
+    async def open_shared(self, topic: str) -> None:
+        self._answers: dict[int, Any] = {}
+        self._producer = await self._connection.producer(
+            topic, self._receive, self._end, name=self._name, access_mode=Shared
+        )
+
+    def send(self, message: PulsarMessage, number: int, answer: Any) -> None:
+        self._answers[number] = answer
+        super().send(message, number, self._hand_on)
+
+    def _hand_on(self, number: int, failure: Any, place: MessageId) -> None:
+        for one in [number] if failure is None else list(self._answers):
+            self._answers.pop(one)(number, failure, place)
+
+    async def close(self) -> None:
+        pass
 
 
 class _Kept:

@@ -30,7 +30,7 @@ from tests.pulsar.test_sidecar import ports as ports
 from tests.pulsar.test_sidecar import topic as topic
 
 MESSAGES = 1_500
-TOPICS = ("plain", "packed", "control")
+TOPICS = ("plain", "packed", "native", "control")
 """In the last one nobody deduplicates."""
 
 
@@ -125,10 +125,10 @@ async def test_every_message_is_there_once_whatever_is_killed(made: Start, broke
     sidecar = made()
     await asyncio.to_thread(sidecar.start)
     names = [f"persistent://{namespace}/{name}" for name in TOPICS]
-    plain, packed, control = names
+    plain, packed, native, control = names
     with blocking.Client(sidecar.address) as client:
         for name in names:
-            entry_format = "packed" if name == packed else "plain"
+            entry_format = {packed: "packed", native: "native"}.get(name, "plain")
             client.admin.create_topic(name, deduplication_enabled=name != control, entry_format=entry_format)
             assert client.admin.topic(name).entry_format
     config = ProducerConfig(max_batch_rows=20, max_in_flight_batches=8, delivery_timeout_seconds=None)
@@ -158,13 +158,14 @@ async def test_every_message_is_there_once_whatever_is_killed(made: Start, broke
         again = [Load(await client_of_all.producer(name, "p", config).__aenter__()) for name in names]
         for load in again:
             await load.send(no_more)
-    assert [load.verdicts for load in again[:2]] == [Counter(DUP=MESSAGES)] * 2
-    assert again[2].verdicts == Counter(NOT_DUP=MESSAGES)
+    assert [load.verdicts for load in again[:3]] == [Counter(DUP=MESSAGES)] * 3
+    assert again[3].verdicts == Counter(NOT_DUP=MESSAGES)
 
     expected = [numbered(number) for number in range(MESSAGES)]
     for name in (plain, packed):
         assert await asyncio.to_thread(stored, broker.service_url, name) == expected
-    assert await asyncio.to_thread(plainly_stored, broker.service_url, plain) == expected
+    for name in (plain, native):
+        assert await asyncio.to_thread(plainly_stored, broker.service_url, name) == expected
     doubled = Counter(await asyncio.to_thread(stored, broker.service_url, control))
     assert doubled.keys() == set(expected)
     assert min(doubled.values()) == 2

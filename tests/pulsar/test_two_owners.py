@@ -24,7 +24,7 @@ from tests.log.conformance import replayed
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, until
 from tests.pulsar.publishers import INCARNATION, Process, Publisher, check, found_by_a_stock_client, lost
-from tests.pulsar.split import split
+from tests.pulsar.split import split, split_native
 
 BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
 SHARED = pulsar.ProducerAccessMode.Shared
@@ -49,6 +49,25 @@ async def process(cluster: Cluster, topic: str, tmp_path: Path) -> AsyncIterator
         await one.close()
 
 
+async def split_by(
+    entry_format: EntryFormat,
+    monkeypatch: pytest.MonkeyPatch,
+    topic: str,
+    a: Process,
+    b: Process,
+    openings: tuple[int, int],
+) -> Callable[[], int]:
+    """Both get the topic. Returns how often the first one still does."""
+    if entry_format is EntryFormat.NATIVE:
+        one, other = a.shared.brokers, b.shared.brokers
+        assert one is not None
+        assert other is not None
+        of_brokers = await split_native(monkeypatch, topic, one, other, openings=openings)
+        return lambda: of_brokers[one]
+    of_clients = await split(monkeypatch, topic, a.client, b.client, openings=openings)
+    return lambda: of_clients[a.client]
+
+
 async def messages_in(log: PulsarLog) -> int:
     return sum(record.rows for record in await replayed(log))
 
@@ -65,10 +84,10 @@ async def stop(*publishing: "asyncio.Future[None]") -> None:
 async def test_what_two_owners_acknowledge_stands_there_once(
     cluster: Cluster, topic: str, process: MakeProcess, entry_format: EntryFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await cluster.create(topic)
+    await cluster.create(topic, deduplicates=entry_format is not EntryFormat.NATIVE)
     a, b = process(entry_format, "a"), process(entry_format, "b")
     # What was lost is not taken back here.
-    await split(monkeypatch, topic, a.client, b.client, openings=(1, 9))
+    await split_by(entry_format, monkeypatch, topic, a, b, openings=(1, 9))
     of_a, of_b = publishers = Publisher("of a"), Publisher("of b")
     had = await a.start()
     publishing = asyncio.ensure_future(of_a.publish(had, MANY))
@@ -95,15 +114,15 @@ async def test_two_owners_that_take_the_topic_from_each_other(
     cluster: Cluster, topic: str, process: MakeProcess, entry_format: EntryFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both producers live all the time: anyone who finds the other's marker marks again."""
-    await cluster.create(topic)
+    await cluster.create(topic, deduplicates=entry_format is not EntryFormat.NATIVE)
     a, b = process(entry_format, "a"), process(entry_format, "b")
-    left = await split(monkeypatch, topic, a.client, b.client, openings=(10, MANY))
+    left = await split_by(entry_format, monkeypatch, topic, a, b, openings=(10, MANY))
     of_a, of_b = publishers = Publisher("of a"), Publisher("of b")
     first, second = await a.start(), await b.start()
     publishing = [
         asyncio.ensure_future(one.publish(had, MANY)) for one, had in zip(publishers, (first, second), strict=True)
     ]
-    await until(lambda: not left[a.client])
+    await until(lambda: not left())
     before = of_b.acknowledged
     await until(lambda: of_b.acknowledged > before + 100)
     await stop(*publishing)

@@ -423,7 +423,11 @@ async def test_what_is_no_service_url_is_refused(url: str) -> None:
         await connect(url)
 
 
-async def test_a_reader_asks_for_more_and_is_bounded(connection: Connection, broker: FakeBroker) -> None:
+async def test_a_reader_asks_for_more_and_is_bounded(
+    connection: Connection, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "READER_BYTES", 100 * len(ENTRY.payload))
+    monkeypatch.setattr(module, "MAX_QUEUED", 200)
     reader = await connection.reader("t", "name", WirePlace(3, 4))
     [subscribe] = await broker.until("subscribe")
     assert (subscribe.durable, subscribe.start_message_id.ledgerId, subscribe.start_message_id.entryId) == (False, 3, 4)
@@ -436,12 +440,14 @@ async def test_a_reader_asks_for_more_and_is_bounded(connection: Connection, bro
     for _ in range(60):
         stored = await reader.next()
         assert (stored.place, *map(bytes, stored.entry)) == (WirePlace(3, 4), *ENTRY)
-    flows = await broker.until("flow", 2)
-    assert [flow.messagePermits for flow in flows] == [100, 50]
+    assert reader.next_now() is None
+    # One at first: then the size of what came says how many.
+    flows = await broker.until("flow", 3)
+    assert [flow.messagePermits for flow in flows] == [1, 100, 50]
     send(300)
     await broker.until("close_consumer")
     for _ in range(200):
-        await reader.next()
+        assert reader.next_now() is not None
     for _ in range(2):
         with pytest.raises(SeqdedupeError, match="nobody has taken"):
             await reader.next()

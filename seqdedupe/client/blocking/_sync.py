@@ -230,7 +230,8 @@ class Admin:
 
         - `partitions`: the number of partitions; 0 creates a topic without partitions. The number cannot be changed
           later.
-        - `entry_format`: for a log in a Pulsar cluster, `plain` or `packed`. Empty selects the sidecar's default.
+        - `entry_format`: for a log in a Pulsar cluster, `plain`, `packed` or `native`. Empty selects the sidecar's
+          default.
         - `schema`: for `plain` entries in a Pulsar cluster, the JSON text that `pulsar-admin schemas upload` accepts.
         - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. The mode cannot be changed later.
         - `deduplication_route`: in a topic of deduplication IDs, the value that selects a message's partition: `id`

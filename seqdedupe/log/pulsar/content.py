@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import numpy as np
-import pulsar.asyncio
 
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.entry_properties import EntryOwner
@@ -19,7 +18,7 @@ from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Locati
 from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
-from seqdedupe.log.pulsar.reader import KEPT_TIMEOUT_SECONDS, LogScan, ReaderStep, open_reader
+from seqdedupe.log.pulsar.reader import KEPT_TIMEOUT_SECONDS, LogScan, ReaderStep, ReadsEntries
 from seqdedupe.log.pulsar.terms import Counts, TermVerdict
 from seqdedupe.message_id import MessageId
 
@@ -35,18 +34,22 @@ KEPT_STEPS = 64
 KEPT_BYTES = 4 * 1024 * 1024
 """The maximum size of all kept steps together. The newest step is kept whatever its size."""
 
+OpenReader = Callable[[MessageId | None, int], Awaitable[ReadsEntries]]
+"""Opens a reader of the topic that begins with the entry at a place, or with the first one, and fetches about this
+number of entries ahead."""
+
 
 class KeptReaders:
     """The readers of one topic. Each fetches up to `queue_entries()` entries ahead."""
 
     def __init__(
         self,
-        client: pulsar.asyncio.Client,
+        open_reader: OpenReader,
         topic: str,
         queue_entries: Callable[[], int],
         ledgers: Callable[[], Awaitable[Ledgers]],
     ) -> None:
-        self._client = client
+        self._open_reader = open_reader
         self._topic = topic
         self._queue_entries = queue_entries
         self._ledgers = ledgers
@@ -115,7 +118,7 @@ class KeptReaders:
             self._idle.remove(cursor)
             return cursor
         start = here.message_id if here.message_id.entry_id >= 0 else None
-        reader = await open_reader(self._client, self._topic, start, self._queue_entries())
+        reader = await self._open_reader(start, self._queue_entries())
         return LogScan(reader, self._topic, here, self._ledgers)
 
     async def wait_for_more(self, here: Point) -> None:
@@ -200,7 +203,7 @@ class Content:
 
     def __init__(
         self,
-        client: pulsar.asyncio.Client,
+        open_reader: OpenReader,
         topic: str,
         points: Sequence[Point],
         queue_entries: int,
@@ -223,7 +226,7 @@ class Content:
         self.needed = points[-1]
         """Before this point there are only old messages."""
         self._most_queued = queue_entries
-        self._kept = KeptReaders(client, topic, self._queue_entries, ledgers)
+        self._kept = KeptReaders(open_reader, topic, self._queue_entries, ledgers)
         self._reading_on = asyncio.Lock()
         self._covered_index = points[-1].next_index
 

@@ -13,7 +13,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES
 from seqdedupe.names import whole_of
-from seqdedupe.pulsar_wire.connection import connect
+from seqdedupe.pulsar_wire.connection import Connection, connect, connect_to_owner
 
 FRESH_SECONDS = 30.0
 """The time for which an answer is reused. The topics of a sidecar ask each minute, and a broker answers the same to
@@ -44,6 +44,11 @@ class Brokers:
                 self._answer = await self._first_answer()
                 self._asked_at = time.monotonic()
             return self._answer
+
+    async def connection(self, topic: str) -> Connection:
+        """Return a new connection to the topic's broker. Raises LOG_REFUSED, PULSAR_FORBIDS, TOPIC_NOT_FOUND, and the
+        errors of the token."""
+        return await connect_to_owner(self._service_url, topic, token=self._token, tls=self._tls)
 
     async def _first_answer(self) -> int:
         """Return the answer of the first host that gives one."""

@@ -27,8 +27,10 @@ from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.content import Content
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EncodedBatch, EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.entry_limit import Brokers, max_entry_bytes
+from seqdedupe.log.pulsar.native_topic import Connects, open_native_reader
 from seqdedupe.log.pulsar.places import Point, bytes_of_points, points_of_bytes
 from seqdedupe.log.pulsar.policies import Looks, check_alone, check_deduplicates, check_stays, guard
+from seqdedupe.log.pulsar.reader import ReadsEntries, open_reader
 from seqdedupe.log.pulsar.topic_owner import (
     ADDRESS,
     Answers,
@@ -118,7 +120,7 @@ class PulsarLog:
         self._schema: TopicSchema | None = None
         queue_entries = PLAIN_QUEUE_ENTRIES if settings.format is EntryFormat.PLAIN else PACKED_QUEUE_ENTRIES
         self._content = Content(
-            shared.client,
+            self._open_reader,
             topic,
             points,
             queue_entries,
@@ -138,6 +140,25 @@ class PulsarLog:
         self._opening: PendingAppends | None = None
         self._reading: asyncio.Task[None] | None = None
         self._guarding: asyncio.Task[None] | None = None
+
+    @property
+    def _resends(self) -> bool:
+        """Whether the writer may send an entry twice, as Pulsar's client does when it connects again."""
+        return self._settings.format is not EntryFormat.NATIVE
+
+    @property
+    def _native_brokers(self) -> Connects | None:
+        """The brokers, if the entries are native."""
+        if self._resends:
+            return None
+        if self._shared.brokers is None:
+            raise error("INTERNAL", f"{self._topic} has native entries, and no connection to its brokers")
+        return self._shared.brokers
+
+    async def _open_reader(self, start: MessageId | None, queue_entries: int) -> ReadsEntries:
+        if (brokers := self._native_brokers) is not None:
+            return await open_native_reader(brokers, self._topic, start)
+        return await open_reader(self._shared.client, self._topic, start, queue_entries)
 
     @property
     def _end(self) -> Point:
@@ -243,7 +264,8 @@ class PulsarLog:
 
         try:
             await check_stays(self._topic, self.incarnation, self._shared.admin)
-            await check_deduplicates(self._topic, self._shared.admin)
+            if self._resends:
+                await check_deduplicates(self._topic, self._shared.admin)
             if why := await self._look_at_policies(self._shared.admin):
                 raise error("LOG_REFUSED", why)
             self._writer = writer = await self._open_writer(hear)
@@ -267,7 +289,8 @@ class PulsarLog:
         self._opening = opening = PendingAppends(owner, writer, self._content.places, settle, self._max_entry_bytes)
         writer.was_read([self._end.message_id])
         unhurried = self._shared.unhurried or self._shared.admin
-        guarding = guard(self._topic, unhurried, opening, partial(self._look_at_policies, unhurried))
+        look = partial(self._look_at_policies, unhurried)
+        guarding = guard(self._topic, unhurried, opening, look, resends=self._resends)
         self._guarding = asyncio.get_running_loop().create_task(guarding)
         return 0
 
@@ -285,6 +308,7 @@ class PulsarLog:
                 {ADDRESS: shared.address},
                 hear,
                 schema,
+                brokers=self._native_brokers,
             )
         except SeqdedupeError as e:
             # The error may come from a broker that reports a terminated topic as still held by the last producer.
@@ -301,7 +325,8 @@ class PulsarLog:
         empty text."""
         await self._learn_limits(admin)
         may_change = self._shared.may_change_policies
-        return await self._shared.looks.why_unsafe(admin, self._topic, may_change=may_change)
+        looks = self._shared.looks
+        return await looks.why_unsafe(admin, self._topic, may_change=may_change, resends=self._resends)
 
     async def _learn_limits(self, admin: PulsarAdmin) -> None:
         """Learn the present limit of an entry. A limit without an answer stays as it was."""

@@ -92,7 +92,8 @@ class PulsarLogs:
             await self._create_partition(incarnation, topic, partitions, properties)
         else:
             await self._create_topic(incarnation, topic, properties)
-        await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True)
+        resends = entry_format is not EntryFormat.NATIVE
+        await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True, resends=resends)
         if schema is not None and not (partitions and number_of(topic)):
             # Partitions have the schema of their topic.
             await self._admin.upload_schema(topic, schema.type, schema.definition, schema.properties)
@@ -151,13 +152,15 @@ class PulsarLogs:
                 hint="If it was deleted in Pulsar on purpose, say so: seqdedupe topics delete. Then its name is free.",
             )
         properties = await self._properties(topic, incarnation)
-        await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
+        settings = self._settings(topic, properties)
+        resends = settings.format is not EntryFormat.NATIVE
+        await ensure_safe(self._admin, topic, may_change=self._may_change_policies, resends=resends)
         # The subscription comes first, so that the entries stay. A sidecar that is new to the topic has none yet.
         await self._admin.create_subscription(topic, self._shared.subscription)
         # Other sidecars can then tell whose subscription it is, even while this sidecar owns nothing.
         whose = {ADDRESS: self._shared.address}
         await self._admin.set_subscription_properties(topic, self._shared.subscription, whose)
-        log = PulsarLog(self._shared, topic, incarnation, self._settings(topic, properties), place)
+        log = PulsarLog(self._shared, topic, incarnation, settings, place)
         try:
             await log.begin(covered_index)
             if log.is_empty and await self._admin.has_had_entries(topic):

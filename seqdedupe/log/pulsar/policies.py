@@ -21,6 +21,7 @@ IN_FORCE_TIMEOUT_SECONDS = 30.0
 """A policy is in force within a tenth of a second after it was set, unless the broker is in trouble."""
 _POLL_SECONDS = 0.05
 _SNAPSHOT_INTERVAL = "deduplicationSnapshotInterval"
+_OF_DEDUPLICATION = ("deduplicationEnabled", _SNAPSHOT_INTERVAL)
 
 
 class _Policy(NamedTuple):
@@ -115,14 +116,14 @@ class Looks:
         self.seen_at: dict[str, float] = {}
         """The time of the last look at each topic, in seconds since 1970."""
 
-    async def why_unsafe(self, admin: PulsarAdmin, topic: str, *, may_change: bool) -> str:
+    async def why_unsafe(self, admin: PulsarAdmin, topic: str, *, may_change: bool, resends: bool = True) -> str:
         """Return the reason why nothing should be acknowledged in a topic; empty if its policies are safe.
 
         If the policies cannot be read now, they count as unchanged.
         """
         try:
             await check_takes_producers(admin, topic)
-            await ensure_safe(admin, topic, may_change=may_change)
+            await ensure_safe(admin, topic, may_change=may_change, resends=resends)
             why = ""
         except SeqdedupeError as e:
             if e.reason != "UNSAFE_TOPIC_POLICY":
@@ -150,25 +151,29 @@ async def check_takes_producers(admin: PulsarAdmin, topic: str) -> None:
         raise error("UNSAFE_TOPIC_POLICY", f"{topic} cannot be written: messages must be encrypted there ({command})")
 
 
-async def ensure_safe(admin: PulsarAdmin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
+async def ensure_safe(
+    admin: PulsarAdmin, topic: str, *, may_change: bool, is_new: bool = False, resends: bool = True
+) -> None:
     """Return if the topic can be a log: its policies are safe and in force. With `may_change`, unsafe policies are set.
     A partition has the policies of its whole topic.
 
     Policies of the namespace are never set. Raises UNSAFE_TOPIC_POLICY with the commands to run, otherwise as
-    `PulsarAdmin`. If the topic `is_new`, the commands are for the namespace, since the topic will be removed.
+    `PulsarAdmin`. If the topic `is_new`, the commands are for the namespace, since the topic will be removed. Pulsar's
+    deduplication must be in force if the topic's writer `resends`: Pulsar's client does, a native topic's writer never.
     """
     dangers = await _of_namespace(admin, topic)
-    are_safe = await asyncio.gather(*(_is_safe(admin, topic, policy) for policy in _POLICIES))
-    unsafe = [policy for policy, is_safe in zip(_POLICIES, are_safe, strict=True) if not is_safe]
+    policies = [policy for policy in _POLICIES if resends or policy.name not in _OF_DEDUPLICATION]
+    are_safe = await asyncio.gather(*(_is_safe(admin, topic, policy) for policy in policies))
+    unsafe = [policy for policy, is_safe in zip(policies, are_safe, strict=True) if not is_safe]
     if may_change and not dangers:
         for policy in unsafe:
             path, value = policy.safe
             await admin.set_policy(_with_policies(topic), path, value)
-        unsafe = await _still_unsafe(admin, topic, unsafe)
+        unsafe = await _still_unsafe(admin, topic, unsafe, resends=resends)
     dangers += [f"{policy.danger} (pulsar-admin {_command(policy, topic, is_new)})" for policy in unsafe]
     if dangers:
         raise error("UNSAFE_TOPIC_POLICY", f"{topic} cannot be a log: {'; '.join(dangers)}")
-    if not (await admin.stats(topic)).deduplicates:
+    if resends and not (await admin.stats(topic)).deduplicates:
         raise _not_in_force(topic)
 
 
@@ -194,12 +199,12 @@ async def _is_safe(admin: PulsarAdmin, topic: str, policy: _Policy) -> bool:
         raise error("PULSAR_REFUSES", f"{policy.name} of {topic} is not answered as Pulsar does") from e
 
 
-async def _still_unsafe(admin: PulsarAdmin, topic: str, changed: list[_Policy]) -> list[_Policy]:
+async def _still_unsafe(admin: PulsarAdmin, topic: str, changed: list[_Policy], *, resends: bool) -> list[_Policy]:
     """Return the policies that are not in force in time."""
     limit = time.monotonic() + IN_FORCE_TIMEOUT_SECONDS
     while True:
         changed = [policy for policy in changed if not await _is_safe(admin, topic, policy)]
-        if not changed and (await admin.stats(topic)).deduplicates:
+        if not changed and (not resends or (await admin.stats(topic)).deduplicates):
             return []
         if time.monotonic() > limit:
             return changed
@@ -271,15 +276,19 @@ async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
         raise error("NOT_OWNER", f"{topic} was deleted and created again: it is {now}, not {incarnation}")
 
 
-async def guard(topic: str, admin: PulsarAdmin, opening: PendingAppends, look: Callable[[], Awaitable[str]]) -> None:
+async def guard(
+    topic: str, admin: PulsarAdmin, opening: PendingAppends, look: Callable[[], Awaitable[str]], *, resends: bool = True
+) -> None:
     """End an opening in three cases. First, its producer has lost the connection: another sidecar may have the
-    topic, and a producer that sends nothing would not notice. Second, the topic is being deleted. Third, Pulsar's
-    deduplication is disabled. `look` is called at the same intervals, and returns the reason if the opening should
-    end."""
-    opening.fail(await _why_lost(topic, admin, opening.writer, look))
+    topic, and a producer that sends nothing would not notice. Second, the topic is being deleted. Third, its writer
+    `resends`, and Pulsar's deduplication is disabled. `look` is called at the same intervals, and returns the reason if
+    the opening should end."""
+    opening.fail(await _why_lost(topic, admin, opening.writer, look, resends=resends))
 
 
-async def _why_lost(topic: str, admin: PulsarAdmin, writer: EntryWriter, look: Callable[[], Awaitable[str]]) -> str:
+async def _why_lost(
+    topic: str, admin: PulsarAdmin, writer: EntryWriter, look: Callable[[], Awaitable[str]], *, resends: bool
+) -> str:
     now = asyncio.get_running_loop().time
     # This spreads the looks at topics that were opened together.
     connected_at, looked_at = now(), now() - LOOK_SECONDS * random.random() / 2
@@ -291,17 +300,17 @@ async def _why_lost(topic: str, admin: PulsarAdmin, writer: EntryWriter, look: C
             return f"the producer of {topic} has lost its connection"
         if now() - looked_at >= LOOK_SECONDS:
             looked_at = now()
-            if why := await _why_not(topic, admin) or await look():
+            if why := await _why_not(topic, admin, resends=resends) or await look():
                 return why
 
 
-async def _why_not(topic: str, admin: PulsarAdmin) -> str:
+async def _why_not(topic: str, admin: PulsarAdmin, *, resends: bool) -> str:
     """Return why nobody should own the topic any more; empty if there is no reason."""
     # An admin URL that does not answer ends no ownership.
     with suppress(SeqdedupeError):
         if is_going(await admin.properties(topic)):
             return f"{topic} is being deleted"
-        if not (await admin.stats(topic)).deduplicates:
+        if resends and not (await admin.stats(topic)).deduplicates:
             return _not_deduplicated(topic)
     return ""
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pulsar
@@ -46,6 +46,16 @@ _LEDGER, _ENTRY, _BATCH_SIZE, _FIRST_CHUNK = 1, 2, 6, 7
 """Field numbers of Pulsar's `MessageIdData`."""
 _FIXED_SIZES = {1: 8, 5: 4}
 """The sizes of fields with these wire types of protobuf."""
+
+
+class ReadsEntries(Protocol):
+    """A reader of a topic's entries, with the methods of `EntryReader`."""
+
+    async def read(self) -> list[PulsarEntry]: ...
+
+    async def is_at_end(self) -> bool: ...
+
+    async def close(self) -> None: ...
 
 
 class EntryReader:
@@ -405,7 +415,7 @@ class LogScan:
     """
 
     def __init__(
-        self, reader: EntryReader, topic: str, start: Point, ledgers: Callable[[], Awaitable[Ledgers]]
+        self, reader: ReadsEntries, topic: str, start: Point, ledgers: Callable[[], Awaitable[Ledgers]]
     ) -> None:
         """Make a scan. `reader` begins with the valid entry before the point. `ledgers` returns the topic's present
         ledgers."""

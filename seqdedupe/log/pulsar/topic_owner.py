@@ -211,7 +211,7 @@ TOPICS_AT_ONCE = 8
 """The number of topics that are asked for their statistics at the same time."""
 
 _SUBSCRIPTION = re.compile("seqdedupe-(.+)")
-_PRODUCER = re.compile("seqdedupe-(.+)-[0-7]")
+_PRODUCER = re.compile("seqdedupe-(.+)-\x1f?[0-7]")
 
 NameAt = Callable[[str], Awaitable[str | None]]
 """Returns the instance name of the sidecar at an address; None if none answers there."""

@@ -29,6 +29,8 @@ from seqdedupe.log.pulsar.entries import (
     split_part,
     surely_taken_bytes,
 )
+from seqdedupe.log.pulsar.native import native_parts
+from seqdedupe.log.pulsar.native_topic import Connects, NativeProducer, open_native_producer
 from seqdedupe.log.pulsar.places import Places, Point, size_of
 from seqdedupe.log.pulsar.pulsar_client import keep_state, name_of, opened, told
 from seqdedupe.log.pulsar.terms import Receipts, TermStanding
@@ -124,8 +126,9 @@ def records_of_batch(
     if settings.format is EntryFormat.PLAIN:
         rows = messages_of_part(owner, number, index, part.encoded, limit_bytes, settings.version)
         return [Record(list(rows), 1, is_batch=False)]
+    is_native = settings.format is EntryFormat.NATIVE
     records: list[Record] = []
-    for one in split_part(part, limit_bytes):
+    for one in native_parts(part, limit_bytes) if is_native else split_part(part, limit_bytes):
         message = packed_message(owner, number + len(records), index, now_ms, one, limit_bytes)
         records.append(Record([message._replace(event_time_ms=now_ms)], one.rows, is_batch=True))
         index += one.rows
@@ -147,6 +150,9 @@ def check_fits(settings: EntrySettings, batch: bytes, limit_bytes: int) -> None:
         records_of_batch(settings, _WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, part, limit_bytes)
 
 
+RESERVED = "\x1f"
+"""A control character, which no name of a producer that publishes has. Pulsar's deduplication takes the true names in
+native entries for those of its producers: none may be that of the sidecar's own."""
 PRODUCER_NAMES = 8
 """The number of names that an instance has for the producers of a topic. A name is busy while its old producer has
 sends pending."""
@@ -184,16 +190,54 @@ class SettledEntry(NamedTuple):
     """Set once, and last: why the outcome of all others is unknown. Opening again and reading tells."""
 
 
+class ClientProducer:
+    """A producer of Pulsar's client. It sends all entries in flight again when it reconnects. So Pulsar's own
+    deduplication must be in force for the topic."""
+
+    max_in_flight = 2**31
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+
+    @property
+    def is_connected(self) -> bool:
+        return bool(self._producer.is_connected())
+
+    def send(self, message: PulsarMessage, number: int, answer: Callable[[int, Any, Any], None]) -> None:
+        """Send an entry. `answer` is called once, on a thread of the client or here."""
+        # The layer below the client's producer for event loops, which wakes the loop for every message.
+        self._producer._producer.send_async(built(message, number), partial(answer, number))
+
+    @staticmethod
+    def outcome(result: Any, message_id: Any) -> MessageId | str:
+        """Return the place of an answered entry, or why it failed."""
+        if result.value != _OK:
+            return f"Pulsar's client says {name_of(result)}"
+        return MessageId(message_id.ledger_id(), message_id.entry_id())
+
+    async def close(self) -> None:
+        """Release the topic. If a broker does not answer, this waits for the client's operation time-out."""
+        try:
+            await self._producer.close()
+        except pulsar.asyncio.PulsarException:
+            # The broker has closed the producer, or will when the connection ends.
+            return
+
+
 class EntryWriter:
     """One opening of a topic for writing. All methods are called on one event loop.
 
-    Pulsar's client sends all entries in flight again when it reconnects. So Pulsar's own deduplication must be in force
-    for the topic. Sequence IDs rise over all openings of a name. This class decides nothing about what other writers
+    Sequence IDs rise over all openings of a name. This class decides nothing about what other writers
     may have done. A receipt that follows the last confirmed one proves that they wrote nothing between.
     """
 
     def __init__(
-        self, producer: Any, producer_name: str, name_number: int, opening: int, settle: Callable[[SettledEntry], None]
+        self,
+        producer: ClientProducer | NativeProducer,
+        producer_name: str,
+        name_number: int,
+        opening: int,
+        settle: Callable[[SettledEntry], None],
     ) -> None:
         """Make the writer, for `open_writer`."""
         self.producer_name = producer_name
@@ -219,7 +263,7 @@ class EntryWriter:
     @property
     def is_connected(self) -> bool:
         """Whether the producer is connected now. A producer that lost the topic to another writer never is again."""
-        return bool(self._producer.is_connected())
+        return self._producer.is_connected
 
     def append(self, messages: Sequence[PulsarMessage]) -> None:
         """Hand over entries. Returns at once; entries above the limits in flight wait here.
@@ -244,24 +288,16 @@ class EntryWriter:
     async def close(self) -> None:
         """Release the topic; `settle` is not called any more. Appends in flight may be stored or not.
 
-        If a broker does not answer, this waits for the client's operation time-out.
+        If a broker does not answer, this waits for the time-out of the producer.
         """
         self._end()
-        try:
-            await self._producer.close()
-        except pulsar.asyncio.PulsarException:
-            # The broker has closed the producer, or will when the connection ends.
-            return
+        await self._producer.close()
 
     def _send(self) -> None:
-        while (
-            self._waiting
-            and len(self._sent_bytes) < MAX_IN_FLIGHT_ENTRIES
-            and self._in_flight_bytes < MAX_IN_FLIGHT_BYTES
-        ):
+        most_entries = min(MAX_IN_FLIGHT_ENTRIES, self._producer.max_in_flight)
+        while self._waiting and len(self._sent_bytes) < most_entries and self._in_flight_bytes < MAX_IN_FLIGHT_BYTES:
             message = self._waiting.popleft()
             number = self._next_id
-            sent = built(message, number)
             if not self._sent_bytes:
                 self._last_answer_time = self._loop.time()
                 if self._timer is None:
@@ -270,11 +306,10 @@ class EntryWriter:
             self._sent_bytes.append(size)
             self._in_flight_bytes += size
             self._next_id += 1
-            # The layer below the client's producer for event loops, which wakes the loop for every message.
-            self._producer._producer.send_async(sent, partial(self._answer, number))
+            self._producer.send(message, number, self._answer)
 
     def _answer(self, number: int, result: Any, message_id: Any) -> None:
-        # This runs on a thread of the client, or within send_async.
+        # This runs on a thread of the client, on the event loop, or within `send`.
         keep_state()
         self._answers.append((number, result, message_id))
         if not self._is_woken:
@@ -302,15 +337,16 @@ class EntryWriter:
                 self._is_woken = True
                 self._loop.call_later(BUSY_PAUSE_SECONDS, self._take_answers)
         while self._answers and failure is None:
-            number, result, message_id = self._answers.popleft()
-            if result.value != _OK:
-                failure = f"Pulsar's client says {name_of(result)}"
+            number, *answer = self._answers.popleft()
+            outcome = self._producer.outcome(*answer)
+            if isinstance(outcome, str):
+                failure = outcome
             elif number != self._next_answer:
                 failure = f"Pulsar answered {number} where {self._next_answer} was due"
             else:
                 self._next_answer += 1
                 self._in_flight_bytes -= self._sent_bytes.popleft()
-                self._unsettled.add(MessageId(message_id.ledger_id(), message_id.entry_id()))
+                self._unsettled.add(outcome)
         self._report(failure)
         if not self._ended:
             self._send()
@@ -352,10 +388,14 @@ async def open_writer(
     properties: Mapping[str, str],
     settle: Callable[[SettledEntry], None],
     schema: Schema | None = None,
+    *,
+    brokers: Connects | None = None,
 ) -> EntryWriter:
-    """Take the topic, if no other writer has it. `schema` is the topic's schema; None if it has none.
+    """Take the topic, if no other writer has it. `schema` is the topic's schema; None if it has none. With `brokers`,
+    its entries are native, and it has no schema.
 
-    Producers are named `seqdedupe-<instance_name>-<name number>`, from the first number on. That should be the number
+    Producers are named `seqdedupe-<instance_name>-<name number>`, from the first number on. With native entries no
+    other producer can have the name: it has a control character. That should be the number
     after the previous opening's. `properties` is visible to others in the topic's statistics. `settle` is called on the
     event loop, never from within `append` or `was_read`.
 
@@ -365,16 +405,25 @@ async def open_writer(
     busy: SeqdedupeError | None = None
     for step in range(PRODUCER_NAMES):
         name_number = (first_name_number + step) % PRODUCER_NAMES
-        name = f"seqdedupe-{instance_name}-{name_number}"
+        name = f"seqdedupe-{instance_name}-{RESERVED if brokers is not None else ''}{name_number}"
+        producer: ClientProducer | NativeProducer
+        if brokers is not None:
+            native = await open_native_producer(brokers, topic, name, properties)
+            if native is None:
+                busy = error("NOT_OWNER", f"another writer holds {topic}, under the name {name!r}")
+                continue
+            producer, last_sequence_id = native, native.last_sequence_id
+        else:
+            try:
+                of_client = await _opened(client, topic, name, properties, schema)
+            except pulsar.asyncio.PulsarException as e:
+                if e.error() != pulsar.Result.ProducerBusy:
+                    raise _refused(topic, e) from e
+                busy = _refused(topic, e)
+                continue
+            producer, last_sequence_id = ClientProducer(of_client), of_client.last_sequence_id()
         try:
-            producer = await _opened(client, topic, name, properties, schema)
-        except pulsar.asyncio.PulsarException as e:
-            if e.error() != pulsar.Result.ProducerBusy:
-                raise _refused(topic, e) from e
-            busy = _refused(topic, e)
-            continue
-        try:
-            opening = await claim_opening(max(producer.last_sequence_id(), 0) >> COUNTER_BITS)
+            opening = await claim_opening(max(last_sequence_id, 0) >> COUNTER_BITS)
         except BaseException:
             await producer.close()
             raise

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pulsar
 import pulsar.asyncio
 
-from seqdedupe.entry_properties import INCARNATION
+from seqdedupe.entry_properties import FORMAT, INCARNATION
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
@@ -91,6 +91,9 @@ STEP_BYTES = 1024 * 1024
 """The approximate number of bytes that are read at a time."""
 _LOOK_ENTRIES = 4
 
+_NATIVE = "native"
+"""The entry format of such a topic."""
+
 
 class BrokerConnection:
     """A connection, made by `connected`. Its methods raise LOG_UNREADABLE for temporary failures."""
@@ -110,9 +113,13 @@ class BrokerConnection:
 
     async def incarnation(self, topic: str) -> int:
         """Return the incarnation of a topic that a sidecar writes, or STOCK for any other topic. Raises
-        TOPIC_NOT_FOUND."""
+        TOPIC_NOT_FOUND; NEWER_FORMAT for a topic of native entries, in which Pulsar's client sees no indexes."""
         # Opening a reader on a topic that was deleted would recreate the topic.
-        found = (await self.admin.properties(topic)).get(INCARNATION, "")
+        properties = await self.admin.properties(topic)
+        if properties.get(FORMAT) == _NATIVE:
+            why = f"{topic} has native entries, which a job cannot read from the brokers"
+            raise error("NEWER_FORMAT", why, hint="Read the topic from its sidecars.")
+        found = properties.get(INCARNATION, "")
         return int(found) if found.isdecimal() else STOCK
 
     async def finder(self, topic: str, incarnation: int) -> Finder:

@@ -7,12 +7,17 @@ from typing import Any
 import pulsar
 import pulsar.asyncio
 
+from seqdedupe.entry_properties import KIND
 from seqdedupe.errors import error
 from seqdedupe.log.pulsar.admin_url import ConnectedProducer, PulsarAdmin, TopicStats
-from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.log.pulsar.native import native_entry, wire_entry
 from seqdedupe.message_id import MessageId
-from tests.log.pulsar.standin import PulsarTopic
+from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, batch_of
+from seqdedupe.pulsar_wire.connection import StoredEntry, WirePlace
+from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of
+from tests.log.pulsar.standin import NO_RECEIPT, PulsarTopic
 
 Answer = Callable[[pulsar.Result, pulsar.MessageId], None]
 
@@ -34,7 +39,7 @@ class StandInClient:
         self.entries_read = 0
         self.fails_reading: Callable[[], bool] = lambda: False
         """Whether a reader that waits for an entry learns that it cannot."""
-        self.writer: StandInProducer | None = None
+        self.writer: StandInProducer | StandInNativeProducer | None = None
         self.receipt_of: Callable[[MessageId], MessageId] = lambda message_id: message_id
         """What is reported of where an entry stands."""
 
@@ -254,7 +259,7 @@ class _Read:
     """A message as the client's reader gives it."""
 
     def __init__(self, entry: PulsarEntry) -> None:
-        self._entry = entry
+        self.entry = self._entry = entry
 
     def message_id(self) -> pulsar.MessageId:
         place = self._entry.message_id
@@ -289,3 +294,131 @@ class _Read:
 
     def __str__(self) -> str:
         return f"Message(prod={self._entry.producer_name}, seq={self._entry.sequence_id}, "
+
+
+class StandInBrokers:
+    """The brokers of a topic of native entries."""
+
+    def __init__(self, client: StandInClient) -> None:
+        self._client = client
+
+    async def max_entry_bytes(self) -> int:
+        return MAX_ENTRY_BYTES
+
+    async def connection(self, _: str) -> "StandInConnection":
+        await asyncio.sleep(0)
+        return StandInConnection(self._client)
+
+
+class StandInConnection:
+    def __init__(self, client: StandInClient) -> None:
+        self._client = client
+        self._reader: StandInWireReader | None = None
+        self._producer: StandInNativeProducer | None = None
+
+    async def producer(self, _: str, on_receipt: Any, on_end: Any, *, name: str, properties: dict[str, str]) -> Any:
+        await asyncio.sleep(0)
+        client = self._client
+        if client.refuses:
+            raise error("LOG_REFUSED", "it is not the time")
+        if (client.writer is not None and client.excludes) or client.topic.is_terminated:
+            raise error("NOT_OWNER", "fenced", server_error=25)
+        client.writer = self._producer = StandInNativeProducer(client, name, properties, on_receipt, on_end)
+        return self._producer
+
+    async def reader(self, _: str, __: str, start: WirePlace | None) -> "StandInWireReader":
+        await asyncio.sleep(0)
+        self._client.opened_readers += 1
+        self._client.open_readers += 1
+        self._reader = StandInWireReader(self, self._client, MessageId(*(start or (-1, -1))))
+        return self._reader
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        if self._producer is not None:
+            await self._producer.close()
+        if self._reader is not None and not self._reader.is_closed:
+            self._reader.is_closed = True
+            self._client.open_readers -= 1
+
+
+class StandInNativeProducer:
+    def __init__(
+        self, client: StandInClient, name: str, metadata: dict[str, str], on_receipt: Any, on_end: Any
+    ) -> None:
+        self.name = name
+        self.metadata = metadata
+        self.last_sequence_id = client.topic.highest(name)
+        self._client = client
+        self._on_receipt, self._on_end = on_receipt, on_end
+        self._is_ended = False
+
+    def send(self, number: int, entry: WireEntry, *, rows: int) -> None:
+        message = native_entry(NO_RECEIPT, entry, metadata_of(entry)).message
+        asyncio.get_running_loop().call_soon(self._store, number, message)
+
+    def _store(self, number: int, message: PulsarMessage) -> None:
+        client = self._client
+        if client.topic.is_terminated:
+            self._end("TopicTerminated")
+            return
+        client.before(message)
+        takes = client.writer is self or not client.excludes
+        if not takes or client.refuses or client.loses(message):
+            self._end("refused")
+            return
+        place = client.receipt_of(client.topic.add(message, self.name, number))
+        if self._is_ended:
+            return
+        if place == NO_RECEIPT:
+            self._end("a duplicate")
+        else:
+            self._on_receipt(number, WirePlace(*place[:2]))
+
+    def _end(self, why: str) -> None:
+        if not self._is_ended:
+            self._is_ended = True
+            self._on_end(error("LOG_REFUSED", why), ())
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self._is_ended = True
+        if self._client.writer is self:
+            self._client.writer = None
+
+
+class StandInWireReader:
+    def __init__(self, connection: StandInConnection, client: StandInClient, start: MessageId) -> None:
+        self.connection = connection
+        self.is_closed = False
+        self._native = _Native(client, start)
+        self._client = client
+
+    async def next(self) -> StoredEntry:
+        while True:
+            if self._client.fails_reading() or self.is_closed:
+                raise error("LOG_UNREADABLE", "the reader was closed")
+            if (found := self.next_now()) is not None:
+                return found
+            await asyncio.sleep(0.001)
+
+    def next_now(self) -> StoredEntry | None:
+        read = self._native.next()
+        if read is None:
+            return None
+        stored = read.entry
+        if KIND in stored.message.properties:
+            entry = wire_entry(stored.message, stored.producer_name, max(stored.sequence_id, 0))
+        else:
+            rows = EntryRows.of([EntryRow(stored.sequence_id, stored.message.payload or b"")])
+            entry = batch_of(rows, stored.producer_name.encode(), stored.publish_time_ms)
+        return StoredEntry(WirePlace(*stored.message_id[:2]), entry, metadata_of(entry))
+
+    async def last(self) -> tuple[WirePlace, WirePlace | None]:
+        await asyncio.sleep(0)
+        if self.is_closed:
+            raise error("LOG_UNREADABLE", "the reader was closed")
+        there = self._client.topic.entries
+        last = there[-1].message_id if there else NO_RECEIPT
+        begin = WirePlace(-1, -1) if self._native.has_next() else WirePlace(*last[:2])
+        return WirePlace(*last[:2]), begin

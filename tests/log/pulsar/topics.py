@@ -10,9 +10,10 @@ from seqdedupe.format.headers import ownership_of
 from seqdedupe.format.records import body_of
 from seqdedupe.log.contract import Entries
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, PulsarEntry, PulsarMessage
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, EntryFormat, EntrySettings, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.reader import Collector
 from seqdedupe.log.pulsar.terms import Terms, TermStanding
+from seqdedupe.log.pulsar.writer import records_of_batch
 from seqdedupe.message_id import MessageId
 
 INCARNATION = 1_700_000_000_000_000
@@ -54,6 +55,14 @@ def rows(
 
 def packed(term: int, number: int, index: int, batch: Batch, now_ms: int = 1000) -> PulsarMessage:
     return entries.packed_message(owner(term), number, index, now_ms, entries.encoded_part(batch))
+
+
+def native(term: int, number: int, index: int, batch: Batch, limit_bytes: int = MAX_ENTRY_BYTES) -> list[PulsarMessage]:
+    """The entries of a batch, as the log sends them."""
+    settings = SETTINGS._replace(format=EntryFormat.NATIVE)
+    at = owner(term), number, index, 1000
+    sent = records_of_batch(settings, *at, entries.encoded_part(batch), limit_bytes)
+    return [message for record in sent for message in record.entries]
 
 
 def collector() -> Collector:

@@ -1,0 +1,354 @@
+"""Entries of the format `native`: genuine batches of Pulsar's, which every consumer reads. Pure.
+
+What recovery and readers need stands in our own field of the entry's metadata (`docs/internals/formats-pulsar.md`). An
+entry is encoded from a `PulsarMessage` in the form of the format `packed`, and decoded to the same message. So the rest
+of the code treats both formats alike.
+
+Kernels: import this module only after `kernels.prepare()`.
+"""
+
+import base64
+import binascii
+import struct
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from seqdedupe import batch as batches
+from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, bitmap, single_producer
+from seqdedupe.entry_properties import (
+    ADDRESS,
+    BATCH,
+    CONTROL,
+    ENTRY,
+    FORMAT,
+    KIND,
+    MARKER,
+    MODE,
+    PARTITIONS,
+    TOKEN,
+    EntryOwner,
+    EntryPlace,
+)
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
+from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.log.pulsar.entries import (
+    EncodedBatch,
+    EntryFormat,
+    PulsarEntry,
+    PulsarMessage,
+    damaged,
+    encoded_part,
+    packed_message,
+    too_large,
+)
+from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.batches import (
+    EntryKind,
+    EntryRow,
+    EntryRows,
+    Properties,
+    PulsarBatch,
+    Values,
+    batch_of,
+    kind_of,
+    most_bytes,
+    range_of,
+    rows_of,
+)
+from seqdedupe.pulsar_wire.frames import WireEntry, stamped
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
+from seqdedupe.pulsar_wire.rows import COMPACTED_OUT, HAS_KEY, HAS_SEQUENCE_ID, KEY_IS_BASE64, NULL_VALUE
+
+NATIVE_VERSION = 1
+"""The version of our field."""
+MAX_ENTRY_ROWS = 1000
+"""The most messages of an entry: as many as Java's client puts into one."""
+MAX_DECODED_BYTES = 64 * 1024 * 1024
+"""The most bytes of an entry's rows when decompressed: more than the sidecar writes."""
+
+_BATCH, _CONTROL, _MARKER = 0, 1, 2
+_HEAD = struct.Struct("<BBQQQQq")
+"""Version, kind, incarnation, term, ownership, number, index."""
+_OF_BATCH = struct.Struct("<qqq")
+"""Epoch, link, complete_up_to."""
+_OF_MARKER = struct.Struct(f"<{TOKEN_BYTES}sIB")
+"""Token, partitions, size of the mode. The mode and the address follow."""
+_METADATA_BYTES = 1024
+"""More than an entry's metadata take without keys: two names of at most 255 bytes, numbers, our field."""
+_NO_LIMIT = 2**40
+_OF_ROWS = HAS_KEY | KEY_IS_BASE64 | NULL_VALUE | HAS_SEQUENCE_ID
+_KINDS = {_BATCH: BATCH, _CONTROL: CONTROL, _MARKER: MARKER}
+_NOT_SHOWN = NULL_VALUE | COMPACTED_OUT
+
+
+# -- From batches to entries.
+
+
+def native_parts(part: EncodedBatch, limit_bytes: int) -> Iterator[EncodedBatch]:
+    """Yield the same rows in batches that are an entry each: of one producer, of at most MAX_ENTRY_ROWS rows, and of
+    at most `limit_bytes`. They are encoded as a reader encodes them. Raises MESSAGE_TOO_LARGE."""
+    whole = batches.decode(part.encoded)
+    for first, stop in _runs(whole):
+        yield from _parts(whole, first, stop, limit_bytes)
+
+
+def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
+    """Yield the longest ranges of rows that have one producer."""
+    changes = np.flatnonzero(np.diff(batch.producer_indexes)) + 1 if len(batch.producer_indexes) else NO_INT64S
+    borders = [0, *changes.tolist(), len(batch)]
+    yield from pairwise(borders)
+
+
+def _parts(whole: Batch, first: int, stop: int, limit_bytes: int) -> Iterator[EncodedBatch]:
+    rows = stop - first
+    if rows <= MAX_ENTRY_ROWS:
+        part = whole if rows == len(whole) else whole.take(np.arange(first, stop))
+        columns = _rows_of_batch(part)
+        size = most_bytes(columns) + _METADATA_BYTES + _most_key_bytes(columns)
+        if rows == 1 and size > limit_bytes:
+            raise too_large(size, limit_bytes)
+        if size <= limit_bytes:
+            complete_up_to = int(part.complete_up_to[0]) if len(part.complete_up_to) else NO_SEQUENCE_ID
+            name, numbers = part.names()[0].encode(), (int(part.epochs[0]), int(part.previous_sequence_ids[0]))
+            yield encoded_part(_batch_of_rows(columns, name, *numbers, complete_up_to))
+            return
+    middle = first + (rows // 2 if rows <= MAX_ENTRY_ROWS else MAX_ENTRY_ROWS)
+    yield from _parts(whole, first, middle, limit_bytes)
+    yield from _parts(whole, middle, stop, limit_bytes)
+
+
+def _most_key_bytes(rows: EntryRows) -> int:
+    """Return the most bytes of a key that stands on the entry too."""
+    return int(np.diff(rows.keys.offsets).max(initial=0))
+
+
+def wire_entry(
+    message: PulsarMessage,
+    producer_name: str,
+    sequence_id: int,
+    compression: CompressionType.ValueType = NONE,
+    schema_version: bytes | None = None,
+) -> WireEntry:
+    """Return the entry of a batch, control record or marker, which has an event time: the time of its publication.
+
+    An entry without messages has the given producer name and sequence ID: those of the sidecar's own producer.
+    """
+    properties = message.properties
+    place = EntryPlace.parse(properties[ENTRY])
+    if place is None:
+        raise error("INTERNAL", f"{properties[ENTRY]!r} is no place of an entry")
+    kind = properties[KIND]
+    if kind == BATCH:
+        batch = batches.decode((message.payload or b"")[HEADER_BYTES:])
+        complete_up_to = int(batch.complete_up_to[0]) if len(batch.complete_up_to) else NO_SEQUENCE_ID
+        more = _OF_BATCH.pack(int(batch.epochs[0]), int(batch.previous_sequence_ids[0]), complete_up_to)
+        field = _head(_BATCH, place) + more
+        name, rows = batch.producer_names.data, _rows_of_batch(batch)
+    elif kind == CONTROL:
+        field = _head(_CONTROL, place) + (message.payload or b"")
+        name, rows = producer_name.encode(), _no_message(kind, sequence_id)
+    else:
+        mode = properties[MODE].encode()
+        more = _OF_MARKER.pack(bytes.fromhex(properties[TOKEN]), int(properties[PARTITIONS]), len(mode))
+        field = _head(_MARKER, place) + more + mode + properties[ADDRESS].encode()
+        name, rows = producer_name.encode(), _no_message(kind, sequence_id)
+    return stamped(batch_of(rows, name, message.event_time_ms, compression, schema_version), field)
+
+
+def _head(kind: int, place: EntryPlace) -> bytes:
+    (incarnation, term, ownership), number, index, _ = place
+    return _HEAD.pack(NATIVE_VERSION, kind, incarnation, term, ownership, number, index)
+
+
+def _no_message(kind: str, sequence_id: int) -> EntryRows:
+    """Return the row of an entry without messages. Java's client skips it; others see an empty message that says so."""
+    return EntryRows.of([EntryRow(sequence_id, properties=((KIND.encode(), kind.encode()),), flags=_NOT_SHOWN)])
+
+
+def _rows_of_batch(batch: Batch) -> EntryRows:
+    rows = len(batch)
+    flags = np.zeros(rows, np.int64)
+    if batch.payloads and not batch.payloads.validity:
+        payloads = _values(batch.payloads)
+    else:
+        given = batch.payloads.rows(rows)
+        flags |= np.array([0 if payload is not None else NULL_VALUE for payload in given], np.int64)
+        payloads = Values.of([payload or b"" for payload in given])
+    if not batch.keys:
+        keys = Values(np.zeros(rows + 1, np.int64), b"")
+    elif not batch.keys.validity and batch.keys.data.isascii():
+        flags |= HAS_KEY
+        keys = _values(batch.keys)
+    else:
+        told = [_told_key(key) for key in batch.keys.rows(rows)]
+        flags |= np.array([flag for _, flag in told], np.int64)
+        keys = Values.of([key for key, _ in told])
+    offsets = batch.property_offsets if len(batch.property_offsets) else np.zeros(rows + 1, np.int32)
+    return EntryRows(
+        # Copies: kernels take no read-only columns of numbers.
+        batch.sequence_ids.copy(),
+        batch.event_times_ms.copy() if len(batch.event_times_ms) else np.zeros(rows, np.int64),
+        flags,
+        keys,
+        Values(np.zeros(rows + 1, np.int64), b""),
+        Properties(offsets.astype(np.int64), _values(batch.property_names), _values(batch.property_values)),
+        payloads,
+    )
+
+
+def _told_key(key: bytes | None) -> tuple[bytes, int]:
+    """Return a key as clients expect it, and the flags of its row."""
+    if key is None:
+        return b"", 0
+    try:
+        key.decode()
+    except UnicodeDecodeError:
+        return base64.b64encode(key), HAS_KEY | KEY_IS_BASE64
+    return key, HAS_KEY
+
+
+def _values(column: Binary) -> Values:
+    offsets = column.offsets if column else np.zeros(1, np.int32)
+    return Values(offsets.astype(np.int64), column.data)
+
+
+# -- From entries to batches.
+
+
+def native_entry(place: MessageId, entry: WireEntry, metadata: MessageMetadata) -> PulsarEntry:
+    """Return an entry of a topic. Without our field it is another producer's, and only its producer's name and highest
+    sequence ID are looked at.
+
+    Raises LOG_DAMAGED, NEWER_FORMAT.
+    """
+    if not metadata.HasField("seqdedupe"):
+        name = metadata.producer_name.decode(errors="replace")
+        ordering_key = metadata.ordering_key
+        highest = _highest_id(entry, metadata)
+        return PulsarEntry(PulsarMessage(b"", {}), place, metadata.publish_time, name, highest, 0, ordering_key)
+    try:
+        message = _message(entry, metadata)
+    except (SeqdedupeError, struct.error, ValueError, OverflowError) as e:
+        if isinstance(e, SeqdedupeError) and e.reason in ("NEWER_FORMAT", "LOG_DAMAGED"):
+            raise
+        raise damaged(f"the entry at {place} is not as a sidecar writes it: {e}") from e
+    return PulsarEntry(message, place, message.event_time_ms)
+
+
+def _highest_id(entry: WireEntry, metadata: MessageMetadata) -> int:
+    try:
+        if kind_of(metadata) is EntryKind.BATCH:
+            ids = PulsarBatch.of(entry, metadata, MAX_DECODED_BYTES).sequence_ids
+            return int(ids.max(initial=-1))
+        return range_of(metadata)[1]
+    except SeqdedupeError:
+        return -1
+
+
+def _message(entry: WireEntry, metadata: MessageMetadata) -> PulsarMessage:
+    field = metadata.seqdedupe
+    if field[:1] and field[0] > NATIVE_VERSION:
+        raise error("NEWER_FORMAT", f"an entry has format version {field[0]}; this one reads up to {NATIVE_VERSION}")
+    version, code, incarnation, term, ownership, number, index = _HEAD.unpack_from(field)
+    more, kind = field[_HEAD.size :], _KINDS.get(code)
+    if version != NATIVE_VERSION or kind is None:
+        raise damaged(f"an entry of version {version} has the kind {code}")
+    # A reader parses this text again.
+    owner = EntryOwner(incarnation, term, ownership)
+    if EntryPlace.parse(str(EntryPlace(owner, number, index))) is None:
+        raise damaged(f"an entry says that it is number {number}, with index {index}, of term {term}")
+    if kind == BATCH:
+        return _batch_message(entry, metadata, owner, number, index, more)
+    rows = rows_of(entry, metadata, MAX_DECODED_BYTES)
+    if len(rows) != 1 or not int(rows.flags[0]) & COMPACTED_OUT:
+        raise damaged(f"an entry of the kind {kind} has messages")
+    properties = {ENTRY: str(EntryPlace(owner, number, index)), KIND: kind}
+    if kind == CONTROL:
+        return PulsarMessage(more, properties, "", _time_ms(metadata))
+    token, partitions, mode_bytes = _OF_MARKER.unpack_from(more)
+    texts = more[_OF_MARKER.size :]
+    properties |= {
+        TOKEN: token.hex(),
+        FORMAT: EntryFormat.NATIVE.value,
+        MODE: texts[:mode_bytes].decode(),
+        PARTITIONS: str(partitions),
+        ADDRESS: texts[mode_bytes:].decode(),
+    }
+    return PulsarMessage(b"", properties, "", _time_ms(metadata))
+
+
+def _batch_message(
+    entry: WireEntry, metadata: MessageMetadata, owner: EntryOwner, number: int, index: int, more: bytes
+) -> PulsarMessage:
+    epoch, link, complete_up_to = _OF_BATCH.unpack(more)
+    rows = rows_of(entry, metadata, MAX_DECODED_BYTES)
+    name = metadata.producer_name
+    name.decode()
+    ids = rows.sequence_ids
+    if not len(rows) or index < 0 or (int(ids[0]), int(ids[-1])) != range_of(metadata) or (np.diff(ids) <= 0).any():
+        raise damaged(f"entry {number} of term {owner.term} has other sequence IDs than its metadata")
+    part = encoded_part(_batch_of_rows(rows, name, epoch, link, complete_up_to))
+    message = packed_message(owner, number, index, _time_ms(metadata), part, _NO_LIMIT)
+    return message._replace(event_time_ms=_time_ms(metadata))
+
+
+def _time_ms(metadata: MessageMetadata) -> int:
+    if metadata.publish_time >= 2**63:
+        raise damaged("an entry's publish time is too large")
+    return metadata.publish_time
+
+
+def _batch_of_rows(rows: EntryRows, name: bytes, epoch: int, link: int, complete_up_to: int) -> Batch:
+    """Return the rows as a batch, in the one encoding that it has. Raises LOG_DAMAGED."""
+    if (rows.flags & ~_OF_ROWS).any():
+        raise damaged(f"a message of {name!r} has what no sidecar writes")
+    offsets, names, values = NO_INT32S, Binary(), Binary()
+    if int(rows.properties.offsets[-1]):
+        offsets = rows.properties.offsets.astype(np.int32)
+        names, values = _binary(rows.properties.names), _binary(rows.properties.values)
+    return single_producer(
+        name,
+        epoch,
+        link,
+        rows.sequence_ids,
+        _payloads(rows),
+        event_times_ms=rows.event_times if rows.event_times.any() else NO_INT64S,
+        keys=_keys(rows),
+        property_offsets=offsets,
+        property_names=names,
+        property_values=values,
+        complete_up_to=np.array([complete_up_to], np.int64) if complete_up_to != NO_SEQUENCE_ID else NO_INT64S,
+    )
+
+
+def _payloads(rows: EntryRows) -> Binary:
+    is_null = (rows.flags & NULL_VALUE) != 0
+    if not is_null.any():
+        return _binary(rows.payloads)
+    if np.diff(rows.payloads.offsets)[is_null].any():
+        raise damaged("a null value has a payload")
+    return Binary(rows.payloads.offsets.astype(np.int32), bytes(rows.payloads.data), bitmap(~is_null))
+
+
+def _keys(rows: EntryRows) -> Binary:
+    has_key = (rows.flags & HAS_KEY) != 0
+    if not has_key.any():
+        return Binary()
+    if has_key.all() and not (rows.flags & KEY_IS_BASE64).any():
+        return _binary(rows.keys)
+    return Binary.of([_key(rows, k) if has_key[k] else None for k in range(len(rows))])
+
+
+def _key(rows: EntryRows, k: int) -> bytes:
+    key = rows.keys.value(k)
+    try:
+        return base64.b64decode(key, validate=True) if rows.flags[k] & KEY_IS_BASE64 else key
+    except binascii.Error as e:
+        raise damaged(f"the key of message {k} is not base64, as its entry says") from e
+
+
+def _binary(values: Values) -> Binary:
+    return Binary(values.offsets.astype(np.int32), bytes(values.data))

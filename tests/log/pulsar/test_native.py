@@ -1,0 +1,229 @@
+"""`native`: what is sent comes back as it was, an entry is a batch of Pulsar's, and no byte of it can lie unnoticed."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqdedupe.batch import Batch
+from seqdedupe.entry_properties import CONTROL, KIND, MARKER
+from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, error
+from seqdedupe.format.columns import PUBLISH_TIME_MS
+from seqdedupe.log.pulsar import entries
+from seqdedupe.log.pulsar.entries import EntryFormat, PulsarEntry, PulsarMessage
+from seqdedupe.log.pulsar.native import MAX_ENTRY_ROWS, native_entry, wire_entry
+from seqdedupe.log.pulsar.native_topic import NativeReader
+from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, batch_of, rows_of
+from seqdedupe.pulsar_wire.compression import TYPES
+from seqdedupe.pulsar_wire.connection import StoredEntry, WirePlace
+from seqdedupe.pulsar_wire.frames import SEQDEDUPE_FIELD, WireEntry, entry_frame_bytes, metadata_of, stamped
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
+from seqdedupe.pulsar_wire.rows import COMPACTED_OUT, NULL_VALUE
+from tests.batches import batch
+from tests.log.pulsar.test_plain import histories
+from tests.log.pulsar.topics import (
+    INCARNATION,
+    SETTINGS,
+    all_rows,
+    batches_in,
+    collected,
+    native,
+    owner,
+    token,
+)
+
+OURS = "seqdedupe-one-0"
+MAX_BYTES = 1024 * 1024
+BODY = b"\x00\xffcontrol"
+
+
+def marker(term: int) -> PulsarMessage:
+    of_native = SETTINGS._replace(format=EntryFormat.NATIVE)
+    return entries.marker_message(INCARNATION, term, token(term), of_native)._replace(event_time_ms=999)
+
+
+def control(term: int, number: int, next_index: int) -> PulsarMessage:
+    return entries.control_message(owner(term), number, next_index, BODY)._replace(event_time_ms=1001)
+
+
+def messages_of(history: list[Batch]) -> list[PulsarMessage]:
+    found = [marker(1)]
+    index = 0
+    for each in history:
+        found += native(1, len(found), index, each)
+        index += len(each)
+        found.append(control(1, len(found), index))
+    return found
+
+
+def back(message: PulsarMessage, compression: CompressionType.ValueType = NONE) -> PulsarEntry:
+    entry = wire_entry(message, OURS, 77, compression)
+    return native_entry(MessageId(5, 6), entry, metadata_of(entry))
+
+
+@settings(max_examples=150)
+@given(histories(), st.sampled_from(TYPES))
+def test_what_was_sent_comes_back(history: list[Batch], compression: CompressionType.ValueType) -> None:
+    messages = messages_of(history)
+    read = [back(message, compression) for message in messages]
+    assert [entry.message for entry in read] == messages
+    found = collected(entry._replace(message_id=MessageId(5, k)) for k, entry in enumerate(read))
+    assert all_rows(batches_in(found)) == all_rows(history)
+    assert set(found.table[:, PUBLISH_TIME_MS].tolist()) <= {999, 1000, 1001}
+    assert all(len(each.names()) == 1 for each in batches_in(found))
+
+
+def test_what_a_stock_consumer_sees() -> None:
+    sent = batch(
+        [("the:orders", 7), ("the:orders", 9), ("other", 1)],
+        payloads=[b"one", None, b""],
+        keys=[b"k", b"\xff", None],
+        event_times_ms=np.array([5, 0, -1], np.int64),
+        row_properties=[{"colour": "blue", "seqdedupe.entry": "mine"}, None, None],
+    )
+    first, second = (wire_entry(message, OURS, 77) for message in native(3, 12, 100, sent))
+    metadata = metadata_of(first)
+    assert (metadata.producer_name, metadata.sequence_id, metadata.highest_sequence_id) == (b"the:orders", 7, 9)
+    assert (metadata.publish_time, metadata.event_time, metadata.num_messages_in_batch) == (1000, 0, 2)
+    assert (metadata.uncompressed_size, len(metadata.properties)) == (len(first.payload), 0)
+    rows = rows_of(first, metadata, MAX_BYTES)
+    properties = ((b"colour", b"blue"), (b"seqdedupe.entry", b"mine"))
+    assert rows.row(0) == EntryRow(7, b"one", b"k", None, properties, 5)
+    assert rows.row(1).key == b"/w=="
+    assert rows.row(1).flags & NULL_VALUE
+    assert metadata_of(second).producer_name == b"other"
+
+
+@pytest.mark.parametrize("message", [marker(3), control(3, 1, 0)], ids=[MARKER, CONTROL])
+def test_what_has_no_messages_is_hidden_from_java_and_says_so_to_others(message: PulsarMessage) -> None:
+    entry = wire_entry(message, OURS, 77)
+    metadata = metadata_of(entry)
+    assert (metadata.producer_name, metadata.sequence_id) == (OURS.encode(), 77)
+    (row,) = [rows_of(entry, metadata, MAX_BYTES).row(0)]
+    assert row.flags == NULL_VALUE | COMPACTED_OUT
+    assert row.properties == ((KIND.encode(), message.properties[KIND].encode()),)
+
+
+def test_a_batch_becomes_entries_that_fit() -> None:
+    many = batch([("p", i) for i in range(2 * MAX_ENTRY_ROWS + 1)])
+    sizes = [int(message.properties["seqdedupe.rows"]) for message in native(1, 1, 0, many)]
+    assert sizes == [MAX_ENTRY_ROWS, MAX_ENTRY_ROWS, 1]
+    for payload_bytes in (100, 3000, 7000):
+        wide = batch([("p", i) for i in range(40)], payloads=[bytes(payload_bytes)] * 40, keys=[b"k" * 500] * 40)
+        messages = native(1, 1, 0, wide, limit_bytes=20_000)
+        assert all(entry_frame_bytes(wire_entry(message, OURS, 1)) <= 20_000 for message in messages)
+        assert sum(int(message.properties["seqdedupe.rows"]) for message in messages) == 40
+    with pytest.raises(InvalidRequestError, match="MESSAGE_TOO_LARGE"):
+        native(1, 1, 0, batch([("p", 0)], payloads=[bytes(20_000)]), limit_bytes=20_000)
+    # Its key is there twice: on the entry too.
+    with pytest.raises(InvalidRequestError, match="MESSAGE_TOO_LARGE"):
+        native(1, 1, 0, batch([("p", 0)], keys=[b"k" * 11_000]), limit_bytes=20_000)
+
+
+def test_an_entry_of_another_producer_has_its_name_and_highest_id() -> None:
+    rows = EntryRows.of([EntryRow(sequence_id) for sequence_id in (7, 9, 8)])
+    entry = batch_of(rows, b"theirs", 1000)
+    metadata = metadata_of(entry)
+    metadata.ClearField("highest_sequence_id")
+    found = native_entry(MessageId(5, 6), entry, metadata)
+    assert (found.message.properties, found.producer_name, found.sequence_id) == ({}, "theirs", 9)
+    single = MessageMetadata(producer_name=b"theirs", sequence_id=4, publish_time=1)
+    assert native_entry(MessageId(5, 6), WireEntry(single.SerializeToString(), b"x"), single).sequence_id == 4
+
+
+def test_a_newer_field_is_said_to_be_newer() -> None:
+    entry = wire_entry(marker(1), OURS, 1)
+    newer = stamped(entry, b"\x02" + metadata_of(entry).seqdedupe[1:])
+    with pytest.raises(DamagedError, match="NEWER_FORMAT"):
+        native_entry(MessageId(5, 6), newer, metadata_of(newer))
+
+
+WHOLE = messages_of([batch([("p", 1), ("p", 3), ("q", 9)], keys=[b"k", None, b"\xff"], payloads=[b"one", None, b""])])
+
+
+@settings(max_examples=500)
+@given(st.data())
+def test_whatever_stands_there_is_read_or_is_damage(data: st.DataObject) -> None:
+    entry = wire_entry(data.draw(st.sampled_from(WHOLE)), OURS, 77)
+    parts = [bytearray(metadata_of(entry).seqdedupe), bytearray(entry.payload), bytearray(entry.metadata)]
+    part = data.draw(st.integers(0, 2))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(parts[part]) - 1)) if parts[part] else 0
+        parts[part][at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    changed = WireEntry(bytes(parts[2]), bytes(parts[1]))
+    try:
+        if part == 0:
+            changed = stamped(changed, bytes(parts[0]))
+        metadata = metadata_of(changed)
+    except SeqdedupeError:
+        return
+    try:
+        found = native_entry(MessageId(5, 6), changed, metadata)
+    except DamagedError:
+        return
+    if found.message.properties:
+        # It is read as what it says: sent again, it is the same.
+        again = wire_entry(found.message, OURS, 77)
+        assert native_entry(MessageId(5, 6), again, metadata_of(again)).message == found.message
+    else:
+        assert SEQDEDUPE_FIELD not in {field.number for field, _ in metadata.ListFields()}
+
+
+class FakeReader:
+    """Gives what it has, then the error."""
+
+    def __init__(self, there: list[StoredEntry], why: SeqdedupeError) -> None:
+        self.connection = self
+        self._there, self._why = there, why
+
+    async def next(self) -> StoredEntry:
+        if (found := self.next_now()) is None:
+            raise self._why
+        return found
+
+    def next_now(self) -> StoredEntry | None:
+        return self._there.pop(0) if self._there else None
+
+    async def close(self) -> None:
+        pass
+
+
+async def reader_of(*several: FakeReader) -> NativeReader:
+    """One that gets these, one after the other."""
+    left, starts = list(several), list[MessageId | None]()
+
+    async def open_at(start: MessageId | None) -> Any:
+        starts.append(start)
+        return left.pop(0)
+
+    reader = NativeReader(open_at, "t")
+    await reader.open(None)
+    return reader
+
+
+def stored(*messages: PulsarMessage, first: int = 0) -> list[StoredEntry]:
+    found = [wire_entry(message, OURS, 1) for message in messages]
+    return [StoredEntry(WirePlace(5, first + k), entry, metadata_of(entry)) for k, entry in enumerate(found)]
+
+
+async def test_what_is_before_damage_is_read() -> None:
+    there = stored(*WHOLE)
+    bad = stamped(there[2].entry, b"\x01")
+    there[2] = there[2]._replace(entry=bad, metadata=metadata_of(bad))
+    reader = await reader_of(FakeReader(there, error("LOG_REFUSED", "it has ended")))
+    assert [entry.message for entry in await reader.read()] == WHOLE[:2]
+    for _ in range(2):
+        with pytest.raises(DamagedError, match="LOG_DAMAGED"):
+            await reader.read()
+
+
+async def test_a_reader_whose_connection_ends_goes_on_and_says_what_no_reader_can_read() -> None:
+    broken = error("LOG_REFUSED", "the connection is broken")
+    malformed = error("MALFORMED_MESSAGE", "a checksum is wrong")
+    reader = await reader_of(FakeReader(stored(WHOLE[0]), broken), FakeReader(stored(WHOLE[1], first=1), malformed))
+    assert [(await reader.read())[0].message for _ in range(2)] == WHOLE[:2]
+    with pytest.raises(SeqdedupeError, match=r"a checksum is wrong.*LOG_UNREADABLE"):
+        await reader.read()
