@@ -18,6 +18,7 @@ from broker_sidecar.door.pulsar_connection import (
     PulsarConnection,
     ShownCredentials,
 )
+from broker_sidecar.door.schemas import SchemaRegistry
 from broker_sidecar.door.stock_producer import counted
 from broker_sidecar.door.topic_lookup import DoorAt, TopicLookup
 from broker_sidecar.gate import Guard
@@ -73,9 +74,11 @@ class Door:
         log_limit: LogLimit | None = None,
         brokers: BrokersToPass | None = None,
         door_at: DoorAt | None = None,
+        registry: SchemaRegistry | None = None,
     ) -> None:
         """`has_to_answer` returns whether to answer a client from this peer that is unknown. Without `log_limit`, the
         log takes every message that the sidecar takes. Without `brokers`, the door serves producers only.
+        Without `registry`, the log keeps no schemas.
         """
         self._config = config
         self._guard = guard
@@ -85,6 +88,7 @@ class Door:
         self._has_to_answer = has_to_answer
         self._log_limit = log_limit
         self._brokers = brokers
+        self._registry = registry
         self._lookup = TopicLookup(topics, guard.permissions, door_at)
         self._server: asyncio.Server | None = None
         self._serving: dict[asyncio.Task[None], str] = {}
@@ -238,6 +242,7 @@ class Door:
             log_limit=self._log_limit,
             lookup=self._lookup,
             brokers=self._brokers,
+            registry=self._registry,
         ).run()
 
     # -- producers' names --------------------------------------------------------------------------------------

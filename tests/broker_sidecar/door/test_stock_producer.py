@@ -95,6 +95,7 @@ def connection_of(writer: Any) -> PulsarConnection:
         names=nothing,
         lookup=nothing,
         brokers=None,
+        registry=None,
         find_caller=nothing,
         log_limit=None,
         large_frames=asyncio.Semaphore(),
