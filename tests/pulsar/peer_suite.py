@@ -53,7 +53,27 @@ var (
 """
 
 
-NOT_PASSED: Mapping[str, str] = {}
+_BY_REST = "the test makes its partitioned topic over REST, and no sidecar takes such a topic over"
+_EMPTY = "consumers of Go's client see the sidecar's own entries as empty messages"
+_ENCRYPTED = "the door refuses encrypted messages"
+_DOCKER = "the test starts its own broker in Docker, and does not meet the door"
+
+NOT_PASSED: Mapping[str, str] = {
+    "TestFlushInPartitionedProducer": _BY_REST,
+    "TestRoundRobinRouterPartitionedProducer": _BY_REST,
+    "TestMessageRouter": _BY_REST,
+    "TestMessageSingleRouter": "the suite skips it",
+    "TestNonPersistentTopic": "the door refuses topics that are not persistent",
+    "TestProducerMetadata": "the topic's statistics show the sidecar's producer",
+    "TestBatchDelayMessage": "it passes at a broker because the entry's ID is 0: the consumer gets the message at once",
+    "TestProducerWithRSAEncryption": _ENCRYPTED,
+    "TestProducerWithInterceptors": _EMPTY,
+    "TestProducerWithSchemaAndConsumerSchemaNotFound": _EMPTY,
+    "TestProducerKeepReconnectingAndThenCallClose": _DOCKER,
+    "TestSendAsyncCouldTimeoutWhileReconnecting": _DOCKER,
+    "TestPartitionUpdateFailed": _BY_REST,
+    "TestProducerReconnectWhenBacklogQuotaExceed": "the test makes its namespace, and the sidecar has another one",
+}
 """Why a test does not pass through the door. All others must pass."""
 
 
@@ -218,7 +238,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run_all(run: Run, tests: Sequence[str], sidecar: Sidecar | None, output: Path | None) -> dict[str, Outcome]:
     outcomes = dict[str, Outcome]()
     for number, test in enumerate(tests, 1):
-        outcomes[test] = outcome = run.run(test, sidecar)
+        outcome = run.run(test, sidecar)
+        if outcome.result == "fail" and test not in NOT_PASSED:
+            # Some tests have limits of their own, down to 200 ms.
+            print(f"{number} of {len(tests)}: {test} has failed, and runs again", flush=True)
+            outcome = run.run(test, sidecar)
+        outcomes[test] = outcome
         print(f"{number} of {len(tests)}: {test} {outcome.result}", flush=True)
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)

@@ -137,6 +137,16 @@ def test_access_modes(connect: Callable[..., Wire], wire: Wire, topic: str) -> N
     assert error_of(wire.produce(topic, "other", 2))[0] == ServerError.ProducerFenced
 
 
+def test_a_topic_has_three_names(wire: Wire, client: Client, topic: str) -> None:
+    local = topic.rpartition("/")[2]
+    for number, name in enumerate((local, f"public/default/{local}", f"persistent://public/default/{local}")):
+        assert not wire.partitions(name).partitionMetadataResponse.HasField("error")
+        assert wire.produce(name, f"p{number}", number + 1).type == BaseCommand.PRODUCER_SUCCESS
+        wire.send(0, single(0, calls.payload_of(f"p{number}", 0)), producer_id=number + 1)
+        assert ids_of(wire.receipts(1)) == [0]
+    assert len(client.rows(topic)) == 3
+
+
 def wait_for_turn(wire: Wire, topic: str, name: str, producer_id: int = 1) -> int:
     """Ask for a producer that has to wait. Returns the ID of the request that is answered later."""
     told = wire.produce(topic, name, producer_id, producer_access_mode=WaitForExclusive).producer_success
