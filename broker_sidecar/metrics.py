@@ -479,6 +479,7 @@ class Metrics:
             yield counter_of("seqdedupe_door_opened_producers", about, door.opened_producers)
             about = "Entries (batches or single messages) that the door has answered with a receipt."
             yield counter_of("seqdedupe_door_receipts", about, door.receipts)
+            yield gauge_of("seqdedupe_door_consumers", "Consumers that pass through the door.", door.consumers)
         budget = streams.budget
         yield gauge_of("seqdedupe_budget_bytes", "Memory held for clients: frames, answers, pages.", budget.held_bytes)
         yield gauge_of("seqdedupe_budget_limit_bytes", "The limit of memory held for clients.", budget.limit_bytes)

@@ -6,7 +6,7 @@ that owns its topic, and other frames to the first broker, the *home*. Numbers o
 client's own, and a client does not use one twice, so answers of all brokers pass to it as they come. A broken
 connection to a broker ends the client's connection: the client connects again.
 
-Memory: a link holds what one read brings. Of a frame above 256 KiB it receives the rest when the readers' memory has
+Memory: a link holds what one read brings. It receives the rest of a frame above 256 KiB when the readers' memory has
 room. While the client does not read, nothing is read from the brokers.
 """
 

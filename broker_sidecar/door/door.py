@@ -93,6 +93,7 @@ class Door:
         self._server: asyncio.Server | None = None
         self._serving: dict[asyncio.Task[None], str] = {}
         """The origin of each connection's client, until it is known; then an empty text."""
+        self._served: set[PulsarConnection] = set()
         self._holders: dict[str, dict[str, NameHolder]] = {}
         """By topic and name."""
         self._large_frames = asyncio.Semaphore(LARGE_FRAMES_AT_ONCE)
@@ -105,6 +106,11 @@ class Door:
     def producers(self) -> int:
         """The number of producers, including those that are being opened."""
         return sum(map(len, self._holders.values()))
+
+    @property
+    def consumers(self) -> int:
+        """The number of consumers and readers whose frames pass to the brokers."""
+        return sum(connection.consumers for connection in self._served)
 
     @property
     def connections(self) -> int:
@@ -227,7 +233,7 @@ class Door:
                 raise why
             self._serving[task] = ""
 
-        await PulsarConnection(
+        connection = PulsarConnection(
             reader,
             writer,
             peer,
@@ -243,7 +249,12 @@ class Door:
             lookup=self._lookup,
             brokers=self._brokers,
             registry=self._registry,
-        ).run()
+        )
+        self._served.add(connection)
+        try:
+            await connection.run()
+        finally:
+            self._served.discard(connection)
 
     # -- producers' names --------------------------------------------------------------------------------------
 

@@ -254,6 +254,11 @@ class PulsarConnection:
         """Set whenever bytes have come."""
         self._is_silent = self._is_reading = False
 
+    @property
+    def consumers(self) -> int:
+        """The number of the client's consumers and readers."""
+        return self._passing.consumers if self._passing is not None else 0
+
     # -- the life of a connection ------------------------------------------------------------------------------
 
     async def run(self) -> None:
