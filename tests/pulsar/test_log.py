@@ -44,7 +44,7 @@ def shared(client: pulsar.asyncio.Client, cluster: Cluster, brokers: Brokers | N
         cluster.admin,
         cluster.connect,
         cluster.answers,
-        brokers or Brokers(cluster.service_url),
+        brokers,
     )
 
 
@@ -59,7 +59,7 @@ class PulsarHarness(LogHarness):
         self._topic = topic
         self._settings = EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680")
         self._client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
-        self._shared = shared(self._client, cluster)
+        self._shared = shared(self._client, cluster, Brokers(cluster.service_url))
         self._rival: pulsar.Client | None = None
 
     async def open(self, covered_index: int = 0, place: bytes = b"") -> Log:
@@ -224,9 +224,8 @@ async def test_an_unloaded_topic_settles_everything(
 ) -> None:
     """Its ledger ends, its producer connects again, and sends again what it had in flight."""
     await cluster.create(topic)
-    log = PulsarLog(
-        shared(client, cluster), topic, INCARNATION, EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680")
-    )
+    settings = EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680")
+    log = PulsarLog(shared(client, cluster, Brokers(cluster.service_url)), topic, INCARNATION, settings)
     term = 0
     while log.certain_index < 900:
         # Where the client takes too long to connect again, the outcome is unknown: opening again and reading tells.

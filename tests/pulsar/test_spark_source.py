@@ -31,7 +31,7 @@ from tests.log.conformance import Owner
 from tests.pulsar.owners import Cluster, until
 
 OF_LOG = 1_700_000_000_000_000
-BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
+BOTH = pytest.mark.parametrize("entry_format", [EntryFormat.PLAIN, EntryFormat.PACKED], ids=lambda one: one.value)
 
 _openings = itertools.count(1)
 

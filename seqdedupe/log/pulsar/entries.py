@@ -245,12 +245,17 @@ def checked(message: PulsarMessage, limit_bytes: int = MAX_ENTRY_BYTES) -> Pulsa
     for name, value in message.properties.items():
         size += len(name.encode()) + len(value.encode()) + _PROPERTY_BYTES
     if size > limit_bytes:
-        raise error(
-            "MESSAGE_TOO_LARGE",
-            f"an entry of the Pulsar topic takes {size} bytes with key and properties: its brokers and policies allow "
-            f"{limit_bytes}",
-        )
+        raise too_large(size, limit_bytes)
     return message
+
+
+def too_large(size: int, limit_bytes: int) -> SeqdedupeError:
+    """Return the error for an entry of this size."""
+    return error(
+        "MESSAGE_TOO_LARGE",
+        f"an entry of the Pulsar topic takes {size} bytes with key and properties: its brokers and policies allow "
+        f"{limit_bytes}",
+    )
 
 
 def read_marker(message: PulsarMessage, owner: EntryOwner) -> Marker:

@@ -48,6 +48,7 @@ from seqdedupe.log.pulsar.entries import (
     damaged,
     encoded_part,
     packed_message,
+    too_large,
 )
 from seqdedupe.message_id import MessageId
 from seqdedupe.pulsar_wire.batches import (
@@ -102,7 +103,7 @@ _NOT_SHOWN = NULL_VALUE | COMPACTED_OUT
 
 def native_parts(part: EncodedBatch, limit_bytes: int) -> Iterator[EncodedBatch]:
     """Yield the same rows in batches that are an entry each: of one producer, of at most MAX_ENTRY_ROWS rows, and of
-    at most `limit_bytes` if an entry has several rows. They are encoded as a reader encodes them."""
+    at most `limit_bytes`. They are encoded as a reader encodes them. Raises MESSAGE_TOO_LARGE."""
     whole = batches.decode(part.encoded)
     for first, stop in _runs(whole):
         yield from _parts(whole, first, stop, limit_bytes)
@@ -123,7 +124,10 @@ def _parts(whole: Batch, first: int, stop: int, limit_bytes: int) -> Iterator[En
     if rows <= MAX_ENTRY_ROWS:
         part = whole if rows == len(whole) else whole.take(np.arange(first, stop))
         columns = _rows_of_batch(part)
-        if rows == 1 or most_bytes(columns) + _METADATA_BYTES + _most_key_bytes(columns) <= limit_bytes:
+        size = most_bytes(columns) + _METADATA_BYTES + _most_key_bytes(columns)
+        if rows == 1 and size > limit_bytes:
+            raise too_large(size, limit_bytes)
+        if size <= limit_bytes:
             complete_up_to = int(part.complete_up_to[0]) if len(part.complete_up_to) else NO_SEQUENCE_ID
             name, numbers = part.names()[0].encode(), (int(part.epochs[0]), int(part.previous_sequence_ids[0]))
             yield encoded_part(_batch_of_rows(columns, name, *numbers, complete_up_to))

@@ -159,6 +159,9 @@ def test_a_batch_becomes_entries_that_fit() -> None:
         assert sum(int(message.properties["seqdedupe.rows"]) for message in messages) == 40
     with pytest.raises(InvalidRequestError, match="MESSAGE_TOO_LARGE"):
         native(1, 1, 0, batch([("p", 0)], payloads=[bytes(20_000)]), limit_bytes=20_000)
+    # Its key is there twice: on the entry too.
+    with pytest.raises(InvalidRequestError, match="MESSAGE_TOO_LARGE"):
+        native(1, 1, 0, batch([("p", 0)], keys=[b"k" * 11_000]), limit_bytes=20_000)
 
 
 def test_an_entry_of_another_producer_has_its_name_and_highest_id() -> None:
