@@ -99,8 +99,6 @@ def connection_of(writer: Any) -> PulsarConnection:
         find_caller=nothing,
         log_limit=None,
         large_frames=asyncio.Semaphore(),
-        lookup=nothing,
-        brokers=None,
     )
 
 
