@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 from broker_sidecar.door.broker_pass import BrokerPass, BrokersToPass
 from broker_sidecar.door.entry_batches import ProducerSession
 from broker_sidecar.door.pulsar_codes import code_of, ending_code_of, told
-from broker_sidecar.door.schemas import SchemaRegistry, layout_for, version_in
+from broker_sidecar.door.schemas import SchemaRegistry, answer_about, layout_for, version_in
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
 from broker_sidecar.door.topic_lookup import TopicLookup
 from broker_sidecar.rpc import refusals
@@ -52,7 +52,6 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandConnected,
     CommandError,
     CommandGetOrCreateSchema,
-    CommandGetOrCreateSchemaResponse,
     CommandGetSchemaResponse,
     CommandLookupTopic,
     CommandPartitionedTopicMetadata,
@@ -564,16 +563,9 @@ class PulsarConnection:
         return next((one for one in self._producers.values() if one.topic.name == full), None)
 
     async def _tell_schema(self, request: CommandGetOrCreateSchema) -> None:
-        """Tell a producer the version of a schema by which it has made a message: its topic's, or none."""
-        answer = CommandGetOrCreateSchemaResponse(request_id=request.request_id)
-        try:
-            full = topic_name(request.topic)
-            if (producer := self._producer_of(full)) is None:
-                raise error("TOPIC_NOT_FOUND", f"this connection has no producer of topic {full}")
-            answer.schema_version = await version_in(producer.topic, request.schema, self._registry)
-        except SeqdedupeError as e:
-            answer.error_code, answer.error_message = ServerError.IncompatibleSchema, told(e)
-        self.say("getOrCreateSchemaResponse", answer)
+        producer = self._producer_of(request.topic)
+        topic = producer.topic if producer is not None else None
+        self.say("getOrCreateSchemaResponse", await answer_about(request, topic, self._registry))
 
     def _tell_to_wait(self, command: CommandProducer, name: str) -> None:
         """Tell the client that the answer comes when the producer's turn comes. It then sets no limit to that."""

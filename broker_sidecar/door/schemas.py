@@ -10,9 +10,15 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
+from broker_sidecar.door.pulsar_codes import told
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import AS_USUAL, Layout
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import Schema
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
+    CommandGetOrCreateSchema,
+    CommandGetOrCreateSchemaResponse,
+    Schema,
+    ServerError,
+)
 from seqdedupe.topic.topic import Topic
 
 VERSION_BYTES = 8
@@ -100,6 +106,20 @@ async def version_in(topic: Topic, schema: Schema, registry: SchemaRegistry | No
     if own["type"] != there.type or _normal(own["schema"]) != _normal(there.definition):
         raise _differs(topic.name, f"has another schema, of type {there.type}: all its producers have the same one")
     return there.version.to_bytes(VERSION_BYTES)
+
+
+async def answer_about(
+    request: CommandGetOrCreateSchema, topic: Topic | None, registry: SchemaRegistry | None
+) -> CommandGetOrCreateSchemaResponse:
+    """Return the answer to a producer of this topic that asks for the version of a schema by which it makes messages."""
+    answer = CommandGetOrCreateSchemaResponse(request_id=request.request_id)
+    try:
+        if topic is None:
+            raise error("TOPIC_NOT_FOUND", f"this connection has no producer of topic {request.topic}")
+        answer.schema_version = await version_in(topic, request.schema, registry)
+    except SeqdedupeError as e:
+        answer.error_code, answer.error_message = ServerError.IncompatibleSchema, told(e)
+    return answer
 
 
 def _normal(definition: str) -> object:
