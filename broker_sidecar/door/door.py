@@ -343,7 +343,7 @@ class Door:
 
 
 def _excluded(topic: str, name: str, mode: int) -> SeqdedupeError:
-    """Return why a producer cannot be opened: Pulsar has an error of its own for one that wants to be alone."""
+    """Return why a producer cannot be opened: Pulsar has a separate error for one that wants to be alone."""
     if mode in _ALONE:
         hint = "Close the topic's other producers, or use the access mode WaitForExclusive."
         return error("FENCED", f"topic {topic} has another producer, so {name!r} cannot be alone", hint=hint)

@@ -78,7 +78,7 @@ def layout_for(schema: Schema, registry: SchemaRegistry | None) -> Layout:
         return AS_USUAL
     text = uploaded(schema)
     if registry is not None:
-        # Of the other formats, only this one has schemas.
+        # The other format without versions of entries, `packed`, has no schemas.
         return AS_USUAL if registry.is_for_entries else Layout("plain", text)
     if _NAMES[schema.type] in _NEED_THEIR_SCHEMA:
         what = f"has a schema of type {_NAMES[schema.type]}, without which nobody can read its messages"
@@ -111,7 +111,7 @@ async def version_in(topic: Topic, schema: Schema, registry: SchemaRegistry | No
 async def answer_about(
     request: CommandGetOrCreateSchema, topic: Topic | None, registry: SchemaRegistry | None
 ) -> CommandGetOrCreateSchemaResponse:
-    """Return the answer to a producer of this topic that asks for the version of a schema by which it makes messages."""
+    """Return the answer to a producer of this topic that asks for the version of a schema."""
     answer = CommandGetOrCreateSchemaResponse(request_id=request.request_id)
     try:
         if topic is None:
