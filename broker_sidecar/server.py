@@ -293,7 +293,7 @@ class SidecarServer:
                     self._door = door(
                         brokers.max_entry_bytes if brokers is not None else None,
                         passed if asked.serve_consumers else None,
-                        cluster.door_at,
+                        cluster.door_at if self._config.peers else None,
                         SchemaRegistry(cluster.shared.admin.upload_schema, asked.entry_format == "native"),
                     )
         if (brokers_topics := self._data.brokers_topics) is not None:

@@ -67,6 +67,9 @@ MAX_CONSUMERS = 10_000
 OWN_SUBSCRIPTIONS = "seqdedupe-"
 """What the names of the sidecars' own subscriptions begin with. They keep entries that sidecars need."""
 
+TRANSACTIONS_TOPIC = "persistent://pulsar/system/transaction_coordinator_assign"
+"""Its partitions coordinate transactions. A client that finds none has no transactions, and says so."""
+
 _OWN_REQUESTS = range(2**62, 2**63)
 """The numbers of the door's own requests. A client counts from 0, and a broker asks nothing under a number."""
 
@@ -433,6 +436,8 @@ class BrokerPass:
 
     async def partitions(self, topic: str) -> int:
         """Return the number of partitions of a topic that is no sidecar's; 0 if the brokers do not say."""
+        if topic == TRANSACTIONS_TOPIC:
+            return 0
         command = CommandPartitionedTopicMetadata(topic=topic, metadata_auto_creation_enabled=False)
         try:
             link = await self._home()
