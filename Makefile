@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile quick unit quick-check test check bench bench-peers campaign proto lock \
+.PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile quick unit quick-check test check bench bench-peers campaign peer-tests proto lock \
 	docs dist image install uninstall clean
 
 demo: $(READY)
@@ -33,6 +33,7 @@ function-wheel: $(READY)
 prepare: $(READY)
 	@$(BIN)/python -m pulsar_broker get || true
 	@$(BIN)/python -m tests.spark.class_data
+	@$(BIN)/python -m tests.pulsar.peer_suite --get || true
 
 # Bytecode of all there is, the tests as pytest rewrites them, and the kernels: else every worker makes its own.
 compile: $(READY)
@@ -103,6 +104,10 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.functions_campaign --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.crashes --faults $(CRASHES) --seed $(SEED)
+
+# The tests of Pulsar's Go client through the door of a sidecar, before a real Pulsar broker. Needs Go and the network.
+peer-tests: $(READY)
+	$(BIN)/python -m tests.pulsar.peer_suite
 
 proto: $(READY)
 	BIN=$(abspath $(BIN)) ./proto/generate.sh

@@ -277,6 +277,7 @@ class SidecarServer:
                 # Only a sidecar with a door loads the kernels that read Pulsar's entries.
                 from broker_sidecar.door.broker_pass import BrokersToPass
                 from broker_sidecar.door.door import Door
+                from broker_sidecar.door.schemas import SchemaRegistry
 
                 door = partial(
                     Door, self._config, self._guard, streams, topics, publish, self._connections.has_to_answer
@@ -291,6 +292,7 @@ class SidecarServer:
                         brokers.max_entry_bytes if brokers is not None else None,
                         passed if asked.serve_consumers else None,
                         cluster.door_at if self._config.peers else None,
+                        SchemaRegistry(cluster.shared.admin.upload_schema, asked.entry_format == "native"),
                     )
         if (brokers_topics := self._data.brokers_topics) is not None:
             services.append(DedupeService(brokers_topics, streams, permissions))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import Message
 
-from broker_sidecar.door.schemas import layout_for
+from broker_sidecar.door.schemas import SchemaRegistry, layout_for, version_in
 from broker_sidecar.security.permissions import Need, On, Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.shares import Share
@@ -296,6 +296,7 @@ class BrokerPass:
         client: ClientSide,
         share: Share,
         connect: CommandConnect,
+        registry: SchemaRegistry | None = None,
     ) -> None:
         """`share` is for what brokers send. `connect` is the client's own command, and its caller is known."""
         self.client = client
@@ -305,6 +306,7 @@ class BrokerPass:
         self.waiting = asyncio.Lock()
         """Held by the link that waits for memory."""
         self._brokers = brokers
+        self._registry = registry
         self._topics = topics
         self._permissions = permissions
         token = connect.auth_data if connect.auth_data.count(b".") == 2 else b""
@@ -569,7 +571,9 @@ class BrokerPass:
             return True
         try:
             self._permissions.check_creates(full, self._topics.registry.names())
-            await self._topics.get_or_create(full, layout_for(schema, keeps_schemas=True))
+            topic = await self._topics.get_or_create(full, layout_for(schema, self._registry))
+            # A broker takes no typed consumer of a topic without a schema that somebody writes.
+            await version_in(topic, schema, self._registry)
         except SeqdedupeError as e:
             if e.reason == "TOPIC_EXISTS":
                 return True

@@ -20,6 +20,7 @@ from broker_sidecar.door.pulsar_connection import (
     PulsarConnection,
     ShownCredentials,
 )
+from broker_sidecar.door.schemas import SchemaRegistry
 from broker_sidecar.door.stock_consumer import LAST_MOVE_SECONDS, Client, Reach
 from broker_sidecar.door.stock_producer import counted
 from broker_sidecar.door.subscriptions import Subscriptions
@@ -79,9 +80,11 @@ class Door:
         log_limit: LogLimit | None = None,
         brokers: BrokersToPass | None = None,
         door_at: DoorAt | None = None,
+        registry: SchemaRegistry | None = None,
     ) -> None:
         """`has_to_answer` returns whether to answer a client from this peer that is unknown. Without `log_limit`, the
         log takes every message that the sidecar takes. Without `brokers`, the door serves producers only.
+        Without `registry`, the log keeps no schemas.
         """
         self._config = config
         self._guard = guard
@@ -91,6 +94,7 @@ class Door:
         self._has_to_answer = has_to_answer
         self._log_limit = log_limit
         self._brokers = brokers
+        self._registry = registry
         self._lookup = TopicLookup(topics, guard.permissions, door_at)
         self._server: asyncio.Server | None = None
         self._serving: dict[asyncio.Task[None], str] = {}
@@ -268,6 +272,7 @@ class Door:
             consumers_of=None if self._topics.kind.log.is_shared else self._consumers_of,
             lookup=self._lookup,
             brokers=self._brokers,
+            registry=self._registry,
         )
         self._served.add(connection)
         try:
@@ -362,7 +367,7 @@ class Door:
 
 
 def _excluded(topic: str, name: str, mode: int) -> SeqdedupeError:
-    """Return why a producer cannot be opened: Pulsar has an error of its own for one that wants to be alone."""
+    """Return why a producer cannot be opened: Pulsar has a separate error for one that wants to be alone."""
     if mode in _ALONE:
         hint = "Close the topic's other producers, or use the access mode WaitForExclusive."
         return error("FENCED", f"topic {topic} has another producer, so {name!r} cannot be alone", hint=hint)

@@ -11,16 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s, bitmap, single_producer
-from seqdedupe.entry_properties import DELIVER_AT
+from seqdedupe.entry_properties import DELIVER_AT, ORDERING_KEY, SCHEMA_VERSION_OF
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
 from seqdedupe.pulsar_wire.batches import EntryKind, EntryRows, Values, kind_of, rows_of
 from seqdedupe.pulsar_wire.frames import WireEntry
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata, Property
 from seqdedupe.pulsar_wire.rows import HAS_KEY, HAS_ORDERING_KEY, KEY_IS_BASE64, NULL_VALUE
-
-ORDERING_KEY = "pulsar.ordering_key"
-"""The property that keeps a message's ordering key, in base64."""
 
 SPLIT_BYTES = MAX_BATCH_BYTES * 3 // 4
 """The most bytes of payloads, keys and properties in one batch. The other columns of its rows fit in the rest."""
@@ -56,11 +53,22 @@ def is_large(entry: WireEntry, metadata: MessageMetadata) -> bool:
     return metadata.num_messages_in_batch > INLINE_ROWS or size > INLINE_BYTES
 
 
+def is_followed(metadata: MessageMetadata) -> bool:
+    """Return whether further chunks of the same message follow this one."""
+    return kind_of(metadata) is EntryKind.CHUNK and metadata.chunk_id + 1 < metadata.num_chunks_from_msg
+
+
 def rows_to_store(
-    entry: WireEntry, metadata: MessageMetadata, max_bytes: int, schema_version: bytes = b"", *, delays: bool = False
+    entry: WireEntry,
+    metadata: MessageMetadata,
+    max_bytes: int,
+    schema_version: bytes | None = b"",
+    *,
+    delays: bool = False,
 ) -> EntryRows:
     """Return the rows of an entry. `max_bytes` limits its payload when decompressed. `schema_version` is that of the
-    schema with which the log labels messages; empty for none. `delays` says whether the log can deliver messages later.
+    schema with which the log labels messages; empty for none. None: each entry may have its own. `delays` says whether
+    the log can deliver messages later.
 
     Raises INVALID_REQUEST if this sidecar does not take such entries; MALFORMED_MESSAGE, MESSAGE_TOO_LARGE,
     INVALID_SEQUENCE_ID.
@@ -73,7 +81,7 @@ def rows_to_store(
         raise _not_taken(metadata, "is to be delivered later", "Publish it when it is due: nothing is delayed here.")
     if metadata.HasField("txnid_most_bits"):
         raise _not_taken(metadata, "belongs to a transaction", "Publish outside of transactions.")
-    if metadata.schema_version not in (b"", schema_version):
+    if schema_version is not None and metadata.schema_version not in (b"", schema_version):
         raise _not_taken(metadata, "was made by another schema", "Use one schema in a producer: its topic has one.")
     if metadata.num_messages_in_batch > MAX_BATCH_ROWS:
         what = f"has {metadata.num_messages_in_batch} messages"
@@ -81,9 +89,12 @@ def rows_to_store(
     return rows_of(entry, metadata, max_bytes)
 
 
-def batches_of(rows: EntryRows, session: ProducerSession, last: int, deliver_at: int = 0) -> Iterator[Batch]:
+def batches_of(
+    rows: EntryRows, session: ProducerSession, last: int, deliver_at: int = 0, schema_version: bytes = b""
+) -> Iterator[Batch]:
     """Yield the batches that store these rows, in order. `last` is the highest sequence ID that the session has sent,
-    or that the topic had before. `deliver_at` is the time at which they are to be delivered; 0 for now.
+    or that the topic had before. `deliver_at` is the time at which they are to be delivered; 0 for now. The rows keep
+    `schema_version`, unless it is empty.
 
     Rows with an ID up to `last` come first, in batches of their own: the topic calls them DUP, or UNKNOWN. A row whose
     ID is not above those of all earlier rows of the entry is omitted: at the end of the entry the topic has that ID.
@@ -92,7 +103,9 @@ def batches_of(rows: EntryRows, session: ProducerSession, last: int, deliver_at:
     before = np.concatenate(([NO_SEQUENCE_ID], np.maximum.accumulate(ids)[:-1]))
     rising = np.flatnonzero(ids > before)
     is_old = ids[rising] <= last
-    whole = _columns(rows, session, deliver_at)
+    more = [(DELIVER_AT.encode(), b"%d" % deliver_at)] if deliver_at else []
+    more += [(SCHEMA_VERSION_OF.encode(), schema_version.hex().encode())] if schema_version else []
+    whole = _columns(rows, session, more)
     for some, link in ((rising[is_old], NO_SEQUENCE_ID), (rising[~is_old], last)):
         for part in _parts(rows, some):
             batch = whole if len(part) == len(rows) else whole.take(part)
@@ -124,9 +137,9 @@ def _property_bytes(rows: EntryRows) -> Int64s:
     return np.diff(names) + np.diff(values)
 
 
-def _columns(rows: EntryRows, session: ProducerSession, deliver_at: int) -> Batch:
+def _columns(rows: EntryRows, session: ProducerSession, more: list[tuple[bytes, bytes]]) -> Batch:
     keys = _keys(rows)
-    offsets, names, values = _properties(rows, deliver_at)
+    offsets, names, values = _properties(rows, more)
     return single_producer(
         session.name,
         session.epoch,
@@ -160,10 +173,10 @@ def _key(rows: EntryRows, k: int) -> bytes:
         raise error("MALFORMED_MESSAGE", f"the key of row {k} is not base64, as its entry says") from e
 
 
-def _properties(rows: EntryRows, deliver_at: int) -> tuple[Int32s, Binary, Binary]:
+def _properties(rows: EntryRows, more: list[tuple[bytes, bytes]]) -> tuple[Int32s, Binary, Binary]:
     own = rows.properties
     has_ordering_key = (rows.flags & HAS_ORDERING_KEY) != 0
-    if not deliver_at and not has_ordering_key.any():
+    if not more and not has_ordering_key.any():
         if not int(own.offsets[-1]):
             return NO_INT32S, Binary(), Binary()
         names, values = (Binary(_offsets(column), bytes(column.data)) for column in (own.names, own.values))
@@ -172,10 +185,9 @@ def _properties(rows: EntryRows, deliver_at: int) -> tuple[Int32s, Binary, Binar
     offsets = [0]
     for k in range(len(rows)):
         pairs += rows.row(k).properties
+        pairs += more
         if has_ordering_key[k]:
             pairs.append((ORDERING_KEY.encode(), base64.b64encode(rows.ordering_keys.value(k))))
-        if deliver_at:
-            pairs.append((DELIVER_AT.encode(), b"%d" % deliver_at))
         offsets.append(len(pairs))
     names, values = Binary.of_all([name for name, _ in pairs]), Binary.of_all([value for _, value in pairs])
     return np.array(offsets, np.int32), names, values

@@ -26,7 +26,7 @@ from broker_sidecar.door.broker_pass import BrokerPass, BrokersToPass
 from broker_sidecar.door.consumer_commands import COMMANDS, Consumers
 from broker_sidecar.door.entry_batches import ProducerSession
 from broker_sidecar.door.pulsar_codes import code_of, ending_code_of, told
-from broker_sidecar.door.schemas import layout_for, version_of
+from broker_sidecar.door.schemas import SchemaRegistry, answer_about, layout_for, version_in
 from broker_sidecar.door.stock_consumer import Client
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
 from broker_sidecar.door.topic_lookup import TopicLookup
@@ -54,7 +54,6 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandConnected,
     CommandError,
     CommandGetOrCreateSchema,
-    CommandGetOrCreateSchemaResponse,
     CommandGetSchemaResponse,
     CommandLookupTopic,
     CommandPartitionedTopicMetadata,
@@ -222,6 +221,7 @@ class PulsarConnection:
         lookup: TopicLookup,
         brokers: BrokersToPass | None,
         consumers_of: Callable[[Client], Consumers] | None,
+        registry: SchemaRegistry | None,
     ) -> None:
         """`find_caller` sets the caller of the present task, or raises why it is unknown. Commands of consumers pass to
         `brokers`, or are served by `consumers_of`. If both are None, only producers are served.
@@ -237,6 +237,7 @@ class PulsarConnection:
         self._names = names
         self._find_caller = find_caller
         self._log_limit = log_limit
+        self._registry = registry
         self._large_frames = large_frames
         self._lookup = lookup
         self._brokers = brokers
@@ -326,7 +327,8 @@ class PulsarConnection:
         self._permissions.check_call("/seqdedupe.v1.PublishService/Open", b"")
         streams = self._streams
         share = Share(streams.reading, streams.shares.of(caller().name))
-        self._passing = BrokerPass(self._brokers, self._topics, self._permissions, self, share, command)
+        registry = self._registry
+        self._passing = BrokerPass(self._brokers, self._topics, self._permissions, self, share, command, registry)
         with suppress(TimeoutError):
             async with asyncio.timeout(ANNOUNCE_SECONDS):
                 return await self._passing.announced()
@@ -450,7 +452,7 @@ class PulsarConnection:
             case "lookupTopic":
                 self.start(self._look_up(command.lookupTopic))
             case "getOrCreateSchema" if self._passing is None or self._producer_of(command.getOrCreateSchema.topic):
-                self._tell_schema(command.getOrCreateSchema)
+                self.start(self._tell_schema(command.getOrCreateSchema))
             case _ if self._passing is not None:
                 await self._spend(frame, stream)
                 stream.moves()
@@ -498,10 +500,6 @@ class PulsarConnection:
                 request_id, error("INVALID_REQUEST", f"the door is for producers, not for {field}", hint=hint)
             )
 
-    @property
-    def _keeps_schemas(self) -> bool:
-        return self._topics.kind.log.is_shared
-
     # -- producers ---------------------------------------------------------------------------------------------
 
     def _start_opening(self, command: CommandProducer, stream: Stream) -> None:
@@ -533,7 +531,7 @@ class PulsarConnection:
                 return
             full = topic_name(command.topic)
             _check(command)  # 1
-            layout = layout_for(command.schema, keeps_schemas=self._keeps_schemas)
+            layout = layout_for(command.schema, self._registry)
             if len(self._producers) + len(self._refused) >= MAX_PRODUCERS:
                 raise error("QUEUE_FULL", f"the connection has {MAX_PRODUCERS} producers: that is the limit")
             name = command.producer_name or self._names.new_name()
@@ -546,7 +544,7 @@ class PulsarConnection:
             for refusal in opened.refusals:
                 raise error(refusal.reason, refusal.message)
             topic = await find(self._topics, full)
-            version = version_of(command.schema, full, topic.log.schema, keeps_schemas=self._keeps_schemas)
+            version = await version_in(topic, command.schema, self._registry)
             self._producers[producer_id] = StockProducer(
                 topic,
                 ProducerSession(name.encode(), opened.epochs[0]),
@@ -579,18 +577,10 @@ class PulsarConnection:
         full = topic_name(topic)
         return next((one for one in self._producers.values() if one.topic.name == full), None)
 
-    def _tell_schema(self, request: CommandGetOrCreateSchema) -> None:
-        """Tell a producer the version of a schema by which it has made a message: its topic's, or none."""
-        answer = CommandGetOrCreateSchemaResponse(request_id=request.request_id)
-        try:
-            full = topic_name(request.topic)
-            if (producer := self._producer_of(full)) is None:
-                raise error("TOPIC_NOT_FOUND", f"this connection has no producer of topic {full}")
-            schema = producer.topic.log.schema
-            answer.schema_version = version_of(request.schema, full, schema, keeps_schemas=self._keeps_schemas)
-        except SeqdedupeError as e:
-            answer.error_code, answer.error_message = ServerError.IncompatibleSchema, told(e)
-        self.say("getOrCreateSchemaResponse", answer)
+    async def _tell_schema(self, request: CommandGetOrCreateSchema) -> None:
+        producer = self._producer_of(request.topic)
+        topic = producer.topic if producer is not None else None
+        self.say("getOrCreateSchemaResponse", await answer_about(request, topic, self._registry))
 
     def _tell_to_wait(self, command: CommandProducer, name: str) -> None:
         """Tell the client that the answer comes when the producer's turn comes. It then sets no limit to that."""

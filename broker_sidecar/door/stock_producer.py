@@ -10,7 +10,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from broker_sidecar.door.entry_batches import ProducerSession, batches_of, decoded_bytes, is_large, rows_to_store
+from broker_sidecar.door.entry_batches import (
+    ProducerSession,
+    batches_of,
+    decoded_bytes,
+    is_followed,
+    is_large,
+    rows_to_store,
+)
 from broker_sidecar.rpc import refusals
 from broker_sidecar.services.publish_service import FRAME_BYTES
 from broker_sidecar.streams import Stream, unasked
@@ -58,6 +65,8 @@ class PendingEntry:
     message_id: MessageId = UNKNOWN_ID
     """The ID of the entry. It is unknown if consumers see its messages by IDs that do not follow from it."""
     refused: SeqdedupeError | None = None
+    is_silent: bool = False
+    """No answer is given: that for a later entry ends the producer."""
 
 
 class StockProducer:
@@ -97,6 +106,8 @@ class StockProducer:
         self._schema_version = schema_version
         self._schema = topic.log.schema
         self._has_refused = False
+        self._chunk_refused: SeqdedupeError | None = None
+        """Why a message is refused of which further chunks are to come."""
         self._pending: deque[PendingEntry] = deque()
         self._number = 0
         self._settled = asyncio.Event()
@@ -119,7 +130,7 @@ class StockProducer:
         await share.wait_for(ENTRY_BYTES + size)
         if self.is_closed:
             return
-        if self._schema_version and self.topic.log.schema != self._schema:
+        if self._schema_version and self._schema is not None and self.topic.log.schema != self._schema:
             self.fail(error("LOG_REFUSED", f"topic {self.topic.name} has got another schema"))
             return
         pending = PendingEntry(command.sequence_id, command.highest_sequence_id)
@@ -133,12 +144,20 @@ class StockProducer:
 
     async def _take(self, pending: PendingEntry, entry: WireEntry, metadata: MessageMetadata) -> None:
         try:
+            if self._chunk_refused is not None and not is_followed(metadata):
+                raise self._chunk_refused
             if is_large(entry, metadata):
                 pending.rows, batches = await asyncio.to_thread(self._batches, entry, metadata)
             else:
                 pending.rows, batches = self._batches(entry, metadata)  # 1
         except SeqdedupeError as e:
-            pending.refused, batches = without_traceback(e), []
+            batches = []
+            # Go's client waits for ever if its producer ends before it has sent the last chunk of a message.
+            pending.is_silent = is_followed(metadata) and not self._goes_on
+            if pending.is_silent:
+                self._chunk_refused = without_traceback(e)
+            else:
+                pending.refused = without_traceback(e)
         for batch in batches:
             await self._admit(pending, batch.encode())  # 2, 3
             if self.is_closed:
@@ -152,11 +171,14 @@ class StockProducer:
 
     def _batches(self, entry: WireEntry, metadata: MessageMetadata) -> tuple[int, list[Batch]]:
         """Return the number of rows of an entry, and their batches."""
-        delays = self.topic.log.entry_format == "plain"
-        rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES, self._schema_version, delays=delays)
+        entry_format = self.topic.log.entry_format
+        labels = entry_format == "native"
+        version = None if labels else self._schema_version
+        rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES, version, delays=entry_format in ("plain", "native"))
         if not len(rows):
             return 0, []
-        return len(rows), list(batches_of(rows, self.session, self._last, metadata.deliver_at_time))
+        kept = metadata.schema_version if labels else b""
+        return len(rows), list(batches_of(rows, self.session, self._last, metadata.deliver_at_time, kept))
 
     async def _admit(self, pending: PendingEntry, batch: bytes) -> None:
         size = FRAME_BYTES + len(batch)
@@ -237,8 +259,10 @@ class StockProducer:
             if oldest.frames or not oldest.is_admitted:
                 return
             self._stream.share.give_back(ENTRY_BYTES)
-            counted["receipts"] += oldest.refused is None
-            self._answer(self._pending.popleft())
+            self._pending.popleft()
+            if not oldest.is_silent:
+                counted["receipts"] += oldest.refused is None
+                self._answer(oldest)
         self._settled.set()
 
     async def settle(self) -> None:

@@ -11,6 +11,7 @@ import base64
 import binascii
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -21,16 +22,21 @@ from seqdedupe.entry_properties import (
     ADDRESS,
     BATCH,
     CONTROL,
+    DELIVER_AT,
     ENTRY,
     FORMAT,
     KIND,
     MARKER,
     MODE,
+    ORDERING_KEY,
     PARTITIONS,
+    SCHEMA_VERSION_OF,
     TOKEN,
     EntryOwner,
     EntryPlace,
+    deliver_at,
 )
+from seqdedupe.entry_properties import schema_version as version_of
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
 from seqdedupe.limits import NO_SEQUENCE_ID
@@ -58,9 +64,16 @@ from seqdedupe.pulsar_wire.batches import (
     range_of,
     rows_of,
 )
-from seqdedupe.pulsar_wire.frames import WireEntry, stamped
+from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of, stamped
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
-from seqdedupe.pulsar_wire.rows import COMPACTED_OUT, HAS_KEY, HAS_SEQUENCE_ID, KEY_IS_BASE64, NULL_VALUE
+from seqdedupe.pulsar_wire.rows import (
+    COMPACTED_OUT,
+    HAS_KEY,
+    HAS_ORDERING_KEY,
+    HAS_SEQUENCE_ID,
+    KEY_IS_BASE64,
+    NULL_VALUE,
+)
 
 NATIVE_VERSION = 1
 """The version of our field."""
@@ -79,7 +92,8 @@ _OF_MARKER = struct.Struct(f"<{TOKEN_BYTES}sIB")
 _METADATA_BYTES = 1024
 """More than an entry's metadata take without keys: two names of at most 255 bytes, numbers, our field."""
 _NO_LIMIT = 2**40
-_OF_ROWS = HAS_KEY | KEY_IS_BASE64 | NULL_VALUE | HAS_SEQUENCE_ID
+_OF_ROWS = HAS_KEY | KEY_IS_BASE64 | HAS_ORDERING_KEY | NULL_VALUE | HAS_SEQUENCE_ID
+_DELIVER_AT, _ORDERING_KEY, _SCHEMA_VERSION = DELIVER_AT.encode(), ORDERING_KEY.encode(), SCHEMA_VERSION_OF.encode()
 _KINDS = {_BATCH: BATCH, _CONTROL: CONTROL, _MARKER: MARKER}
 _NOT_SHOWN = NULL_VALUE | COMPACTED_OUT
 
@@ -96,8 +110,11 @@ def native_parts(part: EncodedBatch, limit_bytes: int) -> Iterator[EncodedBatch]
 
 
 def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
-    """Yield the longest ranges of rows that have one producer."""
+    """Yield the longest ranges of rows that have one producer, one delivery time and one schema version."""
     changes = np.flatnonzero(np.diff(batch.producer_indexes)) + 1 if len(batch.producer_indexes) else NO_INT64S
+    if _has_entry_fields(batch):
+        fields = [_entry_fields(pairs) for pairs in _pairs(batch)]
+        changes = np.union1d(changes, [k for k in range(1, len(fields)) if fields[k] != fields[k - 1]])
     borders = [0, *changes.tolist(), len(batch)]
     yield from pairwise(borders)
 
@@ -121,8 +138,8 @@ def _parts(whole: Batch, first: int, stop: int, limit_bytes: int) -> Iterator[En
 
 
 def _most_key_bytes(rows: EntryRows) -> int:
-    """Return the most bytes of a key that stands on the entry too."""
-    return int(np.diff(rows.keys.offsets).max(initial=0))
+    """Return the most bytes of the keys that stand on the entry too."""
+    return sum(int(np.diff(column.offsets).max(initial=0)) for column in (rows.keys, rows.ordering_keys))
 
 
 def wire_entry(
@@ -155,7 +172,36 @@ def wire_entry(
         more = _OF_MARKER.pack(bytes.fromhex(properties[TOKEN]), int(properties[PARTITIONS]), len(mode))
         field = _head(_MARKER, place) + more + mode + properties[ADDRESS].encode()
         name, rows = producer_name.encode(), _no_message(kind, sequence_id)
-    return stamped(batch_of(rows, name, message.event_time_ms, compression, schema_version), field)
+    time_ms = 0
+    if kind == BATCH and _has_entry_fields(batch):
+        time_ms, version = _entry_fields(_pairs(batch)[0])
+        schema_version = version or schema_version
+    entry = batch_of(rows, name, message.event_time_ms, compression, schema_version)
+    if time_ms:
+        metadata = metadata_of(entry)
+        metadata.deliver_at_time = time_ms
+        entry = entry._replace(metadata=metadata.SerializeToString())
+    return stamped(entry, field)
+
+
+def _pairs(batch: Batch) -> list[list[tuple[bytes, bytes]]]:
+    """Return the properties of each row."""
+    offsets = batch.property_offsets.tolist() if len(batch.property_offsets) else [0] * (len(batch) + 1)
+    names, values = batch.property_names.rows(offsets[-1]), batch.property_values.rows(offsets[-1])
+    pairs = [(name or b"", value or b"") for name, value in zip(names, values, strict=True)]
+    return [pairs[first:stop] for first, stop in pairwise(offsets)]
+
+
+def _has_entry_fields(batch: Batch) -> bool:
+    """Return whether an entry of these rows may have a delivery time or a schema version."""
+    names = batch.property_names.data
+    return _DELIVER_AT in names or _SCHEMA_VERSION in names
+
+
+def _entry_fields(pairs: list[tuple[bytes, bytes]]) -> tuple[int, bytes]:
+    """Return the delivery time and the schema version of a message with these properties; 0 and empty for none."""
+    time_ms, version = (dict(pairs).get(name, b"").decode(errors="replace") for name in (_DELIVER_AT, _SCHEMA_VERSION))
+    return deliver_at(time_ms), version_of(version)
 
 
 def _head(kind: int, place: EntryPlace) -> bytes:
@@ -187,16 +233,39 @@ def _rows_of_batch(batch: Batch) -> EntryRows:
         flags |= np.array([flag for _, flag in told], np.int64)
         keys = Values.of([key for key, _ in told])
     offsets = batch.property_offsets if len(batch.property_offsets) else np.zeros(rows + 1, np.int32)
+    properties = Properties(offsets.astype(np.int64), _values(batch.property_names), _values(batch.property_values))
+    ordering_keys = Values(np.zeros(rows + 1, np.int64), b"")
+    if _ORDERING_KEY in batch.property_names.data:
+        each = [_split(pairs) for pairs in _pairs(batch)]
+        flags |= np.array([HAS_ORDERING_KEY if key else 0 for _, key in each], np.int64)
+        ordering_keys, properties = Values.of([key for _, key in each]), _properties_of([pairs for pairs, _ in each])
     return EntryRows(
         # Copies: kernels take no read-only columns of numbers.
         batch.sequence_ids.copy(),
         batch.event_times_ms.copy() if len(batch.event_times_ms) else np.zeros(rows, np.int64),
         flags,
         keys,
-        Values(np.zeros(rows + 1, np.int64), b""),
-        Properties(offsets.astype(np.int64), _values(batch.property_names), _values(batch.property_values)),
+        ordering_keys,
+        properties,
         payloads,
     )
+
+
+def _split(pairs: list[tuple[bytes, bytes]]) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Return a message's properties without its ordering key, and the key; it is empty if there is none."""
+    if pairs and pairs[-1][0] == _ORDERING_KEY:
+        with suppress(binascii.Error):
+            key = base64.b64decode(pairs[-1][1], validate=True)
+            # A reader makes the property again.
+            if key and base64.b64encode(key) == pairs[-1][1]:
+                return pairs[:-1], key
+    return pairs, b""
+
+
+def _properties_of(rows: list[list[tuple[bytes, bytes]]]) -> Properties:
+    offsets = np.concatenate(([0], np.cumsum([len(pairs) for pairs in rows]))).astype(np.int64)
+    pairs = [pair for row in rows for pair in row]
+    return Properties(offsets, Values.of([name for name, _ in pairs]), Values.of([value for _, value in pairs]))
 
 
 def _told_key(key: bytes | None) -> tuple[bytes, int]:
@@ -306,9 +375,19 @@ def _batch_of_rows(rows: EntryRows, name: bytes, epoch: int, link: int, complete
     if (rows.flags & ~_OF_ROWS).any():
         raise damaged(f"a message of {name!r} has what no sidecar writes")
     offsets, names, values = NO_INT32S, Binary(), Binary()
-    if int(rows.properties.offsets[-1]):
-        offsets = rows.properties.offsets.astype(np.int32)
-        names, values = _binary(rows.properties.names), _binary(rows.properties.values)
+    properties = rows.properties
+    has_ordering_key = (rows.flags & HAS_ORDERING_KEY) != 0
+    if has_ordering_key.any():
+        properties = _properties_of(
+            [
+                [*rows.row(k).properties]
+                + ([(_ORDERING_KEY, base64.b64encode(rows.ordering_keys.value(k)))] if has_ordering_key[k] else [])
+                for k in range(len(rows))
+            ]
+        )
+    if int(properties.offsets[-1]):
+        offsets = properties.offsets.astype(np.int32)
+        names, values = _binary(properties.names), _binary(properties.values)
     return single_producer(
         name,
         epoch,

@@ -12,7 +12,7 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe import batch as batches
-from seqdedupe.entry_properties import DELIVER_AT, EntryOwner
+from seqdedupe.entry_properties import DELIVER_AT, EntryOwner, deliver_at
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
 from seqdedupe.log.pulsar.content import FoundEntry
@@ -163,7 +163,6 @@ SEND_TIMEOUT_SECONDS = 30.0
 BUSY_ENTRIES = 64
 BUSY_PAUSE_SECONDS = 0.001
 """With BUSY_ENTRIES in flight, answers are taken at this interval; otherwise each one wakes the event loop."""
-_MOST_DIGITS = 19
 COUNTER_BITS = 32
 """The counter bits of a sequence ID. An opening that exceeds them continues with the IDs of the next opening number.
 That number belongs to a time one second later, and by then long past."""
@@ -463,8 +462,8 @@ def built(message: PulsarMessage, sequence_id: int) -> Any:
         builder.partition_key(message.key)
     if message.event_time_ms:
         builder.event_timestamp(message.event_time_ms)
-    if (deliver_at := message.properties.get(DELIVER_AT, "")).isdecimal() and len(deliver_at) < _MOST_DIGITS:
-        builder.deliver_at(int(deliver_at))
+    if time_ms := deliver_at(message.properties.get(DELIVER_AT, "")):
+        builder.deliver_at(time_ms)
     builder.sequence_id(sequence_id)
     return builder.build()
 

@@ -136,6 +136,16 @@ def test_access_modes(connect: Callable[..., Wire], wire: Wire, topic: str) -> N
     assert error_of(wire.produce(topic, "other", 2))[0] == ServerError.ProducerFenced
 
 
+def test_a_topic_has_three_names(wire: Wire, client: Client, topic: str) -> None:
+    local = topic.rpartition("/")[2]
+    for number, name in enumerate((local, f"public/default/{local}", f"persistent://public/default/{local}")):
+        assert not wire.partitions(name).partitionMetadataResponse.HasField("error")
+        assert wire.produce(name, f"p{number}", number + 1).type == BaseCommand.PRODUCER_SUCCESS
+        wire.send(0, single(0, calls.payload_of(f"p{number}", 0)), producer_id=number + 1)
+        assert ids_of(wire.receipts(1)) == [0]
+    assert len(client.rows(topic)) == 3
+
+
 def wait_for_turn(wire: Wire, topic: str, name: str, producer_id: int = 1) -> int:
     """Ask for a producer that has to wait. Returns the ID of the request that is answered later."""
     told = wire.produce(topic, name, producer_id, producer_access_mode=WaitForExclusive).producer_success
@@ -339,7 +349,7 @@ def test_a_grpc_client_that_takes_the_name_ends_it_for_good(wire: Wire, client: 
 
 def refused_entry(sequence_id: int) -> dict[str, WireEntry]:
     return {
-        "chunk": single(sequence_id, b"c", uuid=b"u", chunk_id=0, num_chunks_from_msg=2, total_chunk_msg_size=2),
+        "chunk": single(sequence_id, b"c", uuid=b"u", chunk_id=1, num_chunks_from_msg=2, total_chunk_msg_size=2),
         "encrypted": single(sequence_id, b"c", encryption_keys=[EncryptionKeys(key=b"k", value=b"v")]),
         "later": single(sequence_id, b"c", deliver_at_time=2**50),
         "transaction": single(sequence_id, b"c", txnid_most_bits=1, txnid_least_bits=1),
@@ -372,6 +382,25 @@ def test_one_entry_that_is_refused(
     assert (answer.send_error.sequence_id, answer.send_error.error) == expected
     assert wire.receipts(1) == [(5, 1)]
     assert [i for _, i in client.rows(topic)] == [0, 5]
+
+
+@pytest.mark.parametrize("last", ["chunk", "message"])
+def test_gos_client_hears_of_a_refused_chunk_after_the_last_one(
+    connect: Callable[..., Wire], client: Client, topic: str, last: str
+) -> None:
+    """The client's user would wait for ever if the producer ended before."""
+    wire = connect(GO)
+    wire.produce(topic)
+    wire.send(0, single(0))
+    for number in (0, 1):
+        wire.send(1, single(1, uuid=b"u", chunk_id=number, num_chunks_from_msg=3, total_chunk_msg_size=9))
+    assert wire.receipts(1) == [(0, 0)]
+    # An answer to the chunks would come before the answer to this request.
+    assert wire.partitions(topic).type == BaseCommand.PARTITIONED_METADATA_RESPONSE
+    end = single(1, uuid=b"u", chunk_id=2, num_chunks_from_msg=3, total_chunk_msg_size=9)
+    wire.send(1 if last == "chunk" else 2, end if last == "chunk" else single(2))
+    assert wire.next().close_producer.producer_id == 1
+    assert [i for _, i in client.rows(topic)] == [0]
 
 
 def test_a_topic_that_takes_nothing_now(connect: Callable[..., Wire], client: Client, topic: str) -> None:

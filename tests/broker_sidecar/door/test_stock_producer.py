@@ -97,6 +97,7 @@ def connection_of(writer: Any) -> PulsarConnection:
         lookup=nothing,
         brokers=None,
         consumers_of=None,
+        registry=None,
         find_caller=nothing,
         log_limit=None,
         large_frames=asyncio.Semaphore(),

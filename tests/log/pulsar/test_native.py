@@ -97,6 +97,51 @@ def test_what_a_stock_consumer_sees() -> None:
     assert metadata_of(second).producer_name == b"other"
 
 
+def check_comes_back(sent: Batch) -> None:
+    messages = messages_of([sent])
+    read = [back(message) for message in messages]
+    assert [entry.message for entry in read] == messages
+    found = collected(entry._replace(message_id=MessageId(5, k)) for k, entry in enumerate(read))
+    assert all_rows(batches_in(found)) == all_rows([sent])
+
+
+def test_an_ordering_key_is_one() -> None:
+    """The door keeps it as the last property. Nothing else is taken for one, so that what was sent comes back."""
+    key = {"pulsar.ordering_key": "bzE="}
+    properties: list[dict[str, str] | None] = [
+        {"a": "1"} | key,
+        key,
+        key | {"a": "1"},
+        {"pulsar.ordering_key": "no base64"},
+        {"pulsar.ordering_key": ""},
+        None,
+    ]
+    sent = batch([("p", i) for i in range(len(properties))], row_properties=properties)
+    messages = native(1, 1, 0, sent)
+    check_comes_back(sent)
+    entry = wire_entry(messages[0], OURS, 77)
+    rows = rows_of(entry, metadata_of(entry), MAX_BYTES)
+    assert [rows.row(k).ordering_key for k in range(6)] == [b"o1", b"o1", None, None, None, None]
+    assert [len(rows.row(k).properties) for k in range(6)] == [1, 0, 2, 1, 1, 0]
+    alone = wire_entry(native(1, 1, 0, batch([("p", 0)], row_properties=[key]))[0], OURS, 77)
+    assert metadata_of(alone).ordering_key == b"o1"
+
+
+def test_messages_of_an_entry_have_one_delivery_time() -> None:
+    times = [None, "70", "70", "80", None, "no time", "9" * 19, "-1"]
+    properties = [None if time is None else {"pulsar.deliver_at_time": time} for time in times]
+    sent = batch([("p", i) for i in range(len(times))], row_properties=properties)
+    messages = native(1, 1, 0, sent)
+    entries_sent = [metadata_of(wire_entry(message, OURS, 77)) for message in messages]
+    assert [(one.num_messages_in_batch, one.deliver_at_time) for one in entries_sent] == [
+        (1, 0),
+        (2, 70),
+        (1, 80),
+        (4, 0),
+    ]
+    check_comes_back(sent)
+
+
 @pytest.mark.parametrize("message", [marker(3), control(3, 1, 0)], ids=[MARKER, CONTROL])
 def test_what_has_no_messages_is_hidden_from_java_and_says_so_to_others(message: PulsarMessage) -> None:
     entry = wire_entry(message, OURS, 77)
