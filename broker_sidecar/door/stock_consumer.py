@@ -324,6 +324,9 @@ class StockConsumer:
                 self._acknowledged.add_all_below(index + 1)
             else:
                 self._acknowledged.add(index, index + 1)
+        if self._acknowledged.has_reached_forgotten():
+            # The client does not acknowledge it again unless it comes again.
+            self.begin_again(None)
         if self._acknowledged.next_index > self._cursor_index:
             self._has_acks.set()
 

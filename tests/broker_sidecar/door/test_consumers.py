@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from broker_sidecar.door.subscriptions import MAX_RANGES
 from seqdedupe.client.blocking import Client
+from seqdedupe.pulsar_wire.frames import command_frame, command_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     BaseCommand,
     CommandGetLastMessageId,
@@ -299,6 +301,21 @@ def test_a_kill_repeats_only_what_the_cursor_has_not_passed(tmp_path: Path) -> N
         sidecar.start()
         assert cursor_index(sidecar, "t") == 52
         wire.close()
+
+
+def test_acknowledgements_that_were_forgotten(wire: Wire, shared: Sidecar, topic: str) -> None:
+    """Their messages come again when the cursor reaches them. The control: the cursor stayed there for ever."""
+    count = 2 * MAX_RANGES + 100
+    publish(wire, topic, count)
+    incarnation = incarnation_of(wire, topic)
+    wire.subscribe(topic)
+    wire.messages(count)
+    wire.acknowledge(incarnation, *range(1, count, 2))
+    wire.acknowledge(incarnation, *range(0, count, 2))
+    again = wire.messages(50)
+    assert again == list(range(2 * MAX_RANGES + 1, count, 2))
+    wire.acknowledge(incarnation, *again)
+    wait_for_cursor(shared, topic, count - 1)
 
 
 # -- several consumers ------------------------------------------------------------------------------------------------
