@@ -247,7 +247,7 @@ class PulsarConnection:
         self._requests: set[asyncio.Task[None]] = set()
         self._has_heard = asyncio.Event()
         """Set whenever bytes have come."""
-        self._is_silent = self._is_reading = False
+        self._is_silent = self._is_reading = self._is_draining = False
 
     # -- the life of a connection ------------------------------------------------------------------------------
 
@@ -267,6 +267,7 @@ class PulsarConnection:
                         client = Client(
                             context,
                             self._writer,
+                            asyncio.Lock(),
                             self._say,
                             self._say_error,
                             _code_of,
@@ -324,10 +325,10 @@ class PulsarConnection:
                     turn_ends = time.monotonic() + TURN_SECONDS
                 while len(self._requests) >= MAX_REQUESTS:
                     await asyncio.wait(self._requests, return_when=asyncio.FIRST_COMPLETED)
-                if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-                    stream.writing_since = time.monotonic()
+                if self._unread_bytes() > MAX_UNREAD_BYTES:
+                    stream.writing_since, self._is_draining = time.monotonic(), True
                     await self._writer.drain()
-                    stream.writing_since = None
+                    stream.writing_since, self._is_draining = None, False
         finally:
             keeping.cancel()
 
@@ -362,16 +363,21 @@ class PulsarConnection:
         """End the connection of a client that is gone.
 
         A client from which nothing is read, because there is no room, is asked too: any command shows it that the door
-        is there.
+        is there. It is gone if it reads nothing either.
         """
         while True:
             self._is_silent = True
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             if self._is_silent:
                 self._ask()
+                unread_bytes = self._unread_bytes()
                 await asyncio.sleep(KEEP_ALIVE_SECONDS)
-                if self._is_silent and self._is_reading:
+                reads_nothing = self._is_draining and self._unread_bytes() >= unread_bytes
+                if self._is_silent and (self._is_reading or reads_nothing):
                     self.abort()
+
+    def _unread_bytes(self) -> int:
+        return self._writer.transport.get_write_buffer_size()
 
     def _ask(self) -> None:
         self._say("ping", CommandPing())
@@ -429,6 +435,7 @@ class PulsarConnection:
                 )
                 self._say("getSchemaResponse", answer)
             case field if self._consumers is not None and field in COMMANDS:
+                stream.moves()
                 self._consumers.take(field, getattr(command, field))
             case field:
                 self._refuse(command, field)

@@ -19,7 +19,7 @@ from broker_sidecar.security.audit import Trail
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import caller
 from broker_sidecar.services.read_service import LEAST_PAGE_BYTES, Cursors, next_page_bytes
-from broker_sidecar.streams import Stream, Streams, unasked
+from broker_sidecar.streams import UNREAD_SECONDS, Stream, Streams, unasked
 from seqdedupe import wire
 from seqdedupe.batch import decode
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
@@ -71,6 +71,8 @@ class Client(NamedTuple):
     context: Any
     """The connection, as a gRPC call."""
     writer: asyncio.StreamWriter
+    writing: asyncio.Lock
+    """Consumers of a connection write in turns. Otherwise what a client does not read grows with each of them."""
     say: Callable[[str, Message], None]
     """Sends a command."""
     say_error: Callable[[int, SeqdedupeError], None]
@@ -508,12 +510,20 @@ class StockConsumer:
     async def _write(self, parts: Sequence[Any], stream: Stream) -> None:
         """Send bytes. Return when the client has room for more. Raises OSError at the end of the connection."""
         writer = self._client.writer
-        if writer.transport.is_closing():
-            raise ConnectionResetError
-        stream.writing_since = time.monotonic()
-        writer.write(b"".join(parts))
-        await writer.drain()
-        stream.writing_since, stream.moved_at = None, time.monotonic()
+        async with self._client.writing:
+            stream.writing_since = began_at = time.monotonic()
+            try:
+                await writer.drain()
+                if writer.transport.is_closing():
+                    raise ConnectionResetError
+                writer.write(b"".join(parts))
+                await writer.drain()
+            except asyncio.CancelledError:
+                if stream.ended_because is not None and time.monotonic() >= began_at + UNREAD_SECONDS:
+                    # Its memory is wanted, and what was written is released in no other way.
+                    self._client.abort()
+                raise
+            stream.writing_since, stream.moved_at = None, time.monotonic()
         stream.share.has_been_read = True
         await asyncio.sleep(0)
 

@@ -180,6 +180,39 @@ def memory_of(sidecar: Sidecar) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
+def test_a_client_that_reads_nothing_loses_its_connection(tmp_path: Path, open_wire: Connect) -> None:
+    """When others wait for the memory. The control: each consumer wrote a message that nobody read, one after another,
+    also those that came after others had been ended."""
+    with Sidecar(tmp_path, pulsar_listen="127.0.0.1:0") as sidecar:
+        publish(open_wire(door_of(sidecar)), "t", 2, 4 * MEBIBYTE)
+        wire = open_wire(door_of(sidecar))
+        for k in range(12):
+            wire.ask_to_subscribe("t", consumer_id=k, durable=False)
+            wire.flow(2, k)
+        wait_for(lambda: any("client reads nothing" in entry["event"] for entry in sidecar.log))
+        size = 0
+        while data := wire.socket.recv(MEBIBYTE):
+            size += len(data)
+        assert size < 6 * MEBIBYTE
+
+
+def test_too_many_consumers_of_a_connection(tmp_path: Path, open_wire: Connect) -> None:
+    """One that has nothing to do gives way. The control: the connection with all of them did, since it sends nothing
+    but commands of consumers."""
+    with Sidecar(tmp_path, pulsar_listen="127.0.0.1:0", max_streams=8) as sidecar:
+        wire = open_wire(door_of(sidecar))
+        for k in range(3):
+            assert wire.subscribe("t", consumer_id=k, durable=False).type == BaseCommand.SUCCESS
+        answers = []
+
+        def ended_one() -> bool:
+            answers.append(wire.subscribe("t", consumer_id=9, durable=False))
+            return answers[-1].type != BaseCommand.ERROR
+
+        wait_for(ended_one)
+        assert {answers[-1].type, wire.next().type} == {BaseCommand.SUCCESS, BaseCommand.CLOSE_CONSUMER}
+
+
 # -- acknowledgements -------------------------------------------------------------------------------------------------
 
 
