@@ -145,10 +145,12 @@ class StockConsumer:
         self,
         before: "StockConsumer | None",
         begin_at: int | None,
+        on_open: "Callable[[StockConsumer], None]",
         on_end: "Callable[[StockConsumer, SeqdedupeError | None], None]",
     ) -> None:
-        """Serve it, once the consumer `before` is gone. `begin_at` is where a reader begins after a seek. `on_end` is
-        called at the end, with the reason if the client does not know it.
+        """Serve it, once the consumer `before` is gone. `begin_at` is where a reader begins after a seek. `on_open` is
+        called when the client is told that it is there, and `on_end` at the end, with the reason if the client does
+        not know it.
         """
 
         def ended(task: "asyncio.Task[None]") -> None:
@@ -165,12 +167,19 @@ class StockConsumer:
             unasked(self._leave(why))
             on_end(self, why if self._is_open else None)
 
-        self._task = asyncio.ensure_future(self._serve(before, begin_at))
+        if before is not None:
+            # At once: the end of the connection stops the newest consumer, perhaps before its task begins.
+            before.stop()
+        self._task = asyncio.ensure_future(self._serve(before, begin_at, on_open))
         self._task.add_done_callback(ended)
 
-    async def _serve(self, before: "StockConsumer | None", begin_at: int | None) -> None:
+    async def _serve(
+        self,
+        before: "StockConsumer | None",
+        begin_at: int | None,
+        on_open: "Callable[[StockConsumer], None]",
+    ) -> None:
         if before is not None:
-            before.stop()
             await before.gone.wait()
         topic = await self._find_topic()
         streams = self._reach.streams
@@ -183,9 +192,9 @@ class StockConsumer:
                 self.activate()
             if self._is_active.is_set():
                 await self._begin(topic, begin_at)
-                self._opened()
+                self._opened(on_open)
             else:
-                self._opened()
+                self._opened(on_open)
                 await self._is_active.wait()
                 # The topic may have been closed meanwhile.
                 topic = await self._find_topic()
@@ -198,8 +207,9 @@ class StockConsumer:
                 if moving is not None:
                     moving.cancel()
 
-    def _opened(self) -> None:
+    def _opened(self, on_open: "Callable[[StockConsumer], None]") -> None:
         self._is_open = True
+        on_open(self)
         self._client.say("success", CommandSuccess(request_id=self._command.request_id))
         self._say_active()
 
@@ -211,13 +221,15 @@ class StockConsumer:
 
     async def _leave(self, why: BaseException | None) -> None:
         """Move the cursor for the last time, and leave the subscription to others."""
-        has_lost = isinstance(why, SeqdedupeError) and why.reason == "CURSOR_MOVED"
+        if isinstance(why, SeqdedupeError) and why.reason == "CURSOR_MOVED":
+            # A seek that has met this end has not taken place.
+            self.failed = why
         try:
             async with asyncio.timeout(LAST_MOVE_SECONDS):
                 async with self._moving:
                     # What has begun is over.
                     pass
-                if self.is_durable and self.topic is not None and not has_lost:
+                if self.is_durable and self.topic is not None and self.failed is None:
                     await self._move(
                         self.topic, self._acknowledged.next_index if self._sought is None else self._sought
                     )

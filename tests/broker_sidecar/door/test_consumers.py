@@ -424,6 +424,28 @@ def test_a_consumer_of_the_same_id_replaces_the_first(wire: Wire, topic: str) ->
     assert wire.messages(2) == [0, 1]
 
 
+def test_a_connection_that_ends_while_a_consumer_is_replaced(connect: Connect, topic: str) -> None:
+    """All in one step: the second one has not begun. The control: the first one had the subscription for ever."""
+    wire = connect()
+    publish(wire, topic, 1)
+    gone = connect()
+    commands = [
+        CommandSubscribe(
+            topic=topic,
+            subscription="s",
+            consumer_id=1,
+            request_id=k,
+            subType=EXCLUSIVE,
+            initialPosition=CommandSubscribe.Earliest,
+        )
+        for k in range(2)
+    ]
+    gone.socket.sendall(b"".join(command_frame(command_of("subscribe", one)) for one in commands))
+    gone.close()
+    assert wire.subscribe(topic).type == BaseCommand.SUCCESS
+    assert wire.messages(1) == [0]
+
+
 # -- readers ----------------------------------------------------------------------------------------------------------
 
 
@@ -493,6 +515,24 @@ def test_a_consumer_seeks(wire: Wire, topic: str, is_durable: bool) -> None:
         assert wire.messages(len(found)) == found
         wire.flow(1)
         assert wire.is_silent()
+
+
+def test_a_reader_that_has_sought_must_subscribe_twice(tmp_path: Path, open_wire: Connect) -> None:
+    """The control: it began where the client had begun, and omitted what it had sought."""
+    with Sidecar(tmp_path, pulsar_listen="127.0.0.1:0", max_streams=4) as sidecar:
+        wire = open_wire(door_of(sidecar))
+        publish(wire, "t", 3)
+        last = MessageIdData(ledgerId=2**63 - 1, entryId=2**63 - 1)
+        wire.subscribe("t", durable=False, start_message_id=last)
+        wire.tell("seek", CommandSeek(consumer_id=1, request_id=9, message_publish_time=0))
+        assert wire.next().type == BaseCommand.CLOSE_CONSUMER
+        assert wire.next().success.request_id == 9
+        # There is no place, for less than the time after which another stream gives way.
+        assert wire.subscribe("t", "other", 2, durable=False).type == BaseCommand.SUCCESS
+        assert error_of(wire.subscribe("t", durable=False, start_message_id=last))[1].count("TOO_MANY_STREAMS")
+        wire.close_consumer(2)
+        assert wire.subscribe("t", durable=False, start_message_id=last).type == BaseCommand.SUCCESS
+        assert wire.messages(3) == [0, 1, 2]
 
 
 def test_a_subscription_is_removed(wire: Wire, shared: Sidecar, topic: str) -> None:
