@@ -37,6 +37,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandSuccess,
     MessageIdData,
 )
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, find, find_or_create
 from seqdedupe.topic.readers import PAGE_BYTES, Turns, end_index, index_after, read_page
 from seqdedupe.topic.topic import Topic
@@ -447,6 +448,7 @@ class StockConsumer:
     async def _deliver(self, topic: Topic, stream: Stream) -> None:
         last_bytes = least_bytes = 0
         while True:
+            _check_is_open(topic)
             self._has_changed.clear()
             rounds = self._rounds
             self._acknowledged.add_all_below(topic.log.first_index)
@@ -468,6 +470,7 @@ class StockConsumer:
                 if e.reason == "POSITION_TRIMMED" and topic.log.first_index > here:
                     logger.warning("retention has dropped messages of %s that a consumer has not read", topic.name)
                     continue
+                _check_is_open(topic)
                 raise
             last_bytes, least_bytes = len(page.records), 0
             answer = wire.ReadStreamResponse.FromString(bytes(page.records))
@@ -538,6 +541,12 @@ class StockConsumer:
             stream.writing_since, stream.moved_at = None, time.monotonic()
         stream.share.has_been_read = True
         await asyncio.sleep(0)
+
+
+def _check_is_open(topic: Topic) -> None:
+    """Raise DRAINING if the topic is closing. Its log may be gone, and another one may be there by its name."""
+    if topic.state is State.DRAINING:
+        raise error("DRAINING", f"topic {topic.name} is closing")
 
 
 def place_of(topic: Topic, message_id: MessageIdData) -> int:

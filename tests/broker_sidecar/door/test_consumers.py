@@ -288,6 +288,20 @@ def test_acknowledgements_that_are_none(wire: Wire, shared: Sidecar, topic: str)
     assert cursor_index(shared, topic) == -1
 
 
+def test_a_topic_that_is_deleted_while_its_consumer_has_no_permits(wire: Wire, shared: Sidecar, topic: str) -> None:
+    """The control: the consumer read on in the deleted log, and its client was told for good that it is damaged."""
+    publish(wire, topic, 3)
+    wire.subscribe(topic)
+    assert wire.messages(1) == [0]
+    with Client(shared.address) as client:
+        client.admin.delete_topic(topic)
+    publish(wire, topic, 2)
+    wire.flow(1)
+    assert wire.next().type == BaseCommand.CLOSE_CONSUMER
+    assert wire.subscribe(topic).type == BaseCommand.SUCCESS
+    assert wire.messages(2) == [0, 1]
+
+
 def test_who_moves_the_cursor_otherwise_ends_the_consumer(
     wire: Wire, shared: Sidecar, client: calls.Client, topic: str
 ) -> None:

@@ -104,7 +104,7 @@ def test_a_consumer_that_begins_again_meanwhile(monkeypatch: pytest.MonkeyPatch,
 
     command = CommandSubscribe(topic="t", subscription="s", consumer_id=1)
     consumer = stock_consumer.StockConsumer(command, "t", SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
-    topic: Any = SimpleNamespace(log=SimpleNamespace(first_index=0), readable_index=10)
+    topic: Any = SimpleNamespace(log=SimpleNamespace(first_index=0), readable_index=10, state=None)
     consumer.topic = topic
     consumer.give_permits(10)
     consumer._here = 7
