@@ -94,7 +94,11 @@ class Consumers:
             self._client.say_error(command.request_id, e)
             return
         consumer = self._all[consumer_id] = StockConsumer(command, full, self._client, self._reach)
-        consumer.start(before, self._sought.pop(consumer_id, None), self._ended)
+        consumer.start(before, self._sought.get(consumer_id), self._opened, self._ended)
+
+    def _opened(self, consumer: StockConsumer) -> None:
+        # Until here the client may have to subscribe again.
+        self._sought.pop(consumer.consumer_id, None)
 
     def _ended(self, consumer: StockConsumer, why: SeqdedupeError | None) -> None:
         """Forget a consumer when it is gone. If the client does not know that it ends, tell it: it subscribes again."""
@@ -155,6 +159,8 @@ class Consumers:
 
         As at a broker, its consumer ends, and subscribes again: what was sent before cannot come after.
         """
+        # It may have ended while the place was looked for.
+        _there(consumer)
         if not consumer.is_durable:
             self._sought[consumer.consumer_id] = index
         consumer.seek(index)

@@ -256,7 +256,7 @@ class PulsarConnection:
         self._requests: set[asyncio.Task[None]] = set()
         self._has_heard = asyncio.Event()
         """Set whenever bytes have come."""
-        self._is_silent = self._is_reading = False
+        self._is_silent = self._is_reading = self._is_draining = False
 
     @property
     def passing(self) -> int:
@@ -281,7 +281,14 @@ class PulsarConnection:
                     await stream.begin()
                     if self._consumers_of is not None:
                         client = Client(
-                            context, self._writer, self.say, self.say_error, self.start, self.is_alive, self.abort
+                            context,
+                            self._writer,
+                            asyncio.Lock(),
+                            self.say,
+                            self.say_error,
+                            self.start,
+                            self.is_alive,
+                            self.abort,
                         )
                         self._consumers = self._consumers_of(client)
                     await self._serve(frames, stream)
@@ -353,8 +360,10 @@ class PulsarConnection:
                     turn_ends = time.monotonic() + TURN_SECONDS
                 while len(self._requests) >= MAX_REQUESTS:
                     await asyncio.wait(self._requests, return_when=asyncio.FIRST_COMPLETED)
-                if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+                if self._unread_bytes() > MAX_UNREAD_BYTES:
+                    self._is_draining = True
                     await self._drain(stream)
+                    self._is_draining = False
         finally:
             keeping.cancel()
 
@@ -389,16 +398,21 @@ class PulsarConnection:
         """End the connection of a client that is gone.
 
         A client from which nothing is read, because there is no room, is asked too: any command shows it that the door
-        is there.
+        is there. It is gone if it reads nothing either.
         """
         while True:
             self._is_silent = True
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             if self._is_silent:
                 self._ask()
+                unread_bytes = self._unread_bytes()
                 await asyncio.sleep(KEEP_ALIVE_SECONDS)
-                if self._is_silent and self._is_reading:
+                reads_nothing = self._is_draining and self._unread_bytes() >= unread_bytes
+                if self._is_silent and (self._is_reading or reads_nothing):
                     self.abort()
+
+    def _unread_bytes(self) -> int:
+        return self._writer.transport.get_write_buffer_size()
 
     def _ask(self) -> None:
         self.say("ping", CommandPing())
@@ -463,6 +477,7 @@ class PulsarConnection:
                 )
                 self.say("getSchemaResponse", answer)
             case field if self._consumers is not None and field in COMMANDS:
+                stream.moves()
                 self._consumers.take(field, getattr(command, field))
             case field:
                 self._refuse(command, field)

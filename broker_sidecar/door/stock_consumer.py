@@ -19,7 +19,7 @@ from broker_sidecar.security.audit import Trail
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import caller
 from broker_sidecar.services.read_service import LEAST_PAGE_BYTES, Cursors, next_page_bytes
-from broker_sidecar.streams import Stream, Streams, unasked
+from broker_sidecar.streams import UNREAD_SECONDS, Stream, Streams, unasked
 from seqdedupe import wire
 from seqdedupe.batch import decode
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
@@ -37,6 +37,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandSuccess,
     MessageIdData,
 )
+from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, find, find_or_create
 from seqdedupe.topic.readers import PAGE_BYTES, Turns, end_index, index_after, read_page
 from seqdedupe.topic.topic import Topic
@@ -71,6 +72,8 @@ class Client(NamedTuple):
     context: Any
     """The connection, as a gRPC call."""
     writer: asyncio.StreamWriter
+    writing: asyncio.Lock
+    """Consumers of a connection write in turns. Otherwise what a client does not read grows with each of them."""
     say: Callable[[str, Message], None]
     """Sends a command."""
     say_error: Callable[[int, SeqdedupeError], None]
@@ -141,10 +144,12 @@ class StockConsumer:
         self,
         before: "StockConsumer | None",
         begin_at: int | None,
+        on_open: "Callable[[StockConsumer], None]",
         on_end: "Callable[[StockConsumer, SeqdedupeError | None], None]",
     ) -> None:
-        """Serve it, once the consumer `before` is gone. `begin_at` is where a reader begins after a seek. `on_end` is
-        called at the end, with the reason if the client does not know it.
+        """Serve it, once the consumer `before` is gone. `begin_at` is where a reader begins after a seek. `on_open` is
+        called when the client is told that it is there, and `on_end` at the end, with the reason if the client does
+        not know it.
         """
 
         def ended(task: "asyncio.Task[None]") -> None:
@@ -161,12 +166,19 @@ class StockConsumer:
             unasked(self._leave(why))
             on_end(self, why if self._is_open else None)
 
-        self._task = asyncio.ensure_future(self._serve(before, begin_at))
+        if before is not None:
+            # At once: the end of the connection stops the newest consumer, perhaps before its task begins.
+            before.stop()
+        self._task = asyncio.ensure_future(self._serve(before, begin_at, on_open))
         self._task.add_done_callback(ended)
 
-    async def _serve(self, before: "StockConsumer | None", begin_at: int | None) -> None:
+    async def _serve(
+        self,
+        before: "StockConsumer | None",
+        begin_at: int | None,
+        on_open: "Callable[[StockConsumer], None]",
+    ) -> None:
         if before is not None:
-            before.stop()
             await before.gone.wait()
         topic = await self._find_topic()
         streams = self._reach.streams
@@ -179,9 +191,9 @@ class StockConsumer:
                 self.activate()
             if self._is_active.is_set():
                 await self._begin(topic, begin_at)
-                self._opened()
+                self._opened(on_open)
             else:
-                self._opened()
+                self._opened(on_open)
                 await self._is_active.wait()
                 # The topic may have been closed meanwhile.
                 topic = await self._find_topic()
@@ -194,8 +206,9 @@ class StockConsumer:
                 if moving is not None:
                     moving.cancel()
 
-    def _opened(self) -> None:
+    def _opened(self, on_open: "Callable[[StockConsumer], None]") -> None:
         self._is_open = True
+        on_open(self)
         self._client.say("success", CommandSuccess(request_id=self._command.request_id))
         self._say_active()
 
@@ -207,13 +220,15 @@ class StockConsumer:
 
     async def _leave(self, why: BaseException | None) -> None:
         """Move the cursor for the last time, and leave the subscription to others."""
-        has_lost = isinstance(why, SeqdedupeError) and why.reason == "CURSOR_MOVED"
+        if isinstance(why, SeqdedupeError) and why.reason == "CURSOR_MOVED":
+            # A seek that has met this end has not taken place.
+            self.failed = why
         try:
             async with asyncio.timeout(LAST_MOVE_SECONDS):
                 async with self._moving:
                     # What has begun is over.
                     pass
-                if self.is_durable and self.topic is not None and not has_lost:
+                if self.is_durable and self.topic is not None and self.failed is None:
                     await self._move(
                         self.topic, self._acknowledged.next_index if self._sought is None else self._sought
                     )
@@ -322,6 +337,9 @@ class StockConsumer:
                 self._acknowledged.add_all_below(index + 1)
             else:
                 self._acknowledged.add(index, index + 1)
+        if self._acknowledged.has_reached_forgotten():
+            # The client does not acknowledge it again unless it comes again.
+            self.begin_again(None)
         if self._acknowledged.next_index > self._cursor_index:
             self._has_acks.set()
 
@@ -428,6 +446,7 @@ class StockConsumer:
     async def _deliver(self, topic: Topic, stream: Stream) -> None:
         last_bytes = least_bytes = 0
         while True:
+            _check_is_open(topic)
             self._has_changed.clear()
             rounds = self._rounds
             self._acknowledged.add_all_below(topic.log.first_index)
@@ -449,6 +468,7 @@ class StockConsumer:
                 if e.reason == "POSITION_TRIMMED" and topic.log.first_index > here:
                     logger.warning("retention has dropped messages of %s that a consumer has not read", topic.name)
                     continue
+                _check_is_open(topic)
                 raise
             last_bytes, least_bytes = len(page.records), 0
             answer = wire.ReadStreamResponse.FromString(bytes(page.records))
@@ -503,14 +523,28 @@ class StockConsumer:
     async def _write(self, parts: Sequence[Any], stream: Stream) -> None:
         """Send bytes. Return when the client has room for more. Raises OSError at the end of the connection."""
         writer = self._client.writer
-        if writer.transport.is_closing():
-            raise ConnectionResetError
-        stream.writing_since = time.monotonic()
-        writer.write(b"".join(parts))
-        await writer.drain()
-        stream.writing_since, stream.moved_at = None, time.monotonic()
+        async with self._client.writing:
+            stream.writing_since = began_at = time.monotonic()
+            try:
+                await writer.drain()
+                if writer.transport.is_closing():
+                    raise ConnectionResetError
+                writer.write(b"".join(parts))
+                await writer.drain()
+            except asyncio.CancelledError:
+                if stream.ended_because is not None and time.monotonic() >= began_at + UNREAD_SECONDS:
+                    # Its memory is wanted, and what was written is released in no other way.
+                    self._client.abort()
+                raise
+            stream.writing_since, stream.moved_at = None, time.monotonic()
         stream.share.has_been_read = True
         await asyncio.sleep(0)
+
+
+def _check_is_open(topic: Topic) -> None:
+    """Raise DRAINING if the topic is closing. Its log may be gone, and another one may be there by its name."""
+    if topic.state is State.DRAINING:
+        raise error("DRAINING", f"topic {topic.name} is closing")
 
 
 def place_of(topic: Topic, message_id: MessageIdData) -> int:

@@ -14,7 +14,7 @@ from seqdedupe.limits import MAX_INDEX
 
 MAX_RANGES = 1_000
 """The most ranges that a consumer has acknowledged behind holes. Those farthest from the cursor are forgotten first:
-their messages come again, which does no harm."""
+their messages come again when the cursor reaches them, which does no harm."""
 
 
 class Acknowledged:
@@ -26,6 +26,8 @@ class Acknowledged:
         self._begins: list[int] = []
         self._ends: list[int] = []
         """The ranges in order. They do not touch each other, nor `next_index`."""
+        self._forgotten = MAX_INDEX + 1
+        """The first index that was forgotten."""
 
     def add(self, first: int, stop: int) -> None:
         """Acknowledge the indexes from `first` to before `stop`."""
@@ -41,11 +43,20 @@ class Acknowledged:
             self.next_index = self._ends[0]
             del self._begins[0], self._ends[0]
         elif len(self._begins) > MAX_RANGES:
+            self._forgotten = min(self._forgotten, self._begins[-1])
             del self._begins[-1], self._ends[-1]
 
     def add_all_below(self, stop: int) -> None:
         """Acknowledge all indexes below `stop`."""
         self.add(self.next_index, stop)
+
+    def has_reached_forgotten(self) -> bool:
+        """Return whether the messages from `next_index` on must come again, because some were forgotten. Then nothing
+        counts as forgotten any more."""
+        has_reached = self.next_index >= self._forgotten
+        if has_reached:
+            self._forgotten = MAX_INDEX + 1
+        return has_reached
 
     def first_open(self, index: int) -> int:
         """Return the first index at or after this one that is not acknowledged."""

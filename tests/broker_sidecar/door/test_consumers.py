@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from broker_sidecar.door.subscriptions import MAX_RANGES
 from seqdedupe.client.blocking import Client
+from seqdedupe.pulsar_wire.frames import command_frame, command_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     BaseCommand,
     CommandGetLastMessageId,
@@ -178,6 +180,39 @@ def memory_of(sidecar: Sidecar) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
+def test_a_client_that_reads_nothing_loses_its_connection(tmp_path: Path, open_wire: Connect) -> None:
+    """When others wait for the memory. The control: each consumer wrote a message that nobody read, one after another,
+    also those that came after others had been ended."""
+    with Sidecar(tmp_path, pulsar_listen="127.0.0.1:0") as sidecar:
+        publish(open_wire(door_of(sidecar)), "t", 2, 4 * MEBIBYTE)
+        wire = open_wire(door_of(sidecar))
+        for k in range(12):
+            wire.ask_to_subscribe("t", consumer_id=k, durable=False)
+            wire.flow(2, k)
+        wait_for(lambda: any("client reads nothing" in entry["event"] for entry in sidecar.log))
+        size = 0
+        while data := wire.socket.recv(MEBIBYTE):
+            size += len(data)
+        assert size < 6 * MEBIBYTE
+
+
+def test_too_many_consumers_of_a_connection(tmp_path: Path, open_wire: Connect) -> None:
+    """One that has nothing to do gives way. The control: the connection with all of them did, since it sends nothing
+    but commands of consumers."""
+    with Sidecar(tmp_path, pulsar_listen="127.0.0.1:0", max_streams=8) as sidecar:
+        wire = open_wire(door_of(sidecar))
+        for k in range(3):
+            assert wire.subscribe("t", consumer_id=k, durable=False).type == BaseCommand.SUCCESS
+        answers = []
+
+        def ended_one() -> bool:
+            answers.append(wire.subscribe("t", consumer_id=9, durable=False))
+            return answers[-1].type != BaseCommand.ERROR
+
+        wait_for(ended_one)
+        assert {answers[-1].type, wire.next().type} == {BaseCommand.SUCCESS, BaseCommand.CLOSE_CONSUMER}
+
+
 # -- acknowledgements -------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +288,20 @@ def test_acknowledgements_that_are_none(wire: Wire, shared: Sidecar, topic: str)
     assert cursor_index(shared, topic) == -1
 
 
+def test_a_topic_that_is_deleted_while_its_consumer_has_no_permits(wire: Wire, shared: Sidecar, topic: str) -> None:
+    """The control: the consumer read on in the deleted log, and its client was told for good that it is damaged."""
+    publish(wire, topic, 3)
+    wire.subscribe(topic)
+    assert wire.messages(1) == [0]
+    with Client(shared.address) as client:
+        client.admin.delete_topic(topic)
+    publish(wire, topic, 2)
+    wire.flow(1)
+    assert wire.next().type == BaseCommand.CLOSE_CONSUMER
+    assert wire.subscribe(topic).type == BaseCommand.SUCCESS
+    assert wire.messages(2) == [0, 1]
+
+
 def test_who_moves_the_cursor_otherwise_ends_the_consumer(
     wire: Wire, shared: Sidecar, client: calls.Client, topic: str
 ) -> None:
@@ -299,6 +348,21 @@ def test_a_kill_repeats_only_what_the_cursor_has_not_passed(tmp_path: Path) -> N
         sidecar.start()
         assert cursor_index(sidecar, "t") == 52
         wire.close()
+
+
+def test_acknowledgements_that_were_forgotten(wire: Wire, shared: Sidecar, topic: str) -> None:
+    """Their messages come again when the cursor reaches them. The control: the cursor stayed there for ever."""
+    count = 2 * MAX_RANGES + 100
+    publish(wire, topic, count)
+    incarnation = incarnation_of(wire, topic)
+    wire.subscribe(topic)
+    wire.messages(count)
+    wire.acknowledge(incarnation, *range(1, count, 2))
+    wire.acknowledge(incarnation, *range(0, count, 2))
+    again = wire.messages(50)
+    assert again == list(range(2 * MAX_RANGES + 1, count, 2))
+    wire.acknowledge(incarnation, *again)
+    wait_for_cursor(shared, topic, count - 1)
 
 
 # -- several consumers ------------------------------------------------------------------------------------------------
@@ -374,6 +438,28 @@ def test_a_consumer_of_the_same_id_replaces_the_first(wire: Wire, topic: str) ->
     assert wire.messages(2) == [0, 1]
 
 
+def test_a_connection_that_ends_while_a_consumer_is_replaced(connect: Connect, topic: str) -> None:
+    """All in one step: the second one has not begun. The control: the first one had the subscription for ever."""
+    wire = connect()
+    publish(wire, topic, 1)
+    gone = connect()
+    commands = [
+        CommandSubscribe(
+            topic=topic,
+            subscription="s",
+            consumer_id=1,
+            request_id=k,
+            subType=EXCLUSIVE,
+            initialPosition=CommandSubscribe.Earliest,
+        )
+        for k in range(2)
+    ]
+    gone.socket.sendall(b"".join(command_frame(command_of("subscribe", one)) for one in commands))
+    gone.close()
+    assert wire.subscribe(topic).type == BaseCommand.SUCCESS
+    assert wire.messages(1) == [0]
+
+
 # -- readers ----------------------------------------------------------------------------------------------------------
 
 
@@ -443,6 +529,24 @@ def test_a_consumer_seeks(wire: Wire, topic: str, is_durable: bool) -> None:
         assert wire.messages(len(found)) == found
         wire.flow(1)
         assert wire.is_silent()
+
+
+def test_a_reader_that_has_sought_must_subscribe_twice(tmp_path: Path, open_wire: Connect) -> None:
+    """The control: it began where the client had begun, and omitted what it had sought."""
+    with Sidecar(tmp_path, pulsar_listen="127.0.0.1:0", max_streams=4) as sidecar:
+        wire = open_wire(door_of(sidecar))
+        publish(wire, "t", 3)
+        last = MessageIdData(ledgerId=2**63 - 1, entryId=2**63 - 1)
+        wire.subscribe("t", durable=False, start_message_id=last)
+        wire.tell("seek", CommandSeek(consumer_id=1, request_id=9, message_publish_time=0))
+        assert wire.next().type == BaseCommand.CLOSE_CONSUMER
+        assert wire.next().success.request_id == 9
+        # There is no place, for less than the time after which another stream gives way.
+        assert wire.subscribe("t", "other", 2, durable=False).type == BaseCommand.SUCCESS
+        assert error_of(wire.subscribe("t", durable=False, start_message_id=last))[1].count("TOO_MANY_STREAMS")
+        wire.close_consumer(2)
+        assert wire.subscribe("t", durable=False, start_message_id=last).type == BaseCommand.SUCCESS
+        assert wire.messages(3) == [0, 1, 2]
 
 
 def test_a_subscription_is_removed(wire: Wire, shared: Sidecar, topic: str) -> None:

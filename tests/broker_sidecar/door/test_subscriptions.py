@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from broker_sidecar import kernels
-from broker_sidecar.door.subscriptions import MAX_RANGES, Acknowledged
+from broker_sidecar.door.subscriptions import MAX_RANGES, Acknowledged, Subscriptions
+from seqdedupe.errors import error
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -41,6 +42,56 @@ def test_ranges_that_are_too_many_come_again() -> None:
     assert found.first_open(2 * MAX_RANGES + 5) == 2 * MAX_RANGES + 5
     found.add(0, 1)
     assert found.next_index == 2
+    assert not found.has_reached_forgotten()
+    for index in range(2, 2 * MAX_RANGES + 1, 2):
+        found.add(index, index + 1)
+    assert found.next_index == 2 * MAX_RANGES + 1
+    assert found.has_reached_forgotten()
+    # They come again: no reason to send them once more.
+    assert not found.has_reached_forgotten()
+
+
+def test_a_seek_that_has_not_taken_place() -> None:
+    """The control: the client was told that it had."""
+    kernels.prepare()
+    from broker_sidecar.door import stock_consumer
+    from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSubscribe
+
+    command = CommandSubscribe(topic="t", subscription="s", consumer_id=1, durable=True)
+    reach: Any = SimpleNamespace(subscriptions=Subscriptions())
+    consumer = stock_consumer.StockConsumer(command, "t", SimpleNamespace(), reach)  # type: ignore[arg-type]
+    consumer.topic = SimpleNamespace()  # type: ignore[assignment]
+    moved = error("CURSOR_MOVED", "by another process")
+    consumer.seek(3)
+    asyncio.run(consumer._leave(moved))
+    assert consumer.gone.is_set()
+    assert consumer.failed is moved
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_client_that_is_silent_because_it_reads_nothing(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
+    """The control: nothing was read from it, so its connection stayed, and its subscriptions with it."""
+    kernels.prepare()
+    from broker_sidecar.door import pulsar_connection
+
+    monkeypatch.setattr(pulsar_connection, "KEEP_ALIVE_SECONDS", 0.0)
+    unread_bytes, asked, ended = [5], [0], []
+
+    def ask() -> None:
+        asked[0] += 1
+        if asked[0] > 2:
+            raise EOFError
+
+    def unread() -> int:
+        unread_bytes[0] -= reads
+        return unread_bytes[0]
+
+    connection: Any = SimpleNamespace(
+        _is_draining=True, _is_reading=False, _ask=ask, _unread_bytes=unread, abort=lambda: ended.append(True)
+    )
+    with pytest.raises(EOFError):
+        asyncio.run(pulsar_connection.PulsarConnection._keep_alive(connection))
+    assert bool(ended) is not reads
 
 
 @pytest.mark.parametrize("begins_again", ["while it waits for memory", "while it reads"])
@@ -53,7 +104,7 @@ def test_a_consumer_that_begins_again_meanwhile(monkeypatch: pytest.MonkeyPatch,
 
     command = CommandSubscribe(topic="t", subscription="s", consumer_id=1)
     consumer = stock_consumer.StockConsumer(command, "t", SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
-    topic: Any = SimpleNamespace(log=SimpleNamespace(first_index=0), readable_index=10)
+    topic: Any = SimpleNamespace(log=SimpleNamespace(first_index=0), readable_index=10, state=None)
     consumer.topic = topic
     consumer.give_permits(1_000)
     consumer._here = 7
