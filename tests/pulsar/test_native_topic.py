@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,30 @@ async def test_a_stock_consumer_reads_what_was_published(
         assert f"seq={sequence_id}," in str(message._message)
     places = [(message.message_id().entry_id(), message.message_id().batch_index()) for message in found]
     assert places == [(1, 0), (1, 1), (2, 0)]
+
+
+async def test_a_java_consumer_that_acknowledges_one_by_one_has_no_backlog(
+    cluster: Cluster, topic: str, pulsar_home: Path
+) -> None:
+    """Of entries without messages either: hidden ones would stay in it, and its subscription would not move on."""
+    await cluster.create(topic)
+    owner = NativeOwner(cluster.service_url, topic)
+    writer = await owner.open()
+    one, two = batch([("p", 1), ("p", 5)], payloads=[b"one", b"two"]), batch([("q", 1)], payloads=[b"three"])
+    writer.append([control(1, 1, 0), *native(1, 2, 0, one), control(1, 3, 2), *native(1, 4, 2, two)])
+    await owner.until_confirmed(5)
+    await writer.close()
+    command = [str(pulsar_home / "bin" / "pulsar-client"), "--url", cluster.service_url, "consume", topic]
+    options = ["--subscription-name", "java", "--num-messages", "6", "--subscription-position", "Earliest"]
+    consumer = await asyncio.create_subprocess_exec(*command, *options, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(LIMIT_SECONDS):
+        said = (await consumer.communicate())[0].decode()
+    contents = [line.partition("content:")[2] for line in said.splitlines() if "content:" in line]
+    assert [content for content in contents if content in ("one", "two", "three")] == ["one", "two", "three"]
+    assert [said.count(f"seqdedupe.kind={kind}") for kind in ("marker", "control")] == [1, 2]
+    cursor = (await cluster.url.get(topic.replace("://", "/") + "/internalStats"))["cursors"]["java"]
+    last = owner.confirmed[-1]
+    assert cursor["markDeletePosition"] == f"{last.ledger_id}:{last.entry_id}"
 
 
 async def test_another_writer_is_refused_and_a_released_topic_is_free(cluster: Cluster, topic: str) -> None:

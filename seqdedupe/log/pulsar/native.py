@@ -66,14 +66,7 @@ from seqdedupe.pulsar_wire.batches import (
 )
 from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of, stamped
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
-from seqdedupe.pulsar_wire.rows import (
-    COMPACTED_OUT,
-    HAS_KEY,
-    HAS_ORDERING_KEY,
-    HAS_SEQUENCE_ID,
-    KEY_IS_BASE64,
-    NULL_VALUE,
-)
+from seqdedupe.pulsar_wire.rows import HAS_KEY, HAS_ORDERING_KEY, HAS_SEQUENCE_ID, KEY_IS_BASE64, NULL_VALUE
 
 NATIVE_VERSION = 1
 """The version of our field."""
@@ -95,7 +88,6 @@ _NO_LIMIT = 2**40
 _OF_ROWS = HAS_KEY | KEY_IS_BASE64 | HAS_ORDERING_KEY | NULL_VALUE | HAS_SEQUENCE_ID
 _DELIVER_AT, _ORDERING_KEY, _SCHEMA_VERSION = DELIVER_AT.encode(), ORDERING_KEY.encode(), SCHEMA_VERSION_OF.encode()
 _KINDS = {_BATCH: BATCH, _CONTROL: CONTROL, _MARKER: MARKER}
-_NOT_SHOWN = NULL_VALUE | COMPACTED_OUT
 
 
 # -- From batches to entries.
@@ -210,8 +202,9 @@ def _head(kind: int, place: EntryPlace) -> bytes:
 
 
 def _no_message(kind: str, sequence_id: int) -> EntryRows:
-    """Return the row of an entry without messages. Java's client skips it; others see an empty message that says so."""
-    return EntryRows.of([EntryRow(sequence_id, properties=((KIND.encode(), kind.encode()),), flags=_NOT_SHOWN)])
+    """Return the row of an entry without messages: a null value that says so. Consumers see it, and acknowledge it. A
+    hidden one would stay in their backlog."""
+    return EntryRows.of([EntryRow(sequence_id, properties=((KIND.encode(), kind.encode()),), flags=NULL_VALUE)])
 
 
 def _rows_of_batch(batch: Batch) -> EntryRows:
@@ -332,7 +325,7 @@ def _message(entry: WireEntry, metadata: MessageMetadata) -> PulsarMessage:
     if kind == BATCH:
         return _batch_message(entry, metadata, owner, number, index, more)
     rows = rows_of(entry, metadata, MAX_DECODED_BYTES)
-    if len(rows) != 1 or not int(rows.flags[0]) & COMPACTED_OUT:
+    if len(rows) != 1 or not int(rows.flags[0]) & NULL_VALUE:
         raise damaged(f"an entry of the kind {kind} has messages")
     properties = {ENTRY: str(EntryPlace(owner, number, index)), KIND: kind}
     if kind == CONTROL:

@@ -21,7 +21,7 @@ from seqdedupe.pulsar_wire.compression import TYPES
 from seqdedupe.pulsar_wire.connection import StoredEntry, WirePlace
 from seqdedupe.pulsar_wire.frames import SEQDEDUPE_FIELD, WireEntry, entry_frame_bytes, metadata_of, stamped
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
-from seqdedupe.pulsar_wire.rows import COMPACTED_OUT, NULL_VALUE
+from seqdedupe.pulsar_wire.rows import NULL_VALUE
 from tests.batches import batch
 from tests.log.pulsar.test_plain import histories
 from tests.log.pulsar.topics import (
@@ -143,12 +143,12 @@ def test_messages_of_an_entry_have_one_delivery_time() -> None:
 
 
 @pytest.mark.parametrize("message", [marker(3), control(3, 1, 0)], ids=[MARKER, CONTROL])
-def test_what_has_no_messages_is_hidden_from_java_and_says_so_to_others(message: PulsarMessage) -> None:
+def test_what_has_no_messages_says_so_to_consumers(message: PulsarMessage) -> None:
     entry = wire_entry(message, OURS, 77)
     metadata = metadata_of(entry)
     assert (metadata.producer_name, metadata.sequence_id) == (OURS.encode(), 77)
     (row,) = [rows_of(entry, metadata, MAX_BYTES).row(0)]
-    assert row.flags == NULL_VALUE | COMPACTED_OUT
+    assert row.flags == NULL_VALUE
     assert row.properties == ((KIND.encode(), message.properties[KIND].encode()),)
 
 
