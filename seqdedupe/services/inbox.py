@@ -176,7 +176,7 @@ def check_used(engine: Engine, name: str) -> None:
             if connection.execute(select(table.c.inbox).where(table.c.inbox == name).limit(1)).first():
                 return
     what = f"no message has passed an inbox {name!r} in this database"
-    raise error("INVALID_OPTION", what, hint="Is the name mistyped?")
+    raise error("INVALID_OPTION", what, hint="Check the inbox's name.")
 
 
 # -- The decision about a message, from its versions and those applied. It does no I/O.

@@ -295,7 +295,7 @@ def _names(connection: Connection, name: str, indexes: Sequence[int] = ()) -> li
         return [name]
     names = list(itertools.takewhile(found.__contains__, (row_name(name, k) for k in range(MAX_PARTITIONS))))
     if not names:
-        raise error("INVALID_OPTION", f"there is no consumer {name!r} in this database", hint="Is the name mistyped?")
+        raise error("INVALID_OPTION", f"there is no consumer {name!r} in this database", hint="Check the consumer's name.")
     if indexes:
         what = f"the consumer {name!r} has {counted(len(names), 'partition')}, each with separate indexes"
         raise error("INVALID_OPTION", what, hint=f"Name one of them: {names[0]}.")
