@@ -197,8 +197,8 @@ class InboxVerdict(Enum):
 
 
 class InboxDecision(NamedTuple):
-    """The decision about a message. With PARK: also a key, and the version of this key that must be applied before the
-    message."""
+    """The decision about a message. The decision PARK also contains a key, and the version of this key that must be
+    applied before the message."""
 
     verdict: InboxVerdict
     key: str = ""
@@ -450,8 +450,8 @@ class Inbox:
             connection.execute(update(KEYS).where(self._is(name)).values(dropped=KEYS.c.dropped + 1))
 
     def _wake(self, connection: Connection, applied: Mapping[str, int]) -> None:
-        """Decide again about all messages that wait for these versions. If such a message is applied, do the same for
-        the messages that wait for its versions."""
+        """Decide again about all messages that wait for these versions. If such a message is applied, also decide again
+        about the messages that wait for the versions of the applied message."""
         pending = sorted(applied.items())
         while pending:
             key, version = pending.pop()
