@@ -178,7 +178,7 @@ REASONS: dict[str, Reason] = {
         InvalidRequestError,
         "FAILED_PRECONDITION",
         "Publish to another topic; readers can still read this topic. Or delete this topic, and create a new "
-        "topic with its name. The deleted topic's messages are lost.",
+        "topic with this name. The deleted topic's messages are lost.",
     ),
     "TOPIC_IN_USE": Reason(
         InvalidRequestError,
@@ -188,7 +188,7 @@ REASONS: dict[str, Reason] = {
     "LOG_INCOMPLETE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Do not rebuild this topic from its log: retention has removed messages that the rebuild needs. If the "
+        "Do not rebuild this topic from the log: retention has removed messages that the rebuild needs. If the "
         "store's records are wrong, import a saved snapshot or restore a backup.",
     ),
     "PRODUCER_NOT_FOUND": Reason(
@@ -212,8 +212,8 @@ REASONS: dict[str, Reason] = {
     "SIDECAR_ALIVE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Stop the sidecar before you forget it. Do not forget a sidecar that you still need: its subscriptions "
-        "keep the messages that the sidecar's snapshots do not cover.",
+        "Stop the sidecar before you forget the sidecar. Do not forget a sidecar that you still need: the "
+        "sidecar's subscriptions keep the messages that the sidecar's snapshots do not cover.",
     ),
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that are no longer needed, or raise max_topics."
@@ -363,7 +363,10 @@ REASONS: dict[str, Reason] = {
         1000,
     ),
     "UNREACHABLE": Reason(
-        UnavailableError, "UNAVAILABLE", "Check that the sidecar is running, and that it listens at this address.", 100
+        UnavailableError,
+        "UNAVAILABLE",
+        "Check that the sidecar is running, and that the sidecar listens at this address.",
+        100,
     ),
     "NOT_A_SIDECAR": Reason(
         UnavailableError,
@@ -542,8 +545,8 @@ REASONS: dict[str, Reason] = {
         "the record with that ID."
     ),
     "SOURCE_INCOMPLETE": _configuration(
-        "Use --final if the file is complete. If the file still grows, use --follow, or start the command again "
-        "later. If the file was cut off while it was copied, copy the whole file first."
+        "If the file is complete, use --final. If the file still grows, use --follow, or start the command again "
+        "later. If somebody copied only a part of the file, copy the whole file first."
     ),
     "SOURCE_DIFFERS": _configuration(
         "Check whether the file or the options have changed, or whether something else publishes under this "
@@ -563,7 +566,7 @@ REASONS: dict[str, Reason] = {
         "Check whether the disk is full. The command's changes stay in effect; only the command's output is missing."
     ),
     "INTERRUPTED": Reason(
-        SeqdedupeError, "CANCELLED", "Start the command again: the command continues where it was interrupted."
+        SeqdedupeError, "CANCELLED", "Start the command again: the command continues where the command was interrupted."
     ),
     # Services: the outbox.
     "INVALID_OUTBOX": _configuration(
@@ -577,8 +580,8 @@ REASONS: dict[str, Reason] = {
     "OUTBOX_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Correct the cause that the error names: the server, its disk, or the address, user, password or database "
-        "in the URL. Nothing was lost.",
+        "Correct the cause that the error names: the server, the server's disk, or the address, user, password or "
+        "database in the URL. Nothing was lost.",
         500,
     ),
     # Spark jobs.
