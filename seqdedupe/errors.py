@@ -124,92 +124,99 @@ def _configuration(hint: str) -> Reason:
 
 REASONS: dict[str, Reason] = {
     # The request.
-    "MALFORMED_MESSAGE": _invalid("Encode the message as the published schema describes."),
-    "INVALID_TOPIC_NAME": _invalid("Write the topic as persistent://TENANT/NAMESPACE/NAME, or use a short name."),
+    "MALFORMED_MESSAGE": _invalid("Encode the request as the published Protobuf schema describes."),
+    "INVALID_TOPIC_NAME": _invalid(
+        "Write the topic's name as persistent://TENANT/NAMESPACE/NAME, or use a short name."
+    ),
     "INVALID_NAMESPACE": _invalid("Write the namespace as TENANT/NAMESPACE, for example public/default."),
     "INVALID_NAME": _invalid(
         "Give every producer a name of 1 to 255 bytes of UTF-8 without control characters. Use each name only once in "
         "a request."
     ),
-    "INVALID_BATCH": _invalid("Build the batch's columns as the message Batch in batch.proto describes."),
+    "INVALID_BATCH": _invalid("Build the batch's columns as the Protobuf message Batch in batch.proto describes."),
     "INVALID_SEQUENCE_ID": _invalid("Use sequence IDs from 0 to 2^63 - 1."),
     "INVALID_DEDUPLICATION_ID": _invalid("Give every message a deduplication ID of 1 to 255 bytes."),
     "NOT_ASCENDING": _invalid(
-        "In each batch, sort every producer's messages by sequence ID, and use each sequence ID only once."
+        "Sort each producer's messages by sequence ID in every batch, and use each sequence ID of a producer only once."
     ),
     "INVALID_PREDECESSOR": _invalid(
-        "Set the previous sequence ID to the highest ID below the batch's first ID that this session has sent or that "
-        "Open returned."
+        "Set the previous sequence ID to the highest ID that is below the batch's first ID, and that this session "
+        "has sent or Open has returned."
     ),
     "LINK_REQUIRED": _invalid(
-        "Set the previous sequence ID. Only a unary call without other frames in flight may omit it."
+        "Set the previous sequence ID. Only a unary call without other frames in flight may omit the previous "
+        "sequence ID."
     ),
     "INVALID_EPOCH": _invalid("Use the epoch that Open returned for this topic and producer name."),
-    "INVALID_REQUEST": _invalid("Correct the value that the message names."),
+    "INVALID_REQUEST": _invalid("Correct the value that the error names."),
     "UNKNOWN_CALL": Reason(
         InvalidRequestError,
         "UNIMPLEMENTED",
-        "Producers and readers need a sidecar with log = embedded or pulsar. Brokers need a sidecar with log = "
-        "broker. If the sidecar has the right log, but is older than the client, upgrade the sidecar.",
+        "For producers and readers, use a sidecar with log = embedded or pulsar. For brokers, use a sidecar with "
+        "log = broker. If the sidecar has the right log, but is older than the client, upgrade the sidecar.",
     ),
     "INVALID_POSITION": _invalid("Use a position that this sidecar returned, or an index of at least 0."),
-    "MESSAGE_TOO_LARGE": _invalid("Make the message smaller; the error names the limit."),
+    "MESSAGE_TOO_LARGE": _invalid("Make the message smaller. The error names the limit."),
     "BATCH_TOO_LARGE": _invalid(
         "Split the batch. If the batch is one message, make the message smaller. The error names the limit."
     ),
     "TOPIC_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
-        "Is the name mistyped? `seqdedupe topics` lists the topics. To publish to a new topic, create it, or set "
-        "allow_auto_topic_creation = true. A topic with deduplication IDs must always be created: `seqdedupe topics "
-        "create --deduplication-mode deduplication-id`.",
+        "Check the topic's name: `seqdedupe topics` lists the topics. To publish to a new topic, create the "
+        "topic, or set allow_auto_topic_creation = true. A topic with deduplication IDs must always be created: "
+        "`seqdedupe topics create --deduplication-mode deduplication-id`.",
     ),
     "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the existing topic, or choose another name."),
     "TOPIC_IS_PARTITIONED": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Name one partition of the topic, for example `name-partition-0`. In Python, producers accept the name of the "
-        "whole topic, and `partitioned_reader` reads the whole topic.",
+        "Name one partition of the topic, for example `name-partition-0`. In Python, producers accept the name of "
+        "the whole topic, and `partitioned_reader` reads the whole topic.",
     ),
     "TOPIC_TERMINATED": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Publish to another topic; readers can still read this topic. Or delete this topic, and create it again.",
+        "Publish to another topic; readers can still read this topic. Or delete this topic, and create a new "
+        "topic with this name. The deleted topic's messages are lost.",
     ),
     "TOPIC_IN_USE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Import into a topic that was just created, before its producers open it or anything is published.",
+        "Create a topic, and import into the new topic before a producer opens the topic or publishes a message.",
     ),
     "LOG_INCOMPLETE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Keep the store's records, or import a saved snapshot.",
+        "Do not rebuild this topic from the log: retention has removed messages that the rebuild needs. If the "
+        "store's records are wrong, import a saved snapshot or restore a backup.",
     ),
     "PRODUCER_NOT_FOUND": Reason(
-        NotFoundError, "NOT_FOUND", "Is the name mistyped? `seqdedupe producers TOPIC` lists the producers."
+        NotFoundError, "NOT_FOUND", "Check the producer's name: `seqdedupe producers TOPIC` lists the producers."
     ),
     "CURSOR_NOT_FOUND": Reason(
-        NotFoundError, "NOT_FOUND", "Is the name mistyped? `seqdedupe cursors TOPIC` lists the cursors."
+        NotFoundError, "NOT_FOUND", "Check the cursor's name: `seqdedupe cursors TOPIC` lists the cursors."
     ),
     "TOO_MANY_CURSORS": Reason(
         InvalidRequestError,
         "RESOURCE_EXHAUSTED",
-        "Remove cursors that nobody needs (`seqdedupe cursors TOPIC --remove NAME`), or keep positions in files.",
+        "Remove cursors that are no longer needed (`seqdedupe cursors TOPIC --remove NAME`), or keep positions in "
+        "files.",
     ),
     "SIDECAR_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
-        "Is the name mistyped, or was the sidecar already forgotten? `seqdedupe sidecars` lists the names.",
+        "Check the sidecar's name: `seqdedupe sidecars` lists the names. A sidecar that was already forgotten is "
+        "not in the list.",
     ),
     "SIDECAR_ALIVE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Stop the sidecar first. Do not forget a sidecar that you still need: its subscriptions keep the messages "
-        "that its snapshots do not cover.",
+        "Stop the sidecar before you forget the sidecar. Do not forget a sidecar that you still need: the "
+        "sidecar's subscriptions keep the messages that the sidecar's snapshots do not cover.",
     ),
     "TOO_MANY_TOPICS": Reason(
-        InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that nobody needs, or raise max_topics."
+        InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that are no longer needed, or raise max_topics."
     ),
     # Access.
     "UNAUTHENTICATED": Reason(
@@ -221,21 +228,21 @@ REASONS: dict[str, Reason] = {
     "NOT_ALLOWED": Reason(
         AccessDeniedError,
         "PERMISSION_DENIED",
-        "Ask the sidecar's operator for a rule that allows this action. `seqdedupe auth explain` shows the rule that "
-        "decides.",
+        "Ask the sidecar's operator for a rule that allows this action. `seqdedupe auth explain` shows the rule "
+        "that decides about the action.",
     ),
     "TOKEN_EXPIRED": Reason(UnavailableError, "UNAUTHENTICATED", "Send a token that is still valid.", 0),
     # Sessions and order.
     "FENCED": Reason(
         FencedError,
         "FAILED_PRECONDITION",
-        "Another process has opened this producer name since, or an operator has reset the producer. Stop this "
-        "process, or give its producer another name.",
+        "Stop this process, or give this process's producer another name. Another process has opened this "
+        "producer name later, or an operator has reset the producer.",
     ),
     "PRODUCER_BUSY": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "Give each producer of a topic a different name, or wait until the other producer is closed.",
+        "Give each producer of a topic a different name, or wait until the topic's other producer is closed.",
         1000,
     ),
     "CONSUMER_BUSY": Reason(
@@ -266,33 +273,36 @@ REASONS: dict[str, Reason] = {
         DataLossError,
         "FAILED_PRECONDITION",
         "Replay every entry after `Attached.replay_after`, in the log's order. If some of these entries no longer "
-        "exist, delete the topic in the sidecar and replay the log from its beginning.",
+        "exist, delete the topic in the sidecar, and replay the log from the log's beginning.",
     ),
     # Temporary failures.
     "NOT_ATTACHED": Reason(
-        UnavailableError, "UNAVAILABLE", "Attach the topic. Until then, tell producers to send again.", 100
+        UnavailableError,
+        "UNAVAILABLE",
+        "Attach the topic. Until the topic is attached, tell producers to send their messages again.",
+        100,
     ),
     "RECOVERING": Reason(UnavailableError, "UNAVAILABLE", "Wait until the sidecar has read the topic's log.", 100),
     "DRAINING": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "The sidecar is shutting down. Wait until it has restarted, or until another sidecar takes its place.",
+        "Wait until this sidecar has restarted, or until another sidecar serves the topic. This sidecar is "
+        "shutting down.",
         200,
     ),
     "LOG_REFUSED": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Find out why the log refuses writes (is the disk full?). Retries succeed when the cause is removed.",
+        "Remove the cause, usually a full disk; then retries succeed.",
         250,
     ),
     "LOG_UNREADABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Find out why the log's files cannot be read (too many open files? a failing disk?). Retries succeed when the "
-        "cause is removed.",
+        "Remove the cause, usually too many open files or a failing disk; then retries succeed.",
         250,
     ),
-    "NOT_OWNER": Reason(UnavailableError, "UNAVAILABLE", "Ask the sidecar that owns the topic.", 100),
+    "NOT_OWNER": Reason(UnavailableError, "UNAVAILABLE", "Send the request to the sidecar that owns the topic.", 100),
     "SHARDS_INCOMPLETE": Reason(
         UnavailableError, "UNAVAILABLE", "Find out why the process with these shards does not answer.", 500
     ),
@@ -304,7 +314,10 @@ REASONS: dict[str, Reason] = {
         1000,
     ),
     "QUEUE_FULL": Reason(
-        UnavailableError, "RESOURCE_EXHAUSTED", "Send fewer bytes at once, or use a stream, which waits for room.", 50
+        UnavailableError,
+        "RESOURCE_EXHAUSTED",
+        "Send fewer bytes at once, or use a stream. A stream waits until the queue has room.",
+        50,
     ),
     "TOO_MANY_STREAMS": Reason(
         UnavailableError, "RESOURCE_EXHAUSTED", "Use fewer streams. One stream can serve any number of producers.", 1000
@@ -312,40 +325,41 @@ REASONS: dict[str, Reason] = {
     "SHARE_EXCEEDED": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "Use less at once, or ask the sidecar's operator for a larger share (docs/reference/rules.md).",
+        "Use less of the share that the error names, or ask the sidecar's operator for a larger share "
+        "(docs/reference/rules.md).",
         1000,
     ),
     "STREAM_IDLE": Reason(
-        UnavailableError, "UNAVAILABLE", "Open the stream again when there is something to send or to read.", 1000
+        UnavailableError, "UNAVAILABLE", "Open a new stream when there is something to send or to read.", 1000
     ),
     "OUT_OF_MEMORY": Reason(
-        UnavailableError, "RESOURCE_EXHAUSTED", "Give the sidecar more memory, or send less at once.", 1000
+        UnavailableError, "RESOURCE_EXHAUSTED", "Give the sidecar more memory, or send less data at once.", 1000
     ),
     "STORE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Find out why the store refuses writes (is the disk full?). Retries succeed when the cause is removed.",
+        "Remove the cause, usually a full disk; then retries succeed.",
         250,
     ),
     "WINDOW_MISSING": Reason(
         UnavailableError,
         "UNAVAILABLE",
         "Import the same file again (seqdedupe import). Or let the imported IDs expire: set "
-        "deduplication_window_max_minutes to less than the age of the newest imported ID. When the sidecar has then "
-        "run for 40 minutes, messages with the imported IDs are new.",
+        "deduplication_window_max_minutes to less than the age of the newest imported ID, and let the sidecar run "
+        "for 40 minutes. Then the sidecar accepts messages with the imported IDs as new.",
         1_000,
     ),
     "AUDIT_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Find out why the audit trail cannot be written (is the disk full?). Until it can be written, operators' "
-        "calls fail.",
+        "Find out why the sidecar cannot write the audit trail; the usual cause is a full disk. Operators' calls "
+        "fail until the sidecar can write the audit trail.",
         1000,
     ),
     "BACKUP_FAILED": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "Find out why the backup could not be written (is its disk full?), and make another backup.",
+        "Remove the cause, usually a full disk in the backup's place, and make another backup.",
         1000,
     ),
     "OBJECT_STORE_UNAVAILABLE": Reason(
@@ -354,31 +368,37 @@ REASONS: dict[str, Reason] = {
         "Check the bucket's name, and AWS_ENDPOINT_URL, AWS_REGION and the credentials in the environment.",
         1000,
     ),
-    "UNREACHABLE": Reason(UnavailableError, "UNAVAILABLE", "Is the sidecar running, and at this address?", 100),
+    "UNREACHABLE": Reason(
+        UnavailableError,
+        "UNAVAILABLE",
+        "Check that the sidecar is running, and that the sidecar listens at this address.",
+        100,
+    ),
     "NOT_A_SIDECAR": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "If there is a proxy between client and sidecar, the proxy's log shows why it answered. Otherwise: is this "
-        "the address of a sidecar?",
+        "Check that the address is the sidecar's address. If a proxy is in between, the proxy's log shows why the "
+        "proxy answered instead of the sidecar.",
         500,
     ),
     "TLS_FAILED": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Each side must trust the certificate of the other side; docs/guides/client.md describes how.",
+        "Make each side trust the certificate of the other side; docs/guides/client.md describes how.",
         500,
     ),
     "CREDENTIALS_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAUTHENTICATED",
-        "Find out why the token or the TLS files cannot be read. Each call and stream reads them again.",
+        "Find out why this process cannot read the token or the TLS files. Each new call or stream reads the "
+        "token and the TLS files again.",
         500,
     ),
     "UNTRUSTED_LISTENER": Reason(
         UnavailableError,
         "UNAUTHENTICATED",
-        "If that process is the sidecar, name the user that it runs as (SEQDEDUPE_SIDECAR_USER, sidecar_user), or "
-        "better use a Unix socket. Otherwise find out which process listens in place of the sidecar.",
+        "Find out which process listens at this address. If that process is the sidecar, name the user that the "
+        "sidecar runs as (SEQDEDUPE_SIDECAR_USER, sidecar_user), or better use a Unix socket.",
         1000,
     ),
     "OUTCOME_UNKNOWN": Reason(
@@ -391,86 +411,88 @@ REASONS: dict[str, Reason] = {
     "POSITION_TRIMMED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "Retention has removed messages after the position. If that is acceptable, start again from the earliest "
-        "message.",
+        "Start again from the earliest message, if you can accept the loss: retention has removed messages after "
+        "the position.",
     ),
     "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "If the position belongs to this topic, the topic was deleted and created again, or salvaged. If that is "
-        "acceptable, start again from the earliest message. Or do several sidecars with separate data share one "
-        "address?",
+        "Check that the position belongs to this topic. Also check whether several sidecars with separate data "
+        "share one address. If neither is the cause, the topic was deleted and created again, or salvaged. If "
+        "that is acceptable, start again from the earliest message.",
     ),
     "POSITION_AFTER_END": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "The topic has lost its last messages since the position was stored. Was an old copy of the data restored? Or "
-        "do several sidecars with separate data share one address?",
+        "Check whether an old copy of the data was restored, or whether several sidecars with separate data share "
+        "one address. The topic has lost its last messages since the position was stored.",
     ),
     "POSITION_DIVERGED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "An old copy of the log was restored, and other messages were appended to it. So the topic no longer contains "
-        "the messages that were read before. Decide which version is correct before you read on.",
+        "Decide which version of the log is correct before you read on. An old copy of the log was restored, and "
+        "other messages were appended to the copy. So the topic no longer contains the messages that were read "
+        "before.",
     ),
     "CURSOR_MOVED": Reason(
         FencedError,
         "ABORTED",
-        "Another process uses this cursor. Stop one of the processes, or give each process its own cursor. To "
+        "Stop all but one of the processes that use this cursor, or give each process a separate cursor. To "
         "continue, read the cursor again.",
     ),
     # Missing data.
     "DATA_LOSS": Reason(
         DataLossError,
         "DATA_LOSS",
-        "Acknowledged messages are missing. Was an old copy of the data restored? Or do several sidecars with separate "
-        "data share one address?",
+        "Check whether an old copy of the data was restored, or whether several sidecars with separate data share "
+        "one address. Acknowledged messages are missing.",
     ),
     "LOG_DAMAGED": _damaged(
-        "Nothing was changed, and other topics still serve. Stop the sidecar, and restore logs and store from the "
-        "same backup. Without a backup, copy the data directory; then `seqdedupe doctor` shows the damage and "
-        "salvages the rest."
+        "Stop the sidecar, and restore logs and store from the same backup. Without a backup, copy the data "
+        "directory; then `seqdedupe doctor` shows the damage and salvages the undamaged messages. Nothing was "
+        "changed, and other topics still serve."
     ),
     "ANSWERS_INCONSISTENT": _damaged(
-        "The answers stayed inconsistent on new streams. A proxy may repeat, drop or change answers: check the "
-        "proxy's log, and read without the proxy. Or the sidecar reads its log wrongly: run `seqdedupe doctor` before "
-        "anything on the sidecar's disk changes."
+        "Check the log of the proxy, and read without the proxy: a proxy may repeat, drop or change answers. If "
+        "there is no proxy, the sidecar may read its log wrongly: run `seqdedupe doctor` before anything on the "
+        "sidecar's disk changes."
     ),
     "LOG_GAP": _damaged(
-        "Nothing was changed, and other topics still serve. Has Pulsar removed messages of the topic? Causes are "
-        "missing retention, a missing or deleted durable subscription, and a TTL. Import a snapshot that covers the "
-        "gap."
+        "Check whether Pulsar has removed messages of the topic. Causes are missing retention, a missing or "
+        "deleted durable subscription, and a TTL. Then import a snapshot that covers the gap. Nothing was "
+        "changed, and other topics still serve."
     ),
     "NO_STATE": _damaged(
-        "Nothing was changed, and this sidecar does not serve the topic. When the topic has an owner, the sidecar "
-        "fetches the owner's snapshot. If there is no owner, import a snapshot of another sidecar (seqdedupe export, "
-        "seqdedupe import)."
+        "Wait until the topic has an owner; then this sidecar fetches the owner's snapshot. If no sidecar can own "
+        "the topic, import a snapshot of another sidecar (seqdedupe export, seqdedupe import). Nothing was "
+        "changed, and this sidecar does not serve the topic."
     ),
     "STORE_DAMAGED": _damaged(
         "Restore the store from a copy that is not older than the log. Without such a copy, move the store folder "
-        "away, and start once with --rebuild-store, which recreates the store's records from the logs."
+        "away, and start the sidecar once with --rebuild-store, which recreates the store's records from the "
+        "logs."
     ),
     "CURSOR_DAMAGED": _damaged(
         "Restore the cursor's file from a copy, or remove the file. Without the file, the cursor's owner begins "
         "without a position."
     ),
-    "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` shows whether a backup is good."),
-    "NEWER_FORMAT": _damaged("Start the version that wrote the data, or a newer version."),
+    "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` shows whether a backup is undamaged."),
+    "NEWER_FORMAT": _damaged("Start the version of seqdedupe that wrote the data, or a newer version."),
     "OLDER_FORMAT": _damaged(
-        "Start the version that wrote the data. Newer versions do not convert it: publish the messages that are still "
-        "needed again."
+        "Start the version of seqdedupe that wrote the data. Newer versions do not convert the data. To use a "
+        "newer version, publish the messages that are still needed again."
     ),
     "AUDIT_DAMAGED": _damaged(
-        "Find out who could write to the file, and keep the file. If the file prevents the sidecar from starting, "
-        "move it away. The sidecar then begins a new trail."
+        "Find out who could write to the audit trail's file, and keep the file. If the file prevents the sidecar "
+        "from starting, move the file away. The sidecar then begins a new audit trail."
     ),
     "STORE_MISSING": _damaged(
-        "The log has no record in the store. Restore log and store from the same backup, or start once with "
-        "--rebuild-store to recreate the record from the log."
+        "Restore log and store from the same backup. Or start the sidecar once with --rebuild-store, which "
+        "recreates the store's record of the topic from the log."
     ),
     # Settings by an operator or a user of the command.
     "INVALID_CONFIGURATION": _configuration(
-        "Correct the key that the message names; docs/reference/configuration.md lists all keys."
+        "Correct the key that the error names; docs/reference/configuration.md lists all keys."
     ),
     "INVALID_ADDRESS": _configuration("Write the address as host:port, [IPv6]:port or unix:/path."),
     "INVALID_CREDENTIALS": _configuration(
@@ -478,19 +500,20 @@ REASONS: dict[str, Reason] = {
         "these names."
     ),
     "INSECURE_ADDRESS": _configuration(
-        "Give the sidecar a TLS certificate, and name the authority that signed it (SEQDEDUPE_TLS_CA_FILE, "
-        "tls_ca_file). If the connection is encrypted in another way, set SEQDEDUPE_ALLOW_INSECURE_TOKEN=true or "
-        "allow_insecure_token."
+        "Give the sidecar a TLS certificate, and name the authority that signed the certificate "
+        "(SEQDEDUPE_TLS_CA_FILE, tls_ca_file). If the connection is encrypted in another way, set "
+        "SEQDEDUPE_ALLOW_INSECURE_TOKEN=true or allow_insecure_token."
     ),
     "CANNOT_LISTEN": _configuration(
-        "Correct the address that the message names, or stop the process that uses the address."
+        "Correct the address that the error names, or stop the process that uses the address."
     ),
     "INSECURE_LISTEN": _configuration(
         "Give the sidecar a certificate (tls_certificate_file, tls_key_file), listen on loopback or a Unix socket, or "
         "allow connections without TLS: allow_insecure_listen = true."
     ),
     "INVALID_FUNCTION": _configuration(
-        "Correct userConfig, or the way the function is deployed; docs/guides/functions.md describes both."
+        "Correct userConfig or the function's deployment; docs/guides/functions.md describes userConfig and the "
+        "deployment."
     ),
     "FUNCTION_FAILED": _configuration("Correct the function, or set dead_letter_topic in userConfig."),
     "PULSAR_FORBIDS": _configuration(
@@ -498,132 +521,147 @@ REASONS: dict[str, Reason] = {
         "credentials."
     ),
     "PULSAR_REFUSES": _configuration(
-        "Check that pulsar.admin_url is a Pulsar cluster's admin URL, and that topicLevelPoliciesEnabled is true there."
+        "Check that pulsar.admin_url is a Pulsar cluster's admin URL, and that topicLevelPoliciesEnabled is true "
+        "in that cluster."
     ),
     "UNSAFE_TOPIC_POLICY": _configuration(
-        "Run the commands that the message names, or let the sidecar set the policies: pulsar.manage_topic_policies = "
-        "true."
+        "Run the commands that the error names, or let the sidecar set the policies: pulsar.manage_topic_policies "
+        "= true."
     ),
-    "DIRECTORY_IN_USE": _configuration("Stop that process, or choose another directory. Do not remove the file LOCK."),
+    "DIRECTORY_IN_USE": _configuration(
+        "Stop the process that uses the directory, or choose another directory. Do not remove the file LOCK."
+    ),
     "SHARD_CLAIMED_TWICE": _configuration(
-        "A shard may have only one data directory. Is one of the two directories a copy or a backup? Find out which "
-        "directory has the latest messages, and move the other directory away. Do not delete it."
+        "Find out which of the two data directories has the latest messages, and move the other directory away. "
+        "Do not delete the other directory. A shard may have only one data directory; the other directory may be "
+        "a copy or a backup."
     ),
     "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or does not exist."),
-    "INVALID_SOURCE": _configuration("Correct the file, or name the column, path and format that the file has."),
+    "INVALID_SOURCE": _configuration(
+        "Correct the file or the rows of the query. Or correct the options: the format, and the column or JSON "
+        "path of each value."
+    ),
     "SOURCE_CHANGED": _configuration(
-        "`--verify` lists the differences. Publish a different file under another producer name. If the file was "
-        "corrected, put only the new records into a separate file, and publish that file under another producer name. "
-        "The whole corrected file under another name would store the old records twice."
+        "Publish a different file under another producer name. If the file was corrected, put only the new "
+        "records into a separate file, and publish that file under another producer name. The whole corrected "
+        "file under another name would store the old records twice. `--verify` lists the differences."
     ),
     "SOURCE_UNVERIFIED": _configuration(
-        "If this is the file that was published before, unchanged up to the record with that ID, use --trust-source."
+        "Use --trust-source, if this file is the file that was published before, and the file is unchanged up to "
+        "the record with that ID."
     ),
     "SOURCE_INCOMPLETE": _configuration(
         "If the file is complete, use --final. If the file still grows, use --follow, or start the command again "
-        "later. If the file was cut off while it was copied, copy the whole file first."
+        "later. If somebody copied only a part of the file, copy the whole file first."
     ),
     "SOURCE_DIFFERS": _configuration(
-        "Without --verify, the command publishes the records that are missing after the producer's last ID "
-        "(`seqdedupe producers TOPIC`). A record that is missing before this ID would be a Dup under this name. "
-        "Otherwise: have the file or the options changed, or does something else publish under this name?"
+        "Check whether the file or the options have changed, or whether something else publishes under this "
+        "producer name. Without --verify, the command publishes the records that are missing after the producer's "
+        "last ID (`seqdedupe producers TOPIC`). A record that is missing before the last ID would be a Dup under "
+        "this producer name."
     ),
     "SOURCE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Correct what the message names: the server, or the address, user, password or database in the URL. If the "
-        "message names transactions, end them. Then start the command again; nothing was lost.",
+        "Correct the cause that the error names: the server, or the address, user, password or database in the "
+        "URL. If the error names transactions, end the transactions. Then start the command again; nothing was "
+        "lost.",
         500,
     ),
     "STANDARD_OUTPUT_FAILED": _configuration(
-        "Is the disk full? The command's changes stay in effect; only its output is missing."
+        "Check whether the disk is full. The command's changes stay in effect; only the command's output is missing."
     ),
-    "INTERRUPTED": Reason(SeqdedupeError, "CANCELLED", "Start the command again: it continues."),
+    "INTERRUPTED": Reason(
+        SeqdedupeError, "CANCELLED", "Start the command again: the command continues where the command was interrupted."
+    ),
     # Services: the outbox.
     "INVALID_OUTBOX": _configuration(
-        "Run the statements that `seqdedupe outbox ddl` prints, or correct what the message names "
+        "Run the statements that `seqdedupe outbox ddl` prints, or correct the problem that the error names "
         "(docs/guides/outbox.md)."
     ),
     "OUTBOX_CHANGED": _configuration(
-        "Run the relay with the producer name and topic used before. To change them, let the relay empty the outbox, "
-        "stop the relay, and set producer and topic in outbox_token to NULL."
+        "Run the relay with the producer name and topic used before. To change the producer name or topic, let "
+        "the relay empty the outbox, stop the relay, and set producer and topic in outbox_token to NULL."
     ),
     "OUTBOX_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Correct what the message names: the server, its disk, or the address, user, password or database in the URL. "
-        "Nothing was lost.",
+        "Correct the cause that the error names: the server, the server's disk, or the address, user, password or "
+        "database in the URL. Nothing was lost.",
         500,
     ),
     # Spark jobs.
     "INVALID_OPTION": _configuration(
-        "Correct the option that the message names; docs/guides/spark-source.md, spark-sink.md and spark-job.md list "
-        "all options."
+        "Correct the option that the error names; docs/guides/spark-source.md, spark-sink.md and spark-job.md "
+        "list all options."
     ),
-    "INVALID_OUTPUT": _configuration("Change the table or the transformation, so that columns and types fit."),
+    "INVALID_OUTPUT": _configuration(
+        "Change the table or the transformation, so that the rows' columns and types fit the table."
+    ),
     "UNSUPPORTED_MESSAGE": _configuration(
-        "Read this topic with Pulsar's own client, or continue after the message: seqdedupe job reset --to MESSAGE_ID."
+        "Read this topic with Pulsar's own client, or continue after the unsupported message: seqdedupe job reset "
+        "--to MESSAGE_ID."
     ),
     "UNSUPPORTED_STORE": _configuration(
         "Choose another store; docs/guides/spark-stores.md describes what each store can do."
     ),
     "JOB_CHANGED": _configuration(
-        "Run the job with the table and options with which it was begun, or give the job another name (and table). "
-        "Under another name, the job reads from the start."
+        "Run the job with its original table and options. Or use a new job name and another table; the new job "
+        "reads from the start."
     ),
     "OUTPUT_MISSING": _configuration(
-        "Restore the table together with the positions, or give the job another name. Under another name, the job "
-        "reads from the start."
+        "Restore the table together with the positions. Or use a new job name; the new job reads from the start."
     ),
     "OUTPUT_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Correct what the message names: the disk, the network, the lock, the server. Nothing was lost. A running job "
-        "or consumer retries; if it has ended, start it again.",
+        "Correct the cause that the error names: the disk, the network, the lock, the server. Nothing was lost. A "
+        "running job or consumer retries; start a job or consumer that has ended again.",
         500,
     ),
     "POSITION_CHANGED": Reason(
         UnavailableError,
         "ABORTED",
-        "Another run of this job has moved the position first, and nothing was written. Continue from the stored "
-        "position.",
+        "Continue from the stored position. Another run of this job has moved the position first, and this run "
+        "wrote nothing.",
         0,
     ),
     "POSITION_RESET": Reason(
         FencedError,
         "ABORTED",
-        "An operator has reset the job's position. Start the job again to continue from the new position.",
+        "Start the job again to continue from the new position. An operator has reset the job's position.",
     ),
     "POSITION_WENT_BACK": Reason(
         DataLossError,
         "DATA_LOSS",
-        "The job's database lacks positions that this run has committed. Perhaps a backup was restored. Start the job "
-        "again: the job writes what the backup lacks.",
+        "Start the job again: the job writes the rows that the database lacks. The job's database lacks positions "
+        "that this run has committed; perhaps a backup was restored.",
     ),
     # The Spark sink.
     "AMBIGUOUS_IDENTITY": _invalid(
         "Number the rows of each message in a column __ordinal, computed from that message alone (as posexplode "
-        "does), or give each row a deduplicationId. Otherwise all rows of a message except the first would be dropped "
-        "as duplicates."
+        "does), or give each row a deduplicationId. Otherwise all rows of a message except the first row would be "
+        "dropped as duplicates."
     ),
     "IDS_FORGOTTEN": Reason(
         DataLossError,
         "FAILED_PRECONDITION",
-        "Nothing was written. Raise the topic's deduplication_window_… so that it lasts longer than the longest pause "
-        "of the query. To continue now, set failOnForgottenIds = false; then some rows may be stored twice.",
+        "Raise the topic's deduplication_window_… so that the window lasts longer than the longest pause of the "
+        "query. Nothing was written. To continue now, set failOnForgottenIds = false; then some rows may be "
+        "stored twice.",
     ),
     # Services.
     "CONSUMER_CHANGED": _configuration(
-        "Give the two consumers different names. If only the handler of this consumer was renamed, pass the old "
-        "purpose: Consumer(…, purpose=…)."
+        "Give the two consumers different names. If only the handler of this consumer was renamed, pass the "
+        "consumer's old purpose: Consumer(…, purpose=…)."
     ),
     "HANDLER_FAILED": _configuration(
-        "Correct the handler, and start the consumer again: it continues with this message. docs/guides/consumer.md "
-        "describes how to set such messages aside."
+        "Correct the handler, and start the consumer again: the consumer continues with this message. "
+        "docs/guides/consumer.md describes how to set failing messages aside."
     ),
     "TRANSACTION_ENDED": _configuration(
-        "Remove COMMIT, ROLLBACK and DDL from the handler. The handler's earlier changes may be committed without the "
-        "position. They are then repeated when the consumer is started again."
+        "Remove COMMIT, ROLLBACK and DDL from the handler. The handler's earlier changes may be committed without "
+        "the position. The restarted consumer then repeats these changes."
     ),
     "NOT_TRANSACTIONAL": _configuration(
         "Use an engine without AUTOCOMMIT, and tables that have transactions and survive a crash: ALTER TABLE … "
@@ -632,11 +670,11 @@ REASONS: dict[str, Reason] = {
     "INVALID_VERSION": _invalid(
         "Give every message a key and a version of at least 0. Use each version of a key in only one message."
     ),
-    "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "This is a defect: report it with the sidecar's log."),
+    "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "Report this defect, with the sidecar's log."),
 }
 
 
-INSTALL_HINT = "Install it: pip install 'PATH[{}]', where PATH is a checkout or the wheel of seqdedupe."
+INSTALL_HINT = "Install the missing extra: pip install 'PATH[{}]', where PATH is a checkout or the wheel of seqdedupe."
 """A hint that is formatted with the names of extras. It has a path because no package index has the package."""
 
 

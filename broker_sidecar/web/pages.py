@@ -429,10 +429,11 @@ def topic_page(
     wanted: str,
     is_first: bool,
 ) -> Response:
-    """Return the page of the topic found.
+    """Return the HTML page about the single topic in `found`.
 
-    `producers` is one page of the topic's producers (the first page if `is_first`), or the reason why it cannot be
-    shown. `wanted` is the producer name that the visitor searched for.
+    `producers` is one page of the list of the topic's producers; `is_first` tells whether this is the first page of the
+    list. If the producers cannot be shown, `producers` is the reason as text. `wanted` is the producer name that the
+    visitor searched for.
     """
     [one] = found.topics
     return page(

@@ -165,8 +165,8 @@ class Interval:
 
 
 class Load:
-    """One run of a plan. A latency counts from the time when the message was due. With a rate that is its place in the
-    timetable, however late it was sent; without a rate it is the call of `send`."""
+    """One run of a plan. A latency begins when the message was due. With a rate, a message is due at its time in the
+    timetable, even if the message is sent later. Without a rate, a message is due when `send` is called."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -184,8 +184,8 @@ class Load:
         self._began = 0.0
 
     async def run(self, address: str, on_interval: Callable[[Interval], None]) -> None:
-        """Send, and call `on_interval` about once a second. Return when all messages sent have their receipts, or after
-        Ctrl-C. Raises the failure of a producer."""
+        """Send messages, and call `on_interval` about once a second. Return when all sent messages have receipts, or
+        after Ctrl-C. Raises the failure of a producer."""
         async with Client(address, told_credentials()) as client, AsyncExitStack() as stack:
             await client.admin.version()  # a sidecar that is not there is reported at once
             for number in range(self.plan.names):
@@ -273,7 +273,7 @@ class Load:
             number += plan.names
 
     async def _collect(self, lane: BenchLane) -> None:
-        """Take the time when receipts come. They come in order, a batch at a time."""
+        """Record the time when each receipt arrives. Receipts arrive in order, one batch at a time."""
         while True:
             while not lane.pending:
                 if lane.is_complete:
@@ -359,7 +359,7 @@ def bench(
 
 
 def _figures(histogram: Histogram, seconds: float, size_bytes: int, percentiles: dict[str, float]) -> dict[str, object]:
-    """Return the figures. The form is documented: keep it stable."""
+    """Return the figures. The fields are documented: keep them stable."""
     rate = histogram.count / seconds if seconds else 0.0
     return {
         "messages": histogram.count,

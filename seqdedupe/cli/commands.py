@@ -133,10 +133,10 @@ _COMMANDS = {
 
 
 class _Commands(click.Group):
-    """Has commands as names with a line of help, until one is used."""
+    """A group of commands. Until a command is used, the group contains only the command's name and a line of help."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command. None if there is no such command."""
+        """Import the command, and return it. Return None if no command has this name."""
         if cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
         module, _, name = _COMMANDS[cmd_name][0].partition(".")
@@ -144,13 +144,13 @@ class _Commands(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Do the same as click, without importing commands."""
+        """Do the same as the method of click, without importing commands."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
         found = [CompletionItem(name, help=self.commands[name].short_help) for name in names]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Do the same as click, without importing commands."""
+        """Do the same as the method of click, without importing commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, self.commands[name].short_help or "") for name in self.list_commands(ctx)])
 
@@ -166,7 +166,7 @@ for _command in serve, job, *(click.Command(name, short_help=line) for name, (_,
 
 
 def run() -> int:
-    """Run the command of this process. Return its exit status."""
+    """Run the command of this process. Return the exit status."""
     sys.excepthook = _defect
     return run_command(cli, NAME)
 

@@ -299,9 +299,10 @@ class _Care:
     """The folders with the backup, each with the place of its copy."""
 
     def begin(self, made: list[admin_pb2.BackupResponse]) -> bool:
-        """Return whether the backup can be verified: it is in folders that this command can read.
+        """Return whether this command can verify the backup: the backup is in folders that this command can read.
 
-        Raises INVALID_REQUEST if it cannot, and must be copied or counted.
+        Raises INVALID_REQUEST if this command cannot read the folders, but must copy the backup or remove older
+        backups.
         """
         whole = [
             folder.parent if folder.name != self.name else folder for folder in (Path(one.directory) for one in made)
@@ -324,14 +325,16 @@ class _Care:
         return True
 
     def locked(self) -> ExitStack:
-        """Keep other commands from copying or removing backups of these folders, until the result is closed."""
+        """Prevent other commands from copying or removing backups of these folders, until the returned object is
+        closed."""
         stack = ExitStack()
         for place, _ in self._places if self.keep or self.to else ():
             stack.enter_context(place.locked())
         return stack
 
     def drop_damaged_links(self) -> bool:
-        """Remove damaged files that the backup shares with older ones. Return whether it must be made again."""
+        """Remove damaged files that the backup shares with older backups. Return whether the backup must be made
+        again."""
         found = [place.url for place, _ in self._places if place.drop_damaged_links(self.name)]
         for folder in found:
             what = f"an older backup in {folder} has damaged files, which the new one does not share"
@@ -339,14 +342,14 @@ class _Care:
         return bool(found)
 
     def set_aside(self) -> ExitStack:
-        """Free the backup's name until the result is closed."""
+        """Free the backup's name until the returned object is closed."""
         stack = ExitStack()
         for place, _ in self._places:
             stack.enter_context(place.set_aside(self.name))
         return stack
 
     def copy(self) -> None:
-        """Verify every byte, here and at the copy's place."""
+        """Verify every byte of the backup. With a place for copies, also copy the backup and verify the copy."""
         for place, bucket in self._places:
             place.check(self.name)
             if bucket is not None:
@@ -357,7 +360,7 @@ class _Care:
         self.is_verified = True
 
     def remove(self) -> None:
-        """Remove older backups, from both places."""
+        """Remove older backups from the backup directory and from the place of copies."""
         if self.keep is None:
             return
         for places in self._places:

@@ -69,15 +69,15 @@ _HINT_QUERY_CHANGED = (
 
 
 class Resume:
-    """Finds the records to publish: those after the last record that the topic has of this producer.
+    """Finds the records to publish: the records after the last record of this producer in the topic.
 
-    That record must be in the source, with the same text and the same number. The records up to the last one that
-    carries a hash must be the same. Otherwise records were changed, inserted or removed, and a run that continued would
-    omit some. A source that begins after that record is the next source of the same producer, and none of its records
-    is omitted.
+    The source must contain that last record, with the same text and the same number. The records up to the last record
+    with a stored hash must be unchanged. Otherwise records were changed, inserted or removed, and a run that continued
+    would omit some records. A source that begins after the last record is the next source of the same producer, and
+    none of its records is omitted.
 
-    For a partitioned topic this holds for the last record in each partition. The records after the first one that any
-    partition may lack are published. Records that are there already are Dup.
+    In a partitioned topic, the same holds for the last record in each partition. The run publishes all records after
+    the first record that a partition may lack. Records that the topic already contains are Dup.
     """
 
     def __init__(self, client: Client, producer: Producer, source: Source, *, trust_source: bool) -> None:
@@ -97,7 +97,7 @@ class Resume:
     def new_records(self) -> Iterator[NewRecord]:
         """Yield the records to be published.
 
-        Raises SOURCE_CHANGED, SOURCE_UNVERIFIED, SOURCE_INCOMPLETE or NEWER_FORMAT before the first of them.
+        Raises SOURCE_CHANGED, SOURCE_UNVERIFIED, SOURCE_INCOMPLETE or NEWER_FORMAT before the first record is yielded.
         """
         left = {sequence_id: self._published(one) for sequence_id, one in self._last.items()}
         # Not more than a producer has in flight: records after the last checked one are sent.
@@ -126,7 +126,8 @@ class Resume:
         yield from held
 
     def _check_off(self, record: SourceRecord, text: str | None, left: dict[int, Message | None]) -> None:
-        """Compare the record and its hash with the messages published last. Forget the messages before it."""
+        """Compare the record and its hash with the messages published last. Remove the record's message, and the
+        messages before it, from `left`."""
         for sequence_id in [one for one in left if one < record.sequence_id]:
             if record.number and self._source.keeps_records:
                 raise self._changed(sequence_id, "is no longer there")
@@ -168,8 +169,8 @@ class Resume:
             self._is_verified = True
 
     def _published(self, one: Persisted) -> Message | None:
-        """Return the last message published; None if it cannot be read any more. Note the last hash up to it. Messages
-        of older versions have no hash."""
+        """Return the last message published; None if the message can no longer be read. Also note the last hash in the
+        messages up to the returned message. Messages of older versions have no hash."""
         if one.position is None:
             self._why_not = "the sidecar no longer knows the position of that message"
             return None
@@ -214,8 +215,8 @@ class Resume:
         self._hashes[sequence_id] = text
 
     def _check_verified(self) -> None:
-        """Raise SOURCE_UNVERIFIED if no message shows that the source is the published one. A single message is
-        enough."""
+        """Raise SOURCE_UNVERIFIED if no message proves that the source is the source published before. A single message
+        is enough as a proof."""
         if self._why_not and not self._is_verified and not self._trust_source:
             highest = max(self._last)
             raise error(
@@ -246,8 +247,8 @@ BYTES = 1024 * 1024
 def publish_by_id(publisher: Publisher, source: RecordSource) -> dict[str, object]:
     """Publish all records of a source whose keys are the IDs. Return the result.
 
-    Raises INVALID_DEDUPLICATION_ID for a record without an ID. The records before it are published, and are Dup when
-    the file is published again.
+    Raises INVALID_DEDUPLICATION_ID for a record without an ID. The records before this record are published. When the
+    file is published again, these records are Dup.
     """
     counts = {Verdict.NOT_DUP: 0, Verdict.DUP: 0}
     imported = 0
@@ -510,10 +511,12 @@ def _publish_in_order(
 
 
 def _is_missing(client: Client, topic: str, *, trust_source: bool) -> bool:
-    """Whether the topic will be made. False also if the sidecar does not answer that.
+    """Whether the topic does not exist yet and will be created. False also if the sidecar does not answer this
+    question.
 
-    Raises NOT_ALLOWED if the caller may not read the topic, unless the source is trusted: otherwise the first run would
-    publish, and the second run could not continue."""
+    Raises NOT_ALLOWED if the caller may not read the topic, unless the source is trusted. Otherwise the first run would
+    publish, and the second run could not continue.
+    """
     try:
         client.ends(topic)
     except SeqdedupeError as e:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def _known(topic: admin_pb2.Topic, value: T) -> T | None:
-    """Return the value; None if it cannot be known, because the topic is damaged or could not be opened yet."""
+    """Return the value; None if the value is not known, because the topic is damaged or could not be opened yet."""
     is_closed = not topic.HasField("last") and not topic.partitions
     return None if topic.state == admin_pb2.TOPIC_STATE_DAMAGED or is_closed else value
 
@@ -130,7 +130,7 @@ def _mode(topic: admin_pb2.Topic) -> str | None:
 
 
 def _route(topic: admin_pb2.Topic) -> str | None:
-    """Return the name of the route by which messages find their partitions; None if there is none."""
+    """Return the name of the route by which messages find their partitions; None if the topic has no route."""
     return next((name for name, route in ROUTES.items() if name and route == topic.deduplication_route), None)
 
 
@@ -542,7 +542,7 @@ _NAMES = [field.name for field in admin_pb2.TopicPolicy.DESCRIPTOR.fields]
 
 
 def _values(policy: Any) -> dict[str, Any]:
-    """Return each value by name, None if it is not set."""
+    """Return each value by name; None for a value that is not set."""
     values: dict[str, Any] = {}
     for field in policy.DESCRIPTOR.fields:
         value = getattr(policy, field.name) if policy.HasField(field.name) else None

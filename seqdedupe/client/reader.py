@@ -169,7 +169,8 @@ class Reader(Messages):
 
     @property
     def position(self) -> Position | None:
-        """The position of the last message returned. Before the first message: the start position, if it is known."""
+        """The position of the last message returned. Before the reader returns the first message, this is the start
+        position, or None while the start position is not known."""
         stored, row = self._stored, self._row  # Read in this order: the event loop may fetch the next batch meanwhile.
         return stored.position(row - 1) if stored is not None and row else self._before
 

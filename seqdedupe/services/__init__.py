@@ -38,8 +38,8 @@ class Stillness:
 
 
 class Retries:
-    """Reports why a service tries again: at the first failure with a reason, then at most every REPEAT_SECONDS with the
-    number of failures. When the service works again, it reports that once."""
+    """Reports why a service tries again. Each reason is reported at the first failure, and then at most every
+    REPEAT_SECONDS with the number of failures. When the service works again, `Retries` reports that once."""
 
     def __init__(self, report: Callable[[str], None], now_seconds: Callable[[], float] = time.monotonic) -> None:
         self._report = report
@@ -76,10 +76,10 @@ def check_kind(topic: admin_pb2.Topic, who: str) -> None:
 
 
 async def check_target(client: Client, topic: str, who: str) -> None:
-    """Raise INVALID_OPTION for a topic of deduplication IDs; UnavailableError if the sidecar does not answer.
+    """Raise INVALID_OPTION for a topic of deduplication IDs, and UnavailableError if the sidecar does not answer.
 
-    A topic that does not exist has sequence IDs once it is made. Where the sidecar does not let the caller ask, its
-    refusal shows when the topic is opened.
+    A topic that does not exist passes the check, because such a topic is created with sequence IDs. If the sidecar
+    refuses the question, the topic also passes the check; the caller then sees the refusal when the topic is opened.
     """
     try:
         found = await client.admin.topic(topic)

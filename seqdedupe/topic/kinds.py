@@ -306,6 +306,8 @@ async def _check(log: Log, live: Topic | None, loaded: Loaded | None) -> None:
             "LOG_INCOMPLETE",
             f"the log {log.place} begins with index {log.first_index}, and the topic knows the deduplication IDs from "
             f"index {window.first_index} on",
+            hint="Do not rebuild this topic from the log: retention has removed messages that the rebuild needs. If "
+            "the store's records are wrong, restore a backup.",
             first_index=log.first_index,
         )
     unsaid = live.producers.stated_below(log.first_index) if live is not None and log.first_index > 0 else ()

@@ -106,7 +106,7 @@ class SeenIdentities:
         self._runs[source] = merged(source, [self._runs.get(source, _NONE), *self._new.pop(source, [])])
 
     def packed(self) -> dict[Source, bytes]:
-        """Return all of them, for `check_apart`. Raises AMBIGUOUS_IDENTITY."""
+        """Return all identities as runs, for `check_apart`. Raises AMBIGUOUS_IDENTITY."""
         for source in list(self._new):
             self._merge(source)
         return {

@@ -163,7 +163,7 @@ class SinkReport:
 
 @dataclass(frozen=True)
 class SinkTask:
-    """The common part of all tasks of a write. It is pickled."""
+    """The base class of all tasks of a write. Spark pickles the task."""
 
     service: str | SidecarService
     layout: RowLayout
@@ -393,7 +393,8 @@ class BatchWriter(_Writing, DataSourceArrowWriter):
         self._sum_up("the write", messages)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Do nothing. The rows that were written stay, and are recognized by their IDs if they are written again."""
+        """Do nothing. The rows that were written stay in the topic. If these rows are written again, the topic
+        recognizes the rows by their IDs."""
 
 
 class StreamWriter(_Writing, DataSourceStreamArrowWriter):

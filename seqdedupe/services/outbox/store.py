@@ -108,7 +108,8 @@ class OutboxStore(ABC):
 
     @property
     def file_number(self) -> int | None:
-        """The number of the file descriptor that becomes readable when rows were inserted; None if there is none."""
+        """The number of the file descriptor that becomes readable when rows were inserted; None if the store has no
+        such descriptor."""
         return None
 
 

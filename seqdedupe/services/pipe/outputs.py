@@ -35,8 +35,8 @@ FULL_FRAME_ROWS = 4096
 
 
 class Output(NamedTuple):
-    """A message for the target. The key is bytes or text; the event time is in milliseconds since 1970, 0 if there is
-    none."""
+    """A message for the target. The key is bytes or text. The event time is in milliseconds since 1970; 0 means that
+    the message has no event time."""
 
     payload: bytes | None
     key: bytes | str | None = None
@@ -225,7 +225,7 @@ class Calling:
         return None if self._is_adding or len(self._sequence_ids) != count else self._frame(count)
 
     def frame(self) -> OutputBatch | None:
-        """Return the outputs that are not in any frame yet; None if there are none."""
+        """Return the outputs that are not in any frame yet; None if all outputs are in a frame."""
         frame = self._frame(len(self._sequence_ids))
         self._clear()
         return frame
