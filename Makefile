@@ -7,8 +7,8 @@ READY := $(VENV)/.ready
 # Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile quick unit quick-check test check bench bench-peers campaign peer-tests proto lock \
-	docs dist image install uninstall clean
+.PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile quick unit quick-check test check bench bench-peers campaign peer-tests \
+	proto lock docs dist image install uninstall clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -33,7 +33,6 @@ function-wheel: $(READY)
 prepare: $(READY)
 	@$(BIN)/python -m pulsar_broker get || true
 	@$(BIN)/python -m tests.spark.class_data
-	@$(BIN)/python -m tests.pulsar.peer_suite --get || true
 
 # Bytecode of all there is, the tests as pytest rewrites them, and the kernels: else every worker makes its own.
 compile: $(READY)
@@ -97,6 +96,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.broker_sidecar.kill_transfers --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.broker_sidecar.kill_windows --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.broker_sidecar.backup_campaign --backups $(BACKUPS) --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.broker_sidecar.door.stock_kills --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.broker_sidecar.bad_company --seconds $(BAD_SECONDS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.broker_sidecar.edges_campaign --cases $(EDGES) --seed $(SEED)
 	$(BIN)/python -m tests.examples.webhooks --events $(EVENTS) --seed $(SEED)
@@ -106,6 +106,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.pulsar.crashes --faults $(CRASHES) --seed $(SEED)
 
 # The tests of Pulsar's Go client through the door of a sidecar, before a real Pulsar broker. Needs Go and the network.
+# Afterwards the suite has a small share of them.
 peer-tests: $(READY)
 	$(BIN)/python -m tests.pulsar.peer_suite
 

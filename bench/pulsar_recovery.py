@@ -26,7 +26,7 @@ from seqdedupe.batch import Binary, single_producer
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 
 TAIL = 200_000
 ROWS = 1_000

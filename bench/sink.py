@@ -25,9 +25,9 @@ from seqdedupe.batch import Binary
 from seqdedupe.client import Client
 from seqdedupe.client.blocking import Client as BlockingClient
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.sink import task as task_module
-from seqdedupe_spark.sink.row_layout import layout_of
-from seqdedupe_spark.sink.task import SinkTask
+from seqdedupe_spark import sink as task_module
+from seqdedupe_spark.row_layout import layout_of
+from seqdedupe_spark.sink import SinkTask
 
 ROWS = 1_000
 BATCHES = 1_000

@@ -15,7 +15,7 @@ from broker_sidecar.data import Data
 from seqdedupe.batch import Binary, single_producer
 from seqdedupe.testing import Sidecar
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 
 PRODUCERS = 1_000_000
 MANY_PRODUCERS = 10_000_000

@@ -1,19 +1,22 @@
 """The single place that every call passes before its handler: authentication, permissions and the audit trail.
 
 `Gate` contains the steps of a call. `Closed` refuses calls that do not exist. Both use `Guard`, which is created from
-the configuration and the files that the configuration names.
+the configuration and the files that the configuration names. `Visitors` checks the calls of the web pages.
 """
 
 import asyncio
+import base64
+import binascii
 from collections import deque
 from collections.abc import Awaitable, Callable
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from broker_sidecar.config import Config
@@ -32,10 +35,12 @@ from broker_sidecar.security.audit import Audit, Trail
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import CHANGES, HEALTH_OF_THE_WHOLE, NO_RULES, Permissions, request_class
 from broker_sidecar.security.rules import RulesFile, read_rules
-from broker_sidecar.security.subject import Subject, caller, set_caller
+from broker_sidecar.security.subject import Subject, caller, peer_at, set_caller
 from broker_sidecar.security.watched_files import Watched, Watching
 from broker_sidecar.streams import Streams
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.http_server import Request
+from seqdedupe.v1 import admin_pb2
 
 _HEALTH = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 
@@ -337,3 +342,73 @@ class Guard:
     def _was_read_again(self, one: Watched[Any]) -> None:
         self.trail.read_again(one.what, one.problem)
         self._on_read_again()
+
+
+# -- Visitors of the web pages, whose calls pass the same checks. A browser shows a token as the password of HTTP basic
+# authentication.
+
+ASK = {"WWW-Authenticate": 'Basic realm="seqdedupe: the password is the token", charset="UTF-8"'}
+"""The header that makes a browser ask the visitor for the token."""
+
+_SCHEME = "basic"
+_ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+
+M = TypeVar("M", bound=Message)
+R = TypeVar("R")
+
+
+class Visitors:
+    """Calls of AdminService by visitors. As in gRPC, the token identifies the visitor, and the rules apply to the
+    visitor."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    async def call(self, visitor: Request, name: str, handle: Callable[[M], Awaitable[R]], request: M) -> R:
+        """Make the AdminService call of this name for the visitor. Must run on the event loop. Raises UNAUTHENTICATED,
+        TOKEN_EXPIRED, NOT_ALLOWED, and the errors of the call."""
+        method = f"/{_ADMIN_SERVICE}/{name}"
+        set_caller(self._subject(visitor, method))
+        self._guard.permissions.check_call(method, request.SerializeToString())
+        return await handle(request)
+
+    def _subject(self, visitor: Request, method: str) -> Subject:
+        host, port = visitor.client
+        address = peer_at(host, port)
+        try:
+            return self._known(visitor, host, address)
+        except SeqdedupeError as e:
+            self._guard.trail.unauthenticated(method, address, e)
+            raise
+
+    def _known(self, visitor: Request, host: str, address: str) -> Subject:
+        token = _token_in(visitor)
+        if token is not None and not _is_loopback(host):
+            # The token was already sent without encryption. The refusal keeps the visitor from sending it again.
+            why = f"a token was sent from {host} without TLS: others on the network may have read it"
+            raise error("UNAUTHENTICATED", why, hint="Replace the token, and forward a port to open the page.")
+        return self._guard.authentication.of_token(token, address)
+
+
+def _token_in(visitor: Request) -> bytes | None:
+    """Return the password in the request; None if the request has no password."""
+    scheme, _, shown = visitor.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != _SCHEME:
+        return None
+    try:
+        return base64.b64decode(shown, validate=True).partition(b":")[2].strip()
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    address = ip_address(host.partition("%")[0])
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback
+
+
+def asks(visitor: Request) -> bool:
+    """Return whether the page may ask the browser for a token. This is allowed only on loopback, where nobody can read
+    the traffic."""
+    return _is_loopback(visitor.client[0])

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,9 @@ from broker_sidecar.services.read_service import Reading, ReadService
 from broker_sidecar.services.statistics import replay_left_messages, snapshot_age_seconds
 from broker_sidecar.streams import Streams
 from seqdedupe.errors import REASONS
-from seqdedupe.exposition import Exposition, by_label, counter_of, cumulated, gauge_of, histogram_of
 from seqdedupe.figures import Buckets, first_unread
 from seqdedupe.format import jit
-from seqdedupe.http_server import on_loop
+from seqdedupe.http_server import Exposition, on_loop
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Admitted
@@ -479,6 +479,7 @@ class Metrics:
             yield counter_of("seqdedupe_door_opened_producers", about, door.opened_producers)
             about = "Entries (batches or single messages) that the door has answered with a receipt."
             yield counter_of("seqdedupe_door_receipts", about, door.receipts)
+            yield gauge_of("seqdedupe_door_consumers", "Consumers and readers at the door.", door.consumers)
         budget = streams.budget
         yield gauge_of("seqdedupe_budget_bytes", "Memory held for clients: frames, answers, pages.", budget.held_bytes)
         yield gauge_of("seqdedupe_budget_limit_bytes", "The limit of memory held for clients.", budget.limit_bytes)
@@ -531,3 +532,35 @@ class Metrics:
         sizes = (("free", disk.f_bavail * disk.f_frsize), ("all", disk.f_blocks * disk.f_frsize))
         about = "Size and free space of the data directory's file system."
         yield by_label(GaugeMetricFamily("seqdedupe_disk_bytes", about, labels=("part",)), sizes)
+
+
+# -- Samples.
+
+
+def counter_of(name: str, about: str, value: float) -> Metric:
+    """Return a counter without labels."""
+    return CounterMetricFamily(name, about, value=value)
+
+
+def gauge_of(name: str, about: str, value: float) -> Metric:
+    """Return a gauge without labels."""
+    return GaugeMetricFamily(name, about, value=value)
+
+
+def histogram_of(name: str, about: str, buckets: Buckets) -> Metric:
+    """Return a histogram without labels."""
+    found, total = cumulated(buckets)
+    return HistogramMetricFamily(name, about, found, total)
+
+
+def by_label(metric: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[str, float]]) -> Metric:
+    """Return a metric with one label and a value for each."""
+    for label, value in values:
+        metric.add_metric((label,), value)
+    return metric
+
+
+def cumulated(buckets: Buckets) -> tuple[list[tuple[str, float]], float]:
+    """Return each bound with the number of values that do not exceed it, and the sum of all values."""
+    bounds = (*(str(float(bound)) for bound in buckets.bounds), "+Inf")
+    return list(zip(bounds, accumulate(map(float, list(buckets.counts))), strict=True)), buckets.sum

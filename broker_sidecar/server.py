@@ -25,7 +25,7 @@ from broker_sidecar import data_directory, telemetry
 from broker_sidecar.config import Config
 from broker_sidecar.connections import UNREAD_BYTES, TcpConnections
 from broker_sidecar.data import Data, fatal
-from broker_sidecar.gate import Closed, Gate, Guard
+from broker_sidecar.gate import Closed, Gate, Guard, Visitors
 from broker_sidecar.liveness import Manager, Watchdog
 from broker_sidecar.metrics import Metrics, Sources
 from broker_sidecar.rpc import MethodCounts
@@ -41,7 +41,6 @@ from broker_sidecar.sockets import SocketPath
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.telemetry import LastWarnings, Traces
 from broker_sidecar.web.pages import Pages
-from broker_sidecar.web.visitors import Visitors
 from seqdedupe.address import SidecarAddress, cannot_listen
 from seqdedupe.errors import EXIT_FAILED, SeqdedupeError, error
 from seqdedupe.http_server import Route, WebServer
@@ -167,8 +166,7 @@ class SidecarServer:
                 self._guard.authentication,
             )
             self._metrics = Metrics(sources)
-            visitors = Visitors(self._guard.authentication, self._guard.permissions, self._guard.trail)
-            pages = Pages(self._statistics, self._admin.producers, visitors, self._config.listen)
+            pages = Pages(self._statistics, self._admin.producers, Visitors(self._guard), self._config.listen)
             routes: dict[str, Route] = {"/metrics": self._metrics.route, **pages.routes()}
             self._web = WebServer(SidecarAddress.parse(self._config.metrics_listen), routes, "metrics_listen")
 
@@ -279,6 +277,7 @@ class SidecarServer:
                 # Only a sidecar with a door loads the kernels that read Pulsar's entries.
                 from broker_sidecar.door.broker_pass import BrokersToPass
                 from broker_sidecar.door.door import Door
+                from broker_sidecar.door.schemas import SchemaRegistry
 
                 door = partial(
                     Door, self._config, self._guard, streams, topics, publish, self._connections.has_to_answer
@@ -292,7 +291,8 @@ class SidecarServer:
                     self._door = door(
                         brokers.max_entry_bytes if brokers is not None else None,
                         passed if asked.serve_consumers else None,
-                        cluster.door_at,
+                        cluster.door_at if self._config.peers else None,
+                        SchemaRegistry(cluster.shared.admin.upload_schema, asked.entry_format == "native"),
                     )
         if (brokers_topics := self._data.brokers_topics) is not None:
             services.append(DedupeService(brokers_topics, streams, permissions))
@@ -326,6 +326,8 @@ class SidecarServer:
         self._health.drain()
         try:
             async with asyncio.timeout(self._config.drain_timeout_seconds):
+                if self._door is not None:
+                    await self._door.stop_consumers()
                 await self._topics.drain()
         finally:
             self._streams.drain()

@@ -1,8 +1,9 @@
-"""The share of a sidecar that each caller may use at once: the rules' limits, the current use, and the memory of all.
+"""The share of the sidecar's resources that each caller may use at once.
 
-`CallerShares` finds the limits of a caller. `Use` has its current use, including bytes per second. `Budget` is the
-memory that clients make the sidecar hold: frames in flight, unread answers, and pages for readers. `Share` is the part
-of it that one stream or call holds, for its caller's `Use`.
+- `CallerShares` finds the limits of a caller in the rules.
+- `Use` has the current use of one caller, including bytes per second.
+- `Budget` is the memory that clients make the sidecar hold: frames in flight, unread answers, and pages for readers.
+- `Share` is the part of a budget that one stream or call holds. It counts for its caller's `Use`.
 """
 
 import asyncio
@@ -15,57 +16,63 @@ from seqdedupe.core.patterns import Pattern
 from seqdedupe.errors import SeqdedupeError, error
 
 BURST_SECONDS = 1.0
-"""A caller that was silent for this time may send at once the bytes that this time allows."""
+"""A caller that was silent for this time may send the bytes of this time at once."""
 
 MAX_CURSORS_A_CALLER = 8
-"""The most cursors of a caller in one topic, for callers with rules but no such limit: a quarter of the maximum."""
+"""The most cursors of a caller in one topic, if rules apply to the caller and set no limit of cursors. This is a
+quarter of the maximum of a topic."""
 
 MOVES_PER_SECOND = 10
 MOVED_BYTES_PER_SECOND = 2_500
-"""The limits of cursor moves in a topic, for one caller. In an hour, these are 9 MB of its log for any notes."""
+"""The limits for the cursor moves of one caller in one topic. With these limits, the moves add at most 9 MB per hour to
+the topic's log, for notes of every size."""
 
 MAX_MOVE_WAIT_SECONDS = 5.0
-"""The longest wait of a move. A move that would wait longer is refused."""
+"""The longest wait of a cursor move. A move that would wait longer is refused."""
 
 _MAX_MOVED_TOPICS = 1_000
-"""The number of topics for which a caller's next move time is kept; more while the caller may not move there yet."""
+"""The number of topics for which a caller's next move time is stored. More are stored only while the caller has to wait
+in those topics."""
 
 DISK_SECONDS = 1.0
-"""The time between looks at the size of logs, so a caller above its share may go on for this time."""
+"""The time between two measurements of the logs' sizes. For this time, a caller may publish beyond its share."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallerLimits:
-    """The most of each that a caller may use; None: no limit."""
+    """The limits of a caller. None means no limit."""
 
     connections: int | None = None
-    """Connections with open streams. (A Unix socket does not identify connections.)"""
+    """Connections with open streams. All connections to a Unix socket count as one."""
     streams: int | None = None
     bytes_per_second: int | None = None
-    """Bytes sent to the sidecar: on streams, by `Publish`, `Open` and `MoveCursor`."""
+    """Bytes per second that the caller sends to the sidecar, on streams and with `Publish`, `Open` and `MoveCursor`."""
     bytes_in_flight: int | None = None
-    """Frames without an answer yet, and answers and pages that were not read yet."""
+    """Bytes of frames without an answer, and of answers and pages that the caller has not read yet."""
     producer_names: int | None = None
-    """Names in any one topic under which it may publish. All known names count, also those that others made known."""
+    """Producer names in one topic under which the caller may publish. All known names count, even if other callers
+    added them."""
     topics: int | None = None
-    """Topics that it may create. All existing ones count, also those that others created."""
+    """Existing topics that the rules allow the caller to create. Topics that other callers created count too."""
     bytes_on_disk: int | None = None
-    """Bytes in the logs of those topics, also those that others have published."""
+    """Bytes in the logs of those topics. Messages that other callers have published count too."""
     cursors: int | None = None
-    """Cursors in any one topic with names that it may use. All existing ones count, also those that others made."""
+    """Cursors in one topic whose names the caller may use. All existing cursors count, even if another caller created
+    them."""
 
 
 NO_LIMITS = CallerLimits()
 OF_NOBODY = CallerLimits(streams=16)
-"""The limits of all unknown callers together, for any rules: they watch the health of the whole."""
+"""The limits of all unknown callers together, regardless of the rules. Unknown callers may only watch the sidecar's
+health."""
 
 IN_ALL = ("bytes_per_second", "producer_names")
-"""The limits that can be set for all callers together. The configuration sets the others."""
+"""The limits that rules can set for all callers together. The other limits for all callers are in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallerShare:
-    """The share of each caller with such a name."""
+    """The limits of each caller whose name matches one of the patterns in `subjects`."""
 
     name: str
     subjects: tuple[str, ...]
@@ -79,17 +86,18 @@ class Use:
         self.name = name
         self.limits = limits
         self.held_bytes = 0
-        """Bytes in flight."""
+        """The number of bytes in flight."""
         self.disk_bytes = 0
-        """Bytes on disk, at `disk_counted_at`."""
+        """The number of bytes on disk at the time `disk_counted_at`."""
         self.disk_counted_at = -math.inf
         self._paid_until = 0.0
-        """The time until which the bytes received have used up the allowed rate."""
+        """Until this time, the bytes received so far use up the allowed rate."""
         self._moves_paid_until: dict[str, float] = {}
-        """The same for cursor moves, by topic."""
+        """For each topic, the time until which the cursor moves so far use up the allowed rate."""
 
     def fits(self, size: int) -> bool:
-        """Return whether `size` more bytes may be in flight. A single item always may, otherwise it never could."""
+        """Return whether `size` more bytes may be in flight. If no bytes are in flight, every size is allowed, because
+        otherwise a large item could never be sent."""
         limit = self.limits.bytes_in_flight
         return limit is None or not self.held_bytes or self.held_bytes + size <= limit
 
@@ -99,13 +107,15 @@ class Use:
             self._paid_until = max(self._paid_until, now_seconds - BURST_SECONDS) + size / limit
 
     def rest_seconds(self, now_seconds: float) -> float:
-        """Return the time for which nothing more is taken."""
+        """Return the time for which no more bytes are accepted."""
         return max(0.0, self._paid_until - now_seconds) if self.limits.bytes_per_second is not None else 0.0
 
     def move(self, topic: str, size: int, now_seconds: float) -> float:
-        """Count a cursor move in the topic, which adds `size` bytes to its log. Return how long it must wait.
+        """Count a cursor move, which adds `size` bytes to the topic's log. Return the time in seconds that the move
+        must wait.
 
-        Raises SHARE_EXCEEDED, and counts nothing, if that is too long."""
+        Raises SHARE_EXCEEDED, and counts nothing, if this time is above MAX_MOVE_WAIT_SECONDS.
+        """
         paid_until = self._moves_paid_until
         if len(paid_until) >= _MAX_MOVED_TOPICS:
             self._moves_paid_until = paid_until = {t: at for t, at in paid_until.items() if at > now_seconds}
@@ -120,7 +130,8 @@ class Use:
         return wait_seconds
 
     def check(self, what: str, count: int, *, otherwise: int | None = None) -> None:
-        """Raise SHARE_EXCEEDED if `count` is above the limit `what`. `otherwise` is the limit if none is set."""
+        """Raise SHARE_EXCEEDED if `count` is above the limit named `what`. `otherwise` is the limit if the rules set
+        none."""
         limit = getattr(self.limits, what)
         limit = otherwise if limit is None else limit
         if limit is not None and count > limit:
@@ -129,7 +140,7 @@ class Use:
     def exceeded(
         self, what: str, message: str, retry_delay_ms: int | None = None, limit: int | None = None
     ) -> SeqdedupeError:
-        """Return the error for this limit; `limit` is its value, if the caller has no such limit."""
+        """Return the error for the limit named `what`. `limit` is the value of the limit if the rules set none."""
         limit = getattr(self.limits, what) if limit is None else limit
         why = f"the share of {self.name} is exceeded: {message}, and the limit is {limit}"
         return error("SHARE_EXCEEDED", why, retry_delay_ms=retry_delay_ms, share=what, limit=limit)
@@ -144,7 +155,7 @@ class CallerShares:
         self.in_all = Use("all callers together", in_all)
 
     def of(self, subject: str) -> Use:
-        """Return the use of the caller with this name; empty: of all unknown callers."""
+        """Return the use of the caller with this name. For an empty name, return the use of all unknown callers."""
         if (use := self._uses.get(subject)) is None:
             use = self._uses[subject] = Use(
                 repr(subject) if subject else "all unknown callers", self._limits_of(subject)
@@ -152,14 +163,15 @@ class CallerShares:
         return use
 
     def replace(self, shares: Sequence[CallerShare], in_all: CallerLimits) -> None:
-        """Put these shares in force."""
+        """Replace the shares, for example after the rules have changed."""
         self._shares, self.in_all.limits = shares, in_all
         for subject, use in self._uses.items():
             use.limits = self._limits_of(subject)
-            use.disk_counted_at = -math.inf  # the rules decide which topics count
+            use.disk_counted_at = -math.inf  # count again, because the rules decide which topics count
 
     def _limits_of(self, subject: str) -> CallerLimits:
-        """Return the limits of the first share about this caller; for an empty name, those of unknown callers."""
+        """Return the limits of the first share that matches this caller. For an empty name, return the limits of
+        unknown callers."""
         if not subject:
             return OF_NOBODY
         name = subject.encode(errors="surrogatepass")
@@ -167,7 +179,7 @@ class CallerShares:
         return next(about, NO_LIMITS)
 
     def rest_seconds(self, use: Use, now_seconds: float) -> float:
-        """Return the time for which nothing more is taken from this caller."""
+        """Return the time for which no more bytes are accepted from this caller."""
         return max(use.rest_seconds(now_seconds), self.in_all.rest_seconds(now_seconds))
 
     def spend(self, use: Use, size: int, now_seconds: float) -> None:
@@ -176,7 +188,8 @@ class CallerShares:
         self.in_all.spend(size, now_seconds)
 
     def check_rate(self, use: Use, size: int, now_seconds: float) -> None:
-        """Count a unary call's bytes. Raises SHARE_EXCEEDED, with the time to wait, if nothing more is taken now."""
+        """Count the bytes of a unary call. Raises SHARE_EXCEEDED, with the time to wait, if no more bytes are accepted
+        now."""
         for one in (use, self.in_all):
             if rest_seconds := one.rest_seconds(now_seconds):
                 delay_ms = int(rest_seconds * 1000) + 1
@@ -187,27 +200,30 @@ class CallerShares:
 # -- Memory that clients make the sidecar hold: frames in flight, unread answers, pages for readers.
 
 MAX_HELD_BYTES = 96 * 1024 * 1024
-"""The most bytes for all clients together. With gRPC's memory for 20 streams, the process grows by less than 200 MB
-(`python -m bench stalled_disk`)."""
+"""The most bytes held for all clients together. With this limit, and with gRPC's memory for 20 streams, the process
+grows by less than 200 MB (`python -m bench stalled_disk`)."""
 
 READING_PART = 2
-"""Answers that only inform, such as pages, may take this fraction (1/n) of it. The rest is for publishing."""
+"""Answers of calls that do not publish, such as pages, may use this fraction (1/n) of MAX_HELD_BYTES. The rest is
+reserved for publishing."""
 
 MAX_SHARE_BYTES = 16 * 1024 * 1024
-"""From a stream that holds this many bytes, nothing more is taken."""
+"""From a stream that holds this number of bytes, no more messages are read."""
 
 TICK_SECONDS = 0.02
-"""The time between looks for free memory while a stream waits for it."""
+"""The time between two checks for free memory while a stream waits."""
 
 
 class Budget:
-    """The memory of all clients. It is shared fairly: no stream may hold more than is left for the others.
+    """The memory that all clients together may make the sidecar hold. A stream may hold at most as much as is left for
+    the other streams.
 
-    So a single stream gets half of it at most, and each of a hundred gets a hundredth. For any number of streams, a
-    small request finds room. `relieve` is called regularly while a stream waits.
+    So a single stream gets at most half of the budget, and each of a hundred streams gets about a hundredth. A small
+    request finds room, no matter how many streams there are. `relieve` is called regularly while a stream waits.
 
-    A budget `within` another one is for memory that is given in turn (`Share.reserve`). There the same rule holds for
-    each caller's total: half is left for others. It also has no room when the outer budget has none.
+    A budget `within` another budget is for memory that streams receive in turn (`Share.reserve`). There, the rule
+    applies to the total of each caller: a caller may hold at most as much as is left for the other callers. An inner
+    budget has no room when the outer budget has no room.
     """
 
     def __init__(
@@ -217,10 +233,10 @@ class Budget:
         self.held_bytes = 0
         self.within = within
         self._held_by: Counter[Use] = Counter()
-        """Within another budget: the bytes that each caller holds."""
+        """The bytes that each caller holds. Only an inner budget counts them."""
         self.read_bytes = 0
-        """The bytes that were read and are not admitted yet. They block further reads, but not admission: otherwise all
-        streams could wait for each other."""
+        """The bytes of messages that were read and are not admitted yet. These bytes block further reads, but not
+        admission. Otherwise all streams could wait for each other."""
         self._relieve = relieve
         self._waiting: dict[Share, None] = {}
         self._ticks = False
@@ -232,18 +248,19 @@ class Budget:
         return free if self.within is None else min(free, self.within.free_bytes)
 
     def free_for(self, use: Use, *, to_read: bool = False) -> int:
-        """Return the bytes that a stream of this caller may take if it holds nothing."""
+        """Return the number of bytes that a stream of this caller may hold if it holds nothing now."""
         if self.within is None:
             return self.limit_bytes - self.held_bytes - self.read_bytes * to_read
         return self.free_bytes - self._held_by[use]
 
     @property
     def gives_to_anybody(self) -> bool:
-        """Whether any request is granted: a large one, or one behind publishers, could otherwise wait for ever."""
+        """Whether a request of every size is granted now. Otherwise a large request, or a request while publishers hold
+        much memory, could wait for ever."""
         return self.within is not None and not self.held_bytes
 
     def take(self, use: Use, size: int) -> None:
-        """Add `size` to the bytes that the caller holds; it may be negative."""
+        """Add `size`, which may be negative, to the bytes that the caller holds."""
         self.held_bytes += size
         if self.within is not None:
             self.within.take(use, size)
@@ -259,18 +276,19 @@ class Budget:
         return {share.use for share in self._waiting}
 
     def is_others_turn(self) -> bool:
-        """Return whether a stream waits whose client has shown that it reads."""
+        """Return whether a stream is waiting whose client has shown that it reads."""
         return any(share.has_been_read for share in self._waiting)
 
     def wait(self, share: "Share") -> None:
-        """Call `share.look` regularly from now on."""
+        """Call `share.look` regularly, until `wait_no_more`."""
         self._waiting[share] = None
         if not self._ticks:
             self._ticks = True
             asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def refuses(self, share: "Share") -> None:
-        """Relieve at once, because this share does not wait: others may hold memory that they do not need."""
+        """Call `relieve` at once, for a share that is refused instead of waiting. Other streams may hold memory that
+        they do not need."""
         self._waiting[share] = None
         self._relieve(self)
         self.wait_no_more(share)
@@ -279,7 +297,8 @@ class Budget:
         self._waiting.pop(share, None)
 
     def _look(self) -> None:
-        """Wake waiting streams, those of callers that hold least first; among equals, those whose clients have read."""
+        """Wake the waiting streams whose wanted memory is free. Streams of callers that hold the least are first. Among
+        equals, streams whose clients have shown that they read are first."""
         for share in sorted(self._waiting, key=lambda share: (self._held_by[share.use], not share.has_been_read)):
             share.look()
 
@@ -292,32 +311,33 @@ class Budget:
 
 
 class Share:
-    """The memory of one stream or call. It counts for the `use` of its caller."""
+    """The memory that one stream or call holds. It counts for the `use` of its caller."""
 
     def __init__(self, budget: Budget, use: Use) -> None:
         self._budget = budget
         self.use = use
         self.held_bytes = 0
         self.has_been_read = False
-        """Whether the client has taken an answer for which memory was reserved."""
+        """Whether the client has read an answer for which memory was reserved."""
         self._read_bytes = 0
         self._wanted_bytes = 0
         self._wants_to_read = False
         self._is_given = False
-        """Whether the wanted memory is taken as soon as it is free."""
+        """Whether `look` itself takes the wanted memory as soon as it is free."""
         self._found: asyncio.Future[None] | None = None
 
     @property
     def free_part(self) -> float:
-        """The part of the whole that it could take if it held nothing."""
+        """The fraction of the budget that this share could hold if it held nothing now."""
         return max(0, self._budget.free_for(self.use)) / self._budget.limit_bytes
 
     def is_others_turn(self) -> bool:
-        """Return whether a stream waits whose client has shown that it reads."""
+        """Return whether a stream is waiting whose client has shown that it reads."""
         return self._budget.is_others_turn()
 
     def fits(self, size: int, *, to_read: bool = False) -> bool:
-        """Return whether `size` more may be taken, or with `to_read`, may be read and taken later."""
+        """Return whether `size` more bytes may be held. With `to_read`, return whether a message of this size may be
+        read, to be held later."""
         held = self.held_bytes
         is_too_much = held + size > self._budget.free_for(self.use, to_read=to_read) or held >= MAX_SHARE_BYTES
         if is_too_much and not self._budget.gives_to_anybody:
@@ -325,7 +345,7 @@ class Share:
         return self.use.limits.bytes_in_flight is None or self.use.fits(size)
 
     def check(self, size: int, why: str) -> None:
-        """Raise QUEUE_FULL with this text, or SHARE_EXCEEDED, unless `size` more may be taken."""
+        """Raise QUEUE_FULL with the text `why`, or SHARE_EXCEEDED, unless `size` more bytes may be held."""
         if not self.use.fits(size):
             raise self.use.exceeded("bytes_in_flight", f"{self.use.held_bytes} bytes are in flight")
         if not self.fits(size):
@@ -333,7 +353,7 @@ class Share:
             raise error("QUEUE_FULL", why)
 
     def take(self, size: int) -> None:
-        """Take it, whether it fits or not: existing memory must be counted."""
+        """Count `size` more bytes, even if they do not fit, because memory that exists must be counted."""
         self.held_bytes += size
         self.use.held_bytes += size
         budget = self._budget
@@ -343,7 +363,7 @@ class Share:
             budget.take(self.use, size)
 
     def has_read(self, size: int) -> None:
-        """Set the size of the last message read that is not admitted yet."""
+        """Set the size of the message that was read last and is not admitted yet."""
         self._budget.read_bytes += size - self._read_bytes
         self._read_bytes = size
 
@@ -353,7 +373,7 @@ class Share:
             self.look()
 
     def look(self) -> None:
-        """Continue the waiting code if the wanted memory fits now."""
+        """Wake the waiting code if the wanted memory is free now."""
         if self._found is not None and not self._found.done() and self._fits_now():
             if self._is_given:
                 self.take(self._wanted_bytes)
@@ -363,7 +383,7 @@ class Share:
         return self.fits(self._wanted_bytes, to_read=self._wants_to_read)
 
     async def wait_for(self, size: int, *, to_read: bool = False) -> None:
-        """Wait until `size` more may be taken, or read."""
+        """Wait until `size` more bytes may be held or, with `to_read`, read."""
         self._wanted_bytes, self._wants_to_read = size, to_read
         while not self._fits_now():
             self._found = asyncio.get_running_loop().create_future()
@@ -375,7 +395,7 @@ class Share:
                 self._budget.wait_no_more(self)
 
     async def reserve(self, size: int) -> None:
-        """Take `size` more when it is this share's turn."""
+        """Wait until it is this share's turn, and count `size` more bytes."""
         if self.fits(size):
             self.take(size)
             return

@@ -1,4 +1,5 @@
-"""All streams that are being served: their limits, and the choice of streams that give way to others."""
+"""All streams that are being served: their limits, and the choice of the streams that are ended to make room for
+others."""
 
 import asyncio
 import time
@@ -27,57 +28,61 @@ from broker_sidecar.shares import (
     Use,
 )
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.tasks import retrieve
-from seqdedupe.topic.message_search import LOOK_BYTES
-from seqdedupe.wording import counted
+from seqdedupe.topic.readers import PAGE_BYTES
 
 M = TypeVar("M", bound=Message)
 
 FIRST_MESSAGE_SECONDS = 10.0
-"""The time within which a stream's first message must come."""
+"""The time within which the first message of a stream must arrive."""
 
 IDLE_SECONDS = 1.0
-"""A stream can give way after this time without a message in either direction and with nothing under way."""
+"""A stream is idle, and may be ended for another stream, if it had no message in either direction for this time and has
+no frame in flight."""
 
 UNREAD_SECONDS = 5.0
-"""A stream whose client has read nothing for this time can be ended when others wait for memory."""
+"""A stream whose client has read nothing for this time may be ended when other streams wait for memory."""
 
 LEFT_SECONDS = 10.0
-"""The time after a stream's end by which its client must have read what was written before. Otherwise its connection is
-ended: gRPC releases those bytes in no other way."""
+"""After the end of a stream, its client has this time to read the answers that were written before. If the client does
+not, the connection is ended, because gRPC releases the unread bytes in no other way."""
 
 COPIES = 2
-"""While an answer is written, gRPC has a copy too."""
+"""The number of copies of an answer while it is written: the sidecar's copy and gRPC's copy."""
 
-ANSWER_BYTES = LOOK_BYTES
-"""The memory of a call that looks into a log, or lists a thousand producers."""
+ANSWER_BYTES = PAGE_BYTES
+"""The memory, per copy, of a call that looks into a log or lists a thousand producers."""
 
 TURN_SECONDS = 10.0
-"""The time that such a call waits for its turn. Then it is refused, and its client calls again."""
+"""The longest wait of such a call for memory. After this time the call is refused, and its client retries."""
 
 EXPORTS_AT_ONCE = 8
-"""The most exports at once. Each holds a copy of all numbers of its topic until its end. One caller may have half."""
+"""The most exports at once. Until its end, an export holds a copy of all numbers of its topic. One caller may have half
+of the exports."""
 
 CONNECTION_SHARE = 2
-"""One TCP connection may have this fraction (1/n) of all streams. (A Unix socket does not identify connections.)"""
+"""One TCP connection may have this fraction (1/n) of all streams. Connections to a Unix socket are not limited, because
+they cannot be distinguished."""
 
 CALLER_SHARE = 2
-"""One caller may have this fraction (1/n) of all streams, and more only while no other caller needs a place."""
+"""One caller may have this fraction (1/n) of all streams. A caller may have more only while no other caller needs a
+stream."""
 
 UNKNOWN_PART = 16
-"""This fraction (1/n) of all streams, at most the limit of unknown callers, is kept for unknown callers: probes that
-watch the health. They take no place of a known caller."""
+"""This fraction (1/n) of all streams is reserved for unknown callers, at most the limit of unknown callers. So health
+probes take no stream from a known caller."""
 
 
 class Stream:
-    """A stream that is being served, by a separate task."""
+    """A stream that a separate task is serving."""
 
     def __init__(self, context: Context, budget: Budget, subject: Subject, shares: CallerShares) -> None:
-        """`budget` is for the memory of its answers and frames in flight."""
+        """`budget` limits the memory of the stream's answers and frames in flight."""
         self.subject = subject
         self.use = shares.of(subject.name)
         self.allowed = allowed_so_far()
-        """The permissions, which are checked again when the rules change."""
+        """The permission checks that this call has passed. They are repeated when the rules change."""
         self.connection: str = context.peer()
         self._taken = taken_from(self.connection)
         self.share = Share(budget, self.use)
@@ -85,18 +90,19 @@ class Stream:
         """The memory of what a Pulsar broker sends to the client, if brokers do."""
         self._reserved_bytes = 0
         self.writing_bytes = 0
-        """The bytes being written, of which gRPC has a copy. After the stream's end, gRPC keeps it until the client
-        reads it or goes away."""
+        """The bytes being written. gRPC has a copy of these bytes. After the stream's end, gRPC keeps its copy until
+        the client reads it or disconnects."""
         self._method = method_of_call()
         self.frames_in_flight = 0
         self.moved_at = time.monotonic()
-        """When the last message was sent, or a message came that serves the stream's purpose."""
+        """The time when the sidecar last sent a message, or when the client last sent a message that served the
+        stream's purpose."""
         self.writing_since: float | None = None
         self.ended_because: SeqdedupeError | None = None
         self._context = context
         self._shares = shares
         self._task: asyncio.Task[None] | None = None
-        """The task, once the stream has begun."""
+        """The task that serves the stream; None before `begin`."""
 
     @property
     def held_bytes(self) -> int:
@@ -104,11 +110,11 @@ class Stream:
         return self.share.held_bytes + (self.passing.held_bytes if self.passing is not None else 0)
 
     async def begin(self) -> None:
-        """Send the initial metadata. Raises the reason if the stream was ended meanwhile.
+        """Send the initial metadata. If the stream was ended meanwhile, raise the reason.
 
-        grpcio counts them as sent only after they, or the first message, have been written. If that write is cancelled,
-        they go out again with the status, and the client never sees the call's end. So they are sent alone, and this
-        waits for it.
+        grpcio considers the metadata as sent only when the metadata or the first message has been written. If that
+        write is cancelled, grpcio sends the metadata again with the status, and the client never sees the end of the
+        call. So this method sends the metadata separately, and waits until they are written.
         """
         self._context.add_done_callback(self._written)  # type: ignore[arg-type]
         await self._context.send_initial_metadata(())
@@ -117,7 +123,8 @@ class Stream:
         self._task = asyncio.current_task()
 
     async def read(self) -> Any:
-        """Return the client's next message, or `grpc.aio.EOF`, once its share of bytes per second lets it send more."""
+        """Return the client's next message, or `grpc.aio.EOF`. Wait first until the client's limit of bytes per second
+        allows more."""
         await self._rest()
         return await self._read()
 
@@ -135,11 +142,12 @@ class Stream:
         return data
 
     def moves(self) -> None:
-        """Note that the client's last message served the stream's purpose. A stream without such messages is silent."""
+        """Record that the client's last message served the stream's purpose. A stream without such messages counts as
+        silent."""
         self.moved_at = time.monotonic()
 
     async def read_first(self) -> Any:
-        """Do as `read`, for the first message. Raises STREAM_IDLE if it does not come in time."""
+        """Read the first message as `read` does. Raises STREAM_IDLE if the message does not arrive in time."""
         await self._rest()
         try:
             async with asyncio.timeout(FIRST_MESSAGE_SECONDS):
@@ -150,16 +158,16 @@ class Stream:
             ) from e
 
     async def write(self, data: bytes) -> None:
-        """Send a message. Return when the client has room for it."""
+        """Send a message. Return when the client has room for the message."""
         self.share.take(len(data))
         await self._write(data)
         self._written()
 
     async def reserve(self, size: int, least: int) -> int:
-        """Return when there is memory for an answer of `size` bytes, or of a little less, at least `least`. Return the
-        size.
+        """Wait for memory for an answer, and reserve it. Return the size of the reserved answer: `size` bytes, or less,
+        but at least `least`.
 
-        The last answer's memory is kept for the next one, unless a stream waits whose client has shown that it reads.
+        The memory of the last answer is reused, unless another stream waits whose client has shown that it reads.
         """
         kept = self._reserved_bytes
         if kept and not self.share.is_others_turn():
@@ -176,16 +184,18 @@ class Stream:
         return size
 
     def reserve_now(self, size: int, why: str) -> None:
-        """Do the same without waiting. Raises QUEUE_FULL with this text, or SHARE_EXCEEDED."""
+        """Reserve memory for an answer without waiting. Raises QUEUE_FULL with the text `why`, or SHARE_EXCEEDED."""
         self.release()
         self.share.check(COPIES * size, why)
         self.share.take(COPIES * size)
         self._reserved_bytes = COPIES * size
 
     async def reserve_in_turn(self, least: int = 0) -> int:
-        """Do as `reserve`, for a call that holds `ANSWER_BYTES` or `least`, and at most half of its caller's share.
+        """Reserve memory for a call with one answer, as `reserve` does. The size is `ANSWER_BYTES`, but at most half of
+        its caller's share, and at least `least`.
 
-        Raises QUEUE_FULL or SHARE_EXCEEDED if its turn does not come in time."""
+        Raises QUEUE_FULL or SHARE_EXCEEDED if the memory does not become free in time.
+        """
         limit = self.use.limits.bytes_in_flight
         most = ANSWER_BYTES if limit is None else max(1, min(ANSWER_BYTES, limit // (2 * COPIES)))
         size = max(most, least)
@@ -197,7 +207,7 @@ class Stream:
             return size
 
     async def write_reserved(self, data: bytes) -> None:
-        """Do as `write`, with reserved memory. The data may be a little larger."""
+        """Send a message as `write` does, in the reserved memory. The data may be a little larger than reserved."""
         self.share.take(COPIES * len(data) - self._reserved_bytes)
         self._reserved_bytes = len(data)
         await self._write(data)
@@ -206,13 +216,13 @@ class Stream:
         self.share.has_been_read = True
 
     async def write_each(self, answers: Iterator[bytes], most_bytes: int) -> None:
-        """Send these answers. Each is made when there is memory for `most_bytes`."""
+        """Send these answers. An answer is created only when memory for `most_bytes` is reserved."""
         while True:
             await self.reserve(most_bytes, most_bytes)
             if (answer := next(answers, None)) is None:
                 break
             await self.write_reserved(answer)
-            del answer  # before the next one is made
+            del answer  # before the next answer is created
         self.release()
 
     def release(self) -> None:
@@ -229,13 +239,13 @@ class Stream:
         self._method.sent += 1
 
     def _written(self, _: object = None) -> None:
-        """Note that gRPC holds nothing more of this stream."""
+        """Record that gRPC holds no more bytes of this stream."""
         written, self.writing_bytes = self.writing_bytes, 0
         self.share.give_back(written)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Within the block, raise the reason of the stream's end instead of the cancellation."""
+        """If the stream is ended within the block, raise the reason instead of the cancellation."""
         try:
             yield
         except asyncio.CancelledError:
@@ -244,7 +254,7 @@ class Stream:
             raise
 
     def end(self, why: SeqdedupeError) -> None:
-        """End the stream with this error, soon. The first error counts."""
+        """End the stream soon, with this error. If this is called several times, the first error counts."""
         if self.ended_because is None:
             self.ended_because = why
             if self._task is not None:
@@ -262,21 +272,21 @@ class Streams:
         self._end_connection = end_connection
         self._open: set[Stream] = set()
         self._left: set[Stream] = set()
-        """The streams that have ended, and whose clients have not read everything that was written."""
+        """The streams that have ended, but whose clients have not read everything that was written."""
         self.shares = permissions.shares
         permissions.on_replaced.append(self._judge_again)
         self.budget = Budget(self._relieve, MAX_HELD_BYTES)
         self.reading = Budget(self._relieve, MAX_HELD_BYTES // READING_PART, within=self.budget)
-        """The memory of streams and calls that publish nothing."""
+        """The memory of streams and calls that do not publish."""
         self._exporting: set[Stream] = set()
         self._to_export: set[Stream] = set()
-        """The streams that wait for a place among them."""
+        """The streams that wait until they may export."""
         self._answering: set[Stream] = set()
-        """Calls with one large answer. They take no places."""
+        """Calls with one large answer. They do not count as streams."""
         self.is_draining = False
         self.gave_way = self.unread = 0
-        """The number of streams ended to make room for another, and of those whose clients read nothing while others
-        waited for the memory."""
+        """The number of streams that were ended to make room for another stream, and the number that were ended because
+        their clients read nothing while other streams waited."""
 
     def __len__(self) -> int:
         """Return the number of open streams."""
@@ -298,9 +308,11 @@ class Streams:
         publishes: bool = False,
         is_call: bool = False,
     ) -> Callable[[Any, Context], Awaitable[None]]:
-        """Return the handler of a streaming call: `serve` with its requests or request, and the stream.
+        """Return the handler of a streaming call. The handler calls `serve` with the request or requests, the context
+        and the stream.
 
-        The stream counts, unless it is a call with one answer."""
+        The stream counts towards the limits, unless the call has only one answer (`is_call`).
+        """
 
         async def handle(request: Any, context: Context) -> None:
             stream = Stream(context, self.budget if publishes else self.reading, caller(), self.shares)
@@ -319,9 +331,10 @@ class Streams:
         find: Callable[[str], Awaitable[object]],
         answer: Callable[[M, Stream], Awaitable[Message]],
     ) -> "grpc.RpcMethodHandler[Any, Any]":
-        """Return the handler of a call that takes a `kind` and has one answer, and that holds much memory: read bytes
-        of a log, or the answer. From its begin until the client has the answer, it takes turns with readers for memory
-        (`reserve_in_turn`). `find` looks for its topic first, so calls about unknown topics do not wait."""
+        """Return the handler of a call that has one answer and needs much memory, for bytes of a log or for the answer.
+        `kind` is the type of the request. From its start until the client has the answer, the call competes with
+        readers for memory (`reserve_in_turn`). `find` looks up the topic first, so calls about unknown topics do not
+        wait for memory."""
 
         async def serve(data: bytes, context: Context, stream: Stream) -> None:
             request: Any = parse_small(kind, data)
@@ -334,7 +347,8 @@ class Streams:
 
     @contextmanager
     def serving(self, stream: Stream) -> Iterator[None]:
-        """Count the stream within the block. Raises TOO_MANY_STREAMS, SHARE_EXCEEDED, and why the stream was ended."""
+        """Count the stream as open within the block. Raises TOO_MANY_STREAMS, SHARE_EXCEEDED, or the reason why the
+        stream was ended."""
         self._make_room_in_share(stream)
         self._make_room(stream)
         self._open.add(stream)
@@ -359,7 +373,8 @@ class Streams:
             self._leave(stream)
 
     def _leave(self, stream: Stream) -> None:
-        """Let gRPC keep unread bytes of an ended stream for a while, if there is memory for that."""
+        """Handle the unread bytes of an ended stream: give the client time to read them if memory is free, and end its
+        connection otherwise."""
         stream.release()
         if not stream.writing_bytes:
             return
@@ -373,10 +388,12 @@ class Streams:
             self._end_connection(stream.connection)
 
     async def export(self, stream: Stream, answers: Iterator[bytes], most_bytes: int) -> None:
-        """Do as `write_each`, for a copy of a whole topic. Few of these run at once, and the others wait for their
-        turn.
+        """Send the export of a topic, as `write_each` does. Only EXPORTS_AT_ONCE exports run at once. Other exports
+        wait.
 
-        The caller with the fewest comes first. A stream whose client reads nothing gives way to those that wait."""
+        The caller with the fewest running exports is next. An export whose client reads nothing is ended for a waiting
+        one.
+        """
         self._to_export.add(stream)
         try:
             while not self._may_export(stream.use):  # noqa: ASYNC110 (time alone shows that a client reads nothing)
@@ -402,14 +419,14 @@ class Streams:
             if exports[use] < exports[one.use] or one.use is use
         ]
         if unread and not has_place:
-            # One place is enough. This stream is chosen until it has left.
+            # End only one stream. Until that stream has ended, it is chosen again, so that no further stream is ended.
             longest = min(unread, key=lambda one: one.writing_since or until)
             self.unread += longest.ended_because is None
             self._end(longest, "this stream's client reads nothing, and other exports wait for its place")
         return False
 
     def _make_room_in_share(self, new: Stream) -> None:
-        """End another stream of the caller if necessary. Raises SHARE_EXCEEDED."""
+        """If the caller has too many streams, end an idle one. Raises SHARE_EXCEEDED if that is not possible."""
         own = [stream for stream in self._open if stream.use is new.use]
         # A Unix socket does not identify connections.
         new.use.check("connections", len({stream.connection for stream in (*own, new)}))
@@ -417,7 +434,7 @@ class Streams:
             raise new.use.exceeded("streams", f"{counted(len(own), 'stream is', 'streams are')} open")
 
     def _make_room(self, new: Stream) -> None:
-        """End another stream if necessary. Raises TOO_MANY_STREAMS."""
+        """If there are too many streams, end another one. Raises TOO_MANY_STREAMS if that is not possible."""
         if not new.connection.startswith("unix:"):
             share = max(1, self._limit // CONNECTION_SHARE)
             own = [stream for stream in self._open if stream.connection == new.connection]
@@ -429,18 +446,22 @@ class Streams:
             if len(self._open) >= self._limit and not self._gives_way(unknown, self._limit):
                 raise _too_many(self._limit)
             return
-        # Without authentication, no caller is unknown.
+        # Without authentication, no caller counts as unknown.
         kept = 0 if new.subject.name == ANONYMOUS else min(self._limit // UNKNOWN_PART, OF_NOBODY.streams or 0)
         free = self._limit - len(self._open) - max(0, kept - len(unknown))
         if free <= 0 and not self._another_gives_way(new, unknown, kept):
             raise _too_many(self._limit - kept)
 
     def _another_gives_way(self, new: Stream, unknown: list[Stream], kept: int) -> bool:
-        """End a stream in favour of a known caller's, when all places are taken. Return whether one could be ended.
+        """End a stream to make room for the stream of a known caller. Return whether a stream was ended.
 
-        It is the stream that was silent for longest, with three exceptions. Unknown callers with more streams than are
-        kept for them give way first, if need be by a stream in use. So does a caller above its share, to one below. And
-        a caller that would exceed its share can only replace its own stream.
+        In general, the idle stream that was silent for the longest time is ended. There are three exceptions:
+
+        - If unknown callers have more streams than are reserved for them, one of their streams is ended, even if it is
+          in use.
+        - If a caller has more than its share, and the new stream's caller has less, a stream of the former is ended,
+          even if it is in use.
+        - A caller that would exceed its share can only replace one of its idle streams.
         """
         share = max(1, self._limit // CALLER_SHARE)
         by_caller: dict[Use, list[Stream]] = {}
@@ -467,7 +488,8 @@ class Streams:
         return True
 
     def _gives_way(self, among: Iterable[Stream], most: int) -> bool:
-        """End the stream of these that was silent for longest. Return whether one could be ended."""
+        """Among these streams, end the idle one that was silent for the longest time. Return whether there was an idle
+        stream."""
         until = time.monotonic() - IDLE_SECONDS
         idle = [stream for stream in among if not stream.frames_in_flight and stream.moved_at <= until]
         if not idle:
@@ -483,10 +505,10 @@ class Streams:
         stream.end(error("STREAM_IDLE", why))
 
     def _relieve(self, budget: Budget) -> None:
-        """Free memory for a waiting stream: end streams whose clients have left answers unread for long.
+        """Free memory for waiting streams: end streams whose clients have read nothing for UNREAD_SECONDS.
 
-        If some memory is free, only callers that hold less than the waiting ones may take it. So in that case only
-        streams of the waiting callers themselves are ended.
+        If enough memory is free for other callers, the waiting callers themselves hold too much. Then only streams of
+        the waiting callers are ended.
         """
         whose = None if budget.free_bytes < budget.limit_bytes // 4 else budget.waiting
         if whose is not None and budget is self.budget:
@@ -502,13 +524,13 @@ class Streams:
                 self._give_up(stream)
 
     def end_where(self, why: Callable[[Subject], SeqdedupeError | None]) -> None:
-        """End each stream for whose caller there is an error."""
+        """End each stream for whose caller `why` returns an error."""
         for stream in self._open:
             if (e := why(stream.subject)) is not None:
                 stream.end(e)
 
     def _judge_again(self) -> None:
-        """End the streams that new rules no longer allow."""
+        """End the streams that the new rules no longer allow."""
         for stream in list(self._open):
             try:
                 for judge in stream.allowed:
@@ -530,7 +552,8 @@ def _too_many(limit: int) -> SeqdedupeError:
 
 
 def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:
-    """End the stream when its caller's token expires, if it expires."""
+    """Set a timer that ends the stream when its caller's token expires. Return None if the caller has no token that
+    expires."""
     if (expires_at_seconds := stream.subject.expires_at_seconds) is None:
         return None
     why = expired(stream.subject.name, expires_at_seconds - LEEWAY_SECONDS)
@@ -538,15 +561,16 @@ def _at_expiry(stream: Stream) -> asyncio.TimerHandle | None:
 
 
 def unasked(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-    """Return a task that writes to a stream. If the client is gone, it fails, but then the call is cancelled too, and
-    no code awaits the task."""
+    """Return a task for work that writes to a stream, and that no code awaits. If the client is gone, the task fails;
+    that failure is ignored, because the call is cancelled too."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(retrieve)
     return task
 
 
 async def messages(stream: Stream) -> Any:
-    """Yield all messages that a client sends on a stream. The first one must come in time."""
+    """Yield all messages that a client sends on a stream. Raises STREAM_IDLE if the first message does not arrive in
+    time."""
     data = await stream.read_first()
     while data is not grpc.aio.EOF:
         yield data

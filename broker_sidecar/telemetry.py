@@ -1,7 +1,7 @@
-"""The messages of a running sidecar about itself: structured logs on standard error, traces, and its last warnings.
+"""Output of a running sidecar about its own work: structured logs on standard error, traces, and the last warnings.
 
-`configure` sends all log records to standard error. `Traces` has OpenTelemetry's spans. `LastWarnings` keeps the
-warnings that `GetStatistics` shows.
+`configure` sends all log records to standard error. `Traces` creates OpenTelemetry spans. `LastWarnings` keeps the
+warnings that `GetStatistics` returns.
 """
 
 import asyncio
@@ -30,24 +30,25 @@ _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 LINES = 20
 WINDOW_SECONDS = 10.0
-"""At most this number of lines of a kind are written in this time."""
+"""In WINDOW_SECONDS, at most LINES lines of one kind are written."""
 
 MAX_KINDS = 1_000
-"""The most kinds that are distinguished at once. There are fewer, unless text from elsewhere is among them."""
+"""The most kinds of lines that are distinguished at once. There are more kinds only if messages contain varying text
+from outside."""
 
 _Kind = tuple[str, int, str]
 _OTHERS: _Kind = ("", 0, "")
 
 
 MAX_TEXT_CHARACTERS = 4_000
-"""The most characters of each text in a line. It may contain text from a client."""
+"""The most characters of each text in a line. The limit exists because a text may come from a client."""
 
 MAX_EXCEPTION_CHARACTERS = 20_000
-"""The most characters of an exception with its traceback. Its own text, which comes last, may be long."""
+"""The most characters of an exception with its traceback. The exception's message, which comes last, may be long."""
 
 
 def _cut(value: object, most: int = MAX_TEXT_CHARACTERS) -> object:
-    """Return the value, or the beginning and the end of a longer text."""
+    """Return the value. If it is a text that is too long, return the beginning and the end."""
     if not isinstance(value, str) or len(value) <= most:
         return value
     return f"{value[: most // 2]} [{len(value) - most} characters are omitted] {value[-(most // 2) :]}"
@@ -66,8 +67,8 @@ def _is_of_grpc(record: logging.LogRecord) -> bool:
 
 
 class WithoutValues(logging.Filter):
-    """A filter that reduces gRPC's own log records to place and kind, without values. Otherwise they would contain data
-    of calls, such as a token followed by a byte that is not UTF-8."""
+    """A filter that reduces gRPC's log records to the place and kind of the problem. Without the filter, the records
+    would contain data of calls, such as a token followed by a byte that is not UTF-8."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if _is_of_grpc(record) and not hasattr(record, "left_out"):
@@ -82,7 +83,7 @@ class WithoutValues(logging.Filter):
 
 
 class _Text(logging.Formatter):
-    """A line for a person, followed by the values logged as `extra`."""
+    """Formats a record as a line for a person, followed by the values logged as `extra`."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the library's name)
         record.message = str(_cut(record.message))
@@ -93,7 +94,7 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """`event`, `level`, `logger`, `timestamp`, and the values logged as `extra`."""
+    """Formats a record as JSON, with `event`, `level`, `logger`, `timestamp`, and the values logged as `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
@@ -110,7 +111,7 @@ class _Json(logging.Formatter):
 
 @dataclass(slots=True)
 class _Window:
-    """The lines of a kind since the window began."""
+    """The number of lines of one kind since the window began, and the number omitted (`left_out`)."""
 
     ends: float
     lines: int = 0
@@ -124,10 +125,11 @@ def _later(seconds: float, tell: Callable[[], None]) -> None:
 
 
 class Limit(logging.Filter):
-    """A filter that passes LINES of a kind in WINDOW_SECONDS, then one line with the number omitted (`left_out`).
+    """A filter that passes LINES lines of one kind in WINDOW_SECONDS. If more lines were omitted, one line with their
+    number (`left_out`) follows at the end of the window.
 
-    A message that a client or a failing disk can cause a thousand times says nothing new, and fills the disk. Lines are
-    of one kind if they come from the same place with the same level. Their values do not matter.
+    Without the filter, a client or a failing disk could fill the disk with a message that is repeated a thousand times.
+    Lines are of one kind if they have the same logger, level and message template. Their values do not matter.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ def _tell(kind: _Kind, window: _Window) -> None:
 
 
 def configure(level: str, form: str) -> None:
-    """Send all log records from this level on to standard error."""
+    """Send all log records of at least this level to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     text = _Text("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     handler.setFormatter(_Json() if form == "json" else text)
@@ -188,33 +190,36 @@ def configure(level: str, form: str) -> None:
 
 
 def _concerns_somebody(record: logging.LogRecord) -> bool:
-    """Return False for gRPC's own line that it could not send, because the call was over.
+    """Return False for gRPC's log record that it could not send because the call was over.
 
-    The client or its connection had gone when gRPC wrote a handler's answer, and gRPC had not noticed that yet."""
+    gRPC logs this record if the client disconnects just before gRPC writes a handler's answer.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
-# -- OpenTelemetry traces: a span for each call whose client sends a context (W3C's `traceparent`).
+# -- OpenTelemetry traces. Each call whose client sends a trace context (W3C's `traceparent`) has a span.
 #
-# OpenTelemetry's own variables say where spans go. Without one of `ENDPOINT_VARIABLES` nothing is traced or imported.
-# Needs the extra `seqdedupe[tracing]`.
+# OpenTelemetry's environment variables set the destination of the spans. Without one of `ENDPOINT_VARIABLES`, nothing
+# is traced, and the OpenTelemetry packages are not imported. Tracing needs the extra `seqdedupe[tracing]`.
 
 logger = logging.getLogger("seqdedupe.traces")
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 CLOSE_SECONDS = 2.0
-"""The longest wait of a stop for the last spans to be sent. A collector that is gone does not delay the stop longer."""
+"""When the sidecar stops, the longest wait until the last spans are sent. So an unreachable collector does not delay
+the stop for longer."""
 
 _CONTEXT = ("traceparent", "tracestate")
 _NAME = "seqdedupe"
 
 _FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
-"""Codes that are the server's fault, by OpenTelemetry's semantic conventions for gRPC. The others are the caller's."""
+"""The status codes that are the server's fault according to OpenTelemetry's semantic conventions for gRPC. All other
+codes are the caller's fault."""
 
 
 class Traces:
-    """Whether calls are traced, and the destination of their spans."""
+    """Traces calls if the environment has an endpoint for spans."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._provider: TracerProvider | None = None
@@ -222,13 +227,14 @@ class Traces:
             self._provider = _provider(environment)
 
     def traced(self, handler: grpc.GenericRpcHandler) -> grpc.GenericRpcHandler:
-        """Return the service as this handler serves it, with tracing."""
+        """Return a handler that serves the same service with tracing; the same handler if calls are not traced."""
         return handler if self._provider is None else _Traced(handler, self._provider)
 
     async def close(self) -> None:
-        """Send the waiting spans, if the collector takes them soon."""
+        """Send the waiting spans. Give up after CLOSE_SECONDS."""
         if self._provider is not None:
-            # Use a separate thread, because a silent collector would block it for long, and wait for it only this long.
+            # Shut down in a separate thread, because a collector that does not answer would block the shutdown for a
+            # long time.
             closing = threading.Thread(target=self._provider.shutdown, daemon=True)
             closing.start()
             await asyncio.to_thread(closing.join, CLOSE_SECONDS)
@@ -245,7 +251,7 @@ def _provider(environment: Mapping[str, str]) -> "TracerProvider | None":
         return None
     named = Resource.create({} if environment.get("OTEL_SERVICE_NAME") else {"service.name": _NAME})
     provider = TracerProvider(resource=named, shutdown_on_exit=False)
-    # Its queue is bounded: spans that the collector does not take are dropped.
+    # The processor's queue is bounded. Spans that the collector does not accept are dropped.
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 
@@ -296,22 +302,22 @@ def _sent(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
     return {name: value for name, value in metadata if name in _CONTEXT and isinstance(value, str)}
 
 
-# -- The last warnings of the process, for people who look at it.
+# -- The last warnings of the process, for people who inspect the sidecar.
 
 KEPT = 50
 
 MAX_MESSAGE_CHARACTERS = 2_000
-"""The characters that are kept from the beginning of a longer message."""
+"""The most characters of a message. The end of a longer message is dropped."""
 
 _Place = tuple[str, int]
-"""A line of a source file that logs."""
+"""The path of a source file and the line number of a logging call."""
 
 
 class LastWarnings(logging.Handler):
-    """The newest KEPT records of level WARNING and above, from any thread.
+    """Keeps the newest KEPT records of level WARNING and above, from all threads.
 
-    Repeated records of one place make room for the others, since a client may cause them. gRPC's own records are about
-    data that its callers send, and are not kept.
+    If there are too many records, the place in the code with the most records loses its oldest one, because a client
+    may cause repeated records. gRPC's own records are not kept, because they are about data that callers send.
     """
 
     def __init__(self) -> None:
@@ -335,10 +341,10 @@ class LastWarnings(logging.Handler):
         )
         self._kept.append(((record.pathname, record.lineno), warning))
         if len(self._kept) > KEPT:
-            # Among places with equal counts, take the one whose oldest record is older.
+            # Among places with equal counts, this chooses the place whose oldest record is older.
             [(most, _)] = Counter(place for place, _ in self._kept).most_common(1)
             del self._kept[next(k for k, (place, _) in enumerate(self._kept) if place == most)]
 
     def newest_first(self) -> list[admin_pb2.Warning]:
-        # Other threads may log meanwhile. The copy is one atomic step.
+        # Other threads may log at the same time. `list` copies the records in one atomic step.
         return [warning for _, warning in reversed(list(self._kept))]

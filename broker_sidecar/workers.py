@@ -1,7 +1,8 @@
-"""Several sidecars on one data directory, each with its own shards, and the parent that starts them again.
+"""Run several sidecars, the workers, on one data directory. Each worker has its own shards. A parent process starts the
+workers, and restarts a worker that ends.
 
-`count_of` returns the number of workers. `divide` has `division.py` move the topics if that number has changed. `run`
-is the parent, and `Worker` is one process and its successors.
+`count_of` returns the number of workers. If this number has changed, `divide` calls `division.py` to move the topics.
+`run` is the parent. `Worker` is one worker: its process, and the processes that replace it.
 """
 
 import asyncio
@@ -33,10 +34,15 @@ logger = logging.getLogger("seqdedupe.workers")
 
 
 def count_of(config: Config) -> int:
-    """Return the number of workers to run. 1: the calling process is the sidecar, as without workers.
+    """Return the number of workers to run. If the number is 1, the calling process itself is the sidecar.
 
-    Raises INVALID_CONFIGURATION if the data directory, or the one above a worker's, is changing to another number, or
-    if its topics are on another log. Raises the errors of `read_split`.
+    Raises INVALID_CONFIGURATION in these cases:
+
+    - The data directory is being changed to a number of workers that differs from `workers`.
+    - The directory is the part of one worker, and the whole data directory is being changed.
+    - The data directory has workers, and the configured log is not embedded.
+
+    Also raises the errors of `read_split`.
     """
     folder = Path(config.data_directory)
     if (whole := directories.whole_of(folder)) is not None:
@@ -59,9 +65,9 @@ def count_of(config: Config) -> int:
 
 
 def divide(config: Config, count: int) -> None:
-    """Give the data directory this number of workers, also if it had another number. Blocks.
+    """Change the data directory to this number of workers, if it has another number. Blocks.
 
-    The caller has the directory's lock. Raises as `division.change`.
+    The caller must hold the directory's lock. Raises the errors of `division.change`.
     """
     folder = Path(config.data_directory)
     split = directories.read_split(folder)
@@ -73,17 +79,17 @@ def divide(config: Config, count: int) -> None:
         telemetry.configure(config.log_level, config.log_format)
         if kernels.prepare(config.data_directory):
             kernels.compile_first(config.data_directory)
-        # Import it here: it imports compiled code.
+        # Import `division` only here, because it imports compiled code.
         from broker_sidecar import division
 
         division.change(folder, count)
 
 
 def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
-    """Run `count` workers with these flags until SIGTERM or SIGINT. Start a worker again if it ends.
+    """Run `count` workers with these flags until SIGTERM or SIGINT. Restart a worker that ends.
 
-    Return the exit status, 0 if all have drained. `lock` is the directory's. Raises CANNOT_LISTEN, OSError, and as
-    `make`.
+    Return the exit status: 0 if all workers have drained. `lock` is the lock of the data directory. Raises
+    CANNOT_LISTEN, OSError, and the errors of `make`.
     """
     telemetry.configure(config.log_level, config.log_format)
     with contextlib.ExitStack() as held:
@@ -113,7 +119,7 @@ def _flags(
     also: Sequence[SidecarAddress],
     metrics: Sequence[SidecarAddress],
 ) -> list[str]:
-    """Return a worker's flags: those that follow the parent's own flags. The last of equal flags counts."""
+    """Return the flags that a worker gets after the parent's own flags. If a flag occurs twice, the last one counts."""
     keys = {
         "data-directory": of_worker(Path(config.data_directory), worker),
         "workers": 1,
@@ -133,12 +139,14 @@ def _flags(
 
 
 def make(folder: Path, count: int) -> Split:
-    """Return how the directory is split. A new one is now split into `count` workers.
+    """Return how the directory is split. If the directory is new, split it into `count` workers.
 
-    Raises the errors of `read_split` and `check_workers`; OSError."""
+    Raises the errors of `read_split` and `check_workers`; OSError.
+    """
     split = directories.read_split(folder) or Split(secrets.token_hex(directories.CLUSTER_ID_BYTES), 0, count)
     if split.to is not None:
-        # The directory is still empty. The split becomes durable before any part, so that a part lost later is noticed.
+        # The directory is still empty. Make the split durable before the parts, so that a part that is lost later is
+        # noticed.
         directories.write(folder, split)
         for worker in range(split.to):
             of_worker(folder, worker).mkdir(exist_ok=True)
@@ -150,9 +158,11 @@ def make(folder: Path, count: int) -> Split:
 
 
 def _addresses(first: str, count: int) -> list[SidecarAddress]:
-    """Return the workers' addresses: consecutive ports, free ones (port 0), or a socket's path with a number after it.
+    """Return the addresses of the workers: consecutive ports, only ports 0 (any free port) if the first port is 0, or a
+    socket's path followed by the worker's number.
 
-    Return an empty list if there is no first address."""
+    Return an empty list if `first` is empty.
+    """
     if not first:
         return []
     address = SidecarAddress.parse(first)
@@ -163,9 +173,11 @@ def _addresses(first: str, count: int) -> list[SidecarAddress]:
 
 @contextlib.contextmanager
 def _reserved(address: SidecarAddress) -> Iterator[SidecarAddress]:
-    """Yield the address with a port that no other process gets during the block, while workers may come and go.
+    """Yield the address with a port that is reserved during the block. So no other process gets the port while a worker
+    is restarted.
 
-    Raises CANNOT_LISTEN."""
+    Raises CANNOT_LISTEN.
+    """
     if address.path:
         yield address
         return
@@ -178,24 +190,26 @@ def _reserved(address: SidecarAddress) -> Iterator[SidecarAddress]:
         yield replace(address, port=reserving.getsockname()[1])
 
 
-# -- The parent of several workers: it starts each, and starts it again when it ends, until all are to stop.
+# -- The parent of several workers. It starts each worker, and restarts a worker that ends, until all workers must stop.
 
 _BEFORE_IT_SERVED = (-signal.SIGTERM, -signal.SIGINT)
-"""The exit statuses of a worker that is stopped before it has a signal handler. It has not opened anything yet."""
+"""The exit statuses of a worker that is stopped before it has set a signal handler. Such a worker has not opened
+anything yet."""
 
 FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 10.0
-"""The delays before an ended worker starts again: doubled each time, until a worker has run for the longest one."""
+"""The delay before an ended worker is restarted. The delay doubles each time, up to LONGEST_DELAY_SECONDS. After a
+worker has run for longer than that, the delay is reset."""
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 _ONCE = ("--rebuild-store", "--give-up-journal")
-"""Flags for one start by an operator, not for the starts that follow."""
+"""Flags that an operator gives for one start. Restarts of a worker do not use them."""
 
 
 class Worker:
-    """A worker's process, and its successors."""
+    """One worker: its current process, and the processes that replace it."""
 
     def __init__(self, number: int, flags: list[str]) -> None:
         self._number = number
@@ -203,7 +217,8 @@ class Worker:
         self._process: asyncio.subprocess.Process | None = None
         self._looks = 0
         self.serves = False
-        """Whether the worker has reported that it serves. It only reports that if a service manager wants to know."""
+        """Whether the worker has reported that it serves. Workers report this only if a service manager watches the
+        parent."""
         self.environment: Mapping[str, str] = os.environ
 
     @property
@@ -211,16 +226,18 @@ class Worker:
         return None if self._process is None else self._process.pid
 
     def told(self, values: Mapping[str, str]) -> None:
-        """Note these values that the worker has reported."""
+        """Record the values that the worker has reported."""
         self._looks = 0
-        # A worker that stops reports nothing more at its end, and must not be killed for that.
+        # A stopping worker reports nothing more, and must not be killed for its silence.
         self.serves = (self.serves or "READY" in values) and "STOPPING" not in values
 
     def look(self) -> None:
-        """Kill the worker (-9) if it serves and has reported nothing for the allowed number of beats: its event loop is
-        stuck.
+        """Kill the worker (-9) if it serves and has reported nothing for the allowed number of beats, because its event
+        loop is stuck.
 
-        Call this at each beat. It counts calls, not time: if parent and workers were stopped together, they go on."""
+        Call this method at each beat. It counts calls, not time. So a worker is not killed if the parent and the
+        workers were suspended together.
+        """
         self._looks += 1
         if self._process is not None and self.serves and self._looks > BEATS_WITHIN_PATIENCE:
             logger.error("worker does not respond", extra={"worker": self._number, "pid": self._process.pid})
@@ -229,14 +246,15 @@ class Worker:
                 self._process.kill()
 
     async def run(self, stopping: asyncio.Event) -> int:
-        """Run the worker until it has ended after `stopping`. Return its status, 0 if nothing was to drain."""
+        """Run the worker, with restarts, until it has ended after `stopping` was set. Return its exit status; 0 if the
+        worker had nothing to drain."""
         delay_seconds = FIRST_DELAY_SECONDS
         while True:
             began = asyncio.get_running_loop().time()
             try:
                 status = await self._run_once(stopping)
             except OSError as e:
-                # No process can be started now. The other workers must not end because of this.
+                # The system cannot start a process now. This must not end the other workers.
                 logger.error("worker not started: %s", e, extra={"worker": self._number})
                 status = EXIT_FAILED
             if stopping.is_set():
@@ -251,7 +269,8 @@ class Worker:
             delay_seconds = min(2 * delay_seconds, LONGEST_DELAY_SECONDS)
 
     async def _run_once(self, stopping: asyncio.Event) -> int:
-        """Run the worker once, and return the exit status. Raises OSError if it cannot be started."""
+        """Run one process of the worker, and return its exit status. Raises OSError if the process cannot be
+        started."""
         self.serves = False
         command = [sys.executable, "-m", "broker_sidecar", *self._flags]
         self._process = process = await asyncio.create_subprocess_exec(
@@ -264,7 +283,7 @@ class Worker:
         return await process.wait()
 
     def send(self, number: int) -> None:
-        """Send the worker a signal, if it runs."""
+        """Send the worker a signal, if it is running."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
@@ -272,7 +291,9 @@ class Worker:
 async def run_all(workers: Sequence[Worker], lock: Lock) -> int:
     """Run the workers until SIGTERM or SIGINT, and report their state to the service manager.
 
-    Return the exit status, 0 if all have drained. The workers also stop if the directory's lock is lost."""
+    Return the exit status: 0 if all workers have drained. The workers also stop if the lock of the data directory is
+    lost.
+    """
     stopping = asyncio.Event()
     manager = Manager(os.environ)
 
@@ -299,15 +320,16 @@ async def run_all(workers: Sequence[Worker], lock: Lock) -> int:
     if watching.done():
         return EXIT_FAILED
     watching.cancel()
-    # The status of a killed worker is negative: it has not drained.
+    # The status of a killed worker is negative. Such a worker has not drained.
     return max(EXIT_FAILED if status < 0 else status for status in statuses)
 
 
 @contextlib.contextmanager
 def _managed(manager: Manager, workers: Sequence[Worker]) -> Iterator[None]:
-    """During the block, report the workers' joint state to the service manager, if there is one.
+    """During the block, report the state of all workers together to the service manager, if there is one.
 
-    A stuck worker is killed, and then starts again: the manager only sees the parent."""
+    Kill a stuck worker, so that it is restarted. The service manager watches only the parent.
+    """
     if not manager.is_there:
         yield
         return
@@ -345,9 +367,11 @@ def _managed(manager: Manager, workers: Sequence[Worker]) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """Prepare a worker before it begins: it drains when its parent is killed, since nothing would start it again.
+    """Prepare a worker's process before it begins. It receives SIGTERM, and so drains, when its parent is killed,
+    because nothing would restart it.
 
-    A SIGHUP that comes before there are files to read again has no effect."""
+    Ignore SIGHUP until the worker has files to read again.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:

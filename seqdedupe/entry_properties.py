@@ -39,7 +39,11 @@ the formats `plain` and `native`, the entry has this time too."""
 ORDERING_KEY = "pulsar.ordering_key"
 """A message's own property: its ordering key, in base64. In the format `native`, the message has the key instead, if
 this is the last one of its properties."""
+SCHEMA_VERSION_OF = "pulsar.schema_version"
+"""A message's own property: the version of the schema by which its producer made it, in hexadecimal. In the format
+`native`, the entry has this version too."""
 _MOST_DIGITS = 18
+_MOST_VERSION_DIGITS = 32
 
 # The values of KIND. Without it, the entry is one message.
 MARKER = "marker"
@@ -55,6 +59,16 @@ _VERSION = re.compile(r"(\d{1,9}):", re.ASCII)
 def deliver_at(value: str) -> int:
     """Return the time in a property DELIVER_AT; 0 if it is none."""
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS else 0
+
+
+def schema_version(value: str) -> bytes:
+    """Return the version in a property SCHEMA_VERSION_OF; empty if it is none."""
+    if len(value) > _MOST_VERSION_DIGITS:
+        return b""
+    try:
+        return bytes.fromhex(value)
+    except ValueError:
+        return b""
 
 
 class EntryOwner(NamedTuple):

@@ -1,11 +1,17 @@
-"""A sidecar's statistics: counts of values by size, and their form for people, which is the same in the terminal and on
-the page."""
+"""Numbers in texts for people. And a sidecar's statistics: counts of values by size, and their form for people, which
+is the same in the terminal and on the page."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
 
 from seqdedupe.v1 import admin_pb2
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """Return the count with its noun, such as "1 topic" or "1,024 topics". `many` is needed if the plural is not `one`
+    with an s, or if a verb follows: `counted(n, "message is", "messages are")`."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 class Buckets:

@@ -1,4 +1,5 @@
-"""A small HTTP server in threads, next to the event loop: GET and HEAD, one request per connection.
+"""A small HTTP server in threads, next to the event loop: GET and HEAD, one request per connection. And its route
+`/metrics`, `Exposition`, which needs prometheus-client.
 
 A client that sends or reads slowly, or is silent, holds one of MAX_CONNECTIONS threads. When there are no more, it
 loses its thread to the next client. Threads that wait for the event loop end later; at MAX_THREADS no further client is
@@ -10,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from email.message import Message
@@ -20,6 +21,11 @@ from io import BytesIO
 from ipaddress import ip_address
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from seqdedupe.address import SidecarAddress, cannot_listen, family_of
 
@@ -248,3 +254,44 @@ def _end(connection: socket.socket) -> None:
     """End it, so that threads that read it, write it or wait for connections notice the end."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+# -- `/metrics`: metrics in the Prometheus text format, for a sidecar and for services.
+
+FRESH_SECONDS = 0.5
+"""Requests within this time get the same answer, so that many requests cost little."""
+
+
+class Exposition(Collector):
+    """The route: the metrics of `collect`, and the process's own. Numbers may be some milliseconds apart."""
+
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        self._one_at_a_time = threading.Lock()
+        self._made: dict[str, tuple[float, bytes]] = {}
+        """By content type: the time, and the answer."""
+
+    def __call__(self, request: Request) -> Response:
+        """Return the answer for `/metrics`. Raises TimeoutError if an event loop is stuck."""
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        if not self._one_at_a_time.acquire(timeout=LOOP_SECONDS):
+            raise TimeoutError
+        try:
+            made_at, body = self._made.get(content_type, (-FRESH_SECONDS, b""))
+            if time.monotonic() - made_at >= FRESH_SECONDS:
+                body = encode(self._registry)
+                self._made[content_type] = time.monotonic(), body
+        finally:
+            self._one_at_a_time.release()
+        return Response(body, content_type)
+
+    def collect(self) -> Iterator[Metric]:
+        """Return all metrics except those of the process."""
+        return self._collect()
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: so the registry does not collect just to learn the names."""
+        return []

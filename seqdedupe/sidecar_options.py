@@ -39,7 +39,7 @@ _CREDENTIALS = {
     "--token-file": (credentials.TOKEN_FILE, "The file with the token, if the sidecar needs one."),
     "--tls-ca-file": (
         credentials.TLS_CA_FILE,
-        "The authorities that may sign the sidecar's certificate. Turns TLS on.",
+        "The authorities that may have signed the sidecar's certificate. This option turns on TLS.",
     ),
     "--tls-certificate-file": (credentials.TLS_CERTIFICATE_FILE, "The client's certificate."),
     "--tls-key-file": (credentials.TLS_KEY_FILE, "The key of the client's certificate."),
@@ -69,7 +69,7 @@ def sidecar_options(command: Command) -> Command:
         envvar=PROFILE_VARIABLE,
         show_envvar=True,
         metavar="NAME",
-        help="A profile (`seqdedupe profiles`), for the options that are not given.",
+        help="A profile (`seqdedupe profiles`) with values for options that are not given.",
         is_eager=True,
         callback=_take_profile,
         expose_value=False,
@@ -82,7 +82,7 @@ def sidecar_options(command: Command) -> Command:
         show_default=True,
         show_envvar=True,
         metavar="HOST:PORT,…",
-        help="The address of the sidecar, also unix:PATH, or of several in a cluster.",
+        help="The address of the sidecar (or unix:PATH), or addresses of several sidecars of a cluster.",
     )(command)
 
 

@@ -11,7 +11,8 @@ R = TypeVar("R")
 
 
 class Broadcast:
-    """News for all waiting tasks: each wakes once. A task that is cancelled while waiting leaves nothing behind."""
+    """News for all waiting tasks: each task wakes once. A task that is cancelled while it waits is no longer in the
+    list of waiting tasks."""
 
     def __init__(self) -> None:
         # A dict keeps the order: tasks continue in the order in which they came.
@@ -54,13 +55,16 @@ async def again_until(
 
 
 def retrieve(done: asyncio.Future[Any]) -> None:
-    """Retrieve the error of work whose caller may have gone: asyncio would report it. For `add_done_callback`."""
+    """Retrieve the exception of finished work, so that asyncio does not report the exception as never retrieved. If the
+    caller has stopped waiting for the work, no other code retrieves the exception. Pass this function to
+    `add_done_callback`."""
     if not done.cancelled():
         done.exception()
 
 
 async def shielded(tasks: dict[str, asyncio.Task[R]], name: str, work: Coroutine[Any, Any, R]) -> R:
-    """Run work in a separate task, listed while it runs. It goes on when the caller is cancelled."""
+    """Run `work` in a separate task, and return the result of the work. The task is in `tasks` while the work runs. If
+    the caller is cancelled, the work continues."""
 
     async def run() -> R:
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe.wording import counted
+from seqdedupe.figures import counted
 
 ROOT = Path(__file__).parents[1]
 

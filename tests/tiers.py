@@ -27,6 +27,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/backup/test_place_kills.py": INTEGRATION,
     "tests/broker_sidecar/": INTEGRATION,
     "tests/broker_sidecar/door/test_java.py": SYSTEM,
+    "tests/broker_sidecar/door/test_subscriptions.py": UNIT,
     "tests/broker_sidecar/security/test_audit.py": UNIT,
     "tests/broker_sidecar/security/test_permissions.py": UNIT,
     "tests/broker_sidecar/security/test_refused.py": UNIT,
@@ -114,6 +115,10 @@ TIER_OF: Mapping[str, str] = {
 
 
 STAYING: Mapping[str, int] = {
+    "tests/broker_sidecar/door/test_java.py::test_a_client_that_was_killed": 0,
+    "tests/broker_sidecar/door/test_java.py::test_control_": 0,
+    "tests/broker_sidecar/door/test_java.py::test_messages_arrive": 2,
+    "tests/broker_sidecar/door/test_java.py::test_sent_again": 1,
     "tests/broker_sidecar/test_dividing.py::test_broken_off_at_any_step_it_goes_on[2-3-2]": 0,
     "tests/broker_sidecar/test_kernels.py::test_a_start_that_compiles": 0,
     "tests/core/test_id_slots.py::test_control_a_planted_bug": 1,
@@ -133,6 +138,8 @@ STAYING: Mapping[str, int] = {
     "tests/property/windows/test_windows.py::test_nothing_is_lost_or_doubled": 1,
     "tests/property/windows/test_windows.py::test_the_cases_are_not_empty": 0,
     "tests/pulsar/test_demo.py": 0,
+    "tests/pulsar/test_door.py::test_a_client_with_two_doors": 1,
+    "tests/pulsar/test_door.py::test_control_without_deduplication": 0,
     "tests/pulsar/test_functions.py::test_four_partitions": 0,
     "tests/pulsar/test_settling.py::test_a_broker_is_killed": 0,
     "tests/pulsar/test_sidecar_kills.py::test_every_message": 0,
@@ -149,8 +156,8 @@ STAYING: Mapping[str, int] = {
 }
 """How many cases of a family of tests, by the beginning of their node IDs, stay in the suite. The others run in
 `make campaign`: long histories of which some are enough for each run, tests of the tests (bugs planted to be found, and
-whether random histories get everywhere), what is compiled or installed from nothing, and kills of a broker, of which
-there are others here."""
+whether random histories get everywhere), what is compiled or installed from nothing, kills of a broker, of which there
+are others here, and of stock clients at the door the other ways of packing messages and what happens without a door."""
 
 
 class Service(NamedTuple):
@@ -179,8 +186,8 @@ class Service(NamedTuple):
 
 
 JAVA = Service("Java", ("java",), "install Java 17, Debian's openjdk-17-jre-headless")
-GO = Service("Go", ("go",), "install Go 1.24, and run `python -m tests.pulsar.peer_suite --get`")
 PULSAR = Service("Pulsar", (), "install Java 17 and Maven, or set PULSAR_HOME")
+GO = Service("Go", ("go",), "install Go 1.24 or newer, and run `make peer-tests` once")
 POSTGRESQL = Service("PostgreSQL", (), "install Debian's postgresql, or set TEST_POSTGRES to the URL of a server")
 MARIADB = Service("MariaDB", ("mariadbd", "mariadb-install-db"), "install Debian's mariadb-server")
 REDIS = Service("Redis", ("redis-server",), "install Debian's redis-server")

@@ -1,4 +1,8 @@
-"""The Pulsar cluster that stores the logs, with the configured connections."""
+"""The Pulsar cluster that stores the logs, with the configured connections; and moves of its topics from this sidecar
+to another one.
+
+Begin with `LogCluster`. `Moves` releases a topic here and waits until another sidecar takes it over.
+"""
 
 import asyncio
 import ssl
@@ -9,7 +13,7 @@ from pathlib import Path
 import pulsar
 import pulsar.asyncio
 
-from broker_sidecar.cluster.peers import Neighbours, listed
+from broker_sidecar.cluster.peers import TAKE_SECONDS, Neighbours, listed
 from broker_sidecar.config import Config, PulsarConfig
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
@@ -23,6 +27,9 @@ from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, clie
 from seqdedupe.log.pulsar.topic_owner import SeenOwner, owner_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import StoreInstance
+from seqdedupe.tasks import shielded
+from seqdedupe.topic.topic import Topic
+from seqdedupe.v1 import admin_pb2
 
 OPERATION_TIMEOUT_SECONDS = 30
 """Pulsar may need this time to open a producer: it reads everything that its deduplication snapshot does not cover."""
@@ -62,6 +69,7 @@ class LogCluster:
             asked.manage_topic_policies,
         )
         self.namespaces = asked.namespace_names
+        self.moves = Moves()
         self.logs = PulsarLogs(
             self.shared,
             self.namespaces,
@@ -143,3 +151,87 @@ def _tls(asked: PulsarConfig) -> ssl.SSLContext:
         ) from e
     context.check_hostname = asked.tls_enable_hostname_verification
     return context
+
+
+# -- Moving a topic of the cluster from this sidecar to another one.
+
+AWAY_SECONDS = 2 * TAKE_SECONDS
+"""The time for which this sidecar does not take over a released topic. Another sidecar must serve the topic within half
+of this time. Clients wait for longer than this time."""
+POLL_SECONDS = 0.1
+
+
+class Moves:
+    """Moves in progress. They continue after their callers have disconnected."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[str, asyncio.Task[str]] = {}
+
+    async def move(self, topic: Topic, to: str, cluster: LogCluster) -> str:
+        """Release a topic, unless it is already at `to`. Return the address at which the topic is served afterwards.
+
+        Raises NOT_OWNER and other reasons why the topic is not served here, INVALID_ADDRESS, MOVE_FAILED.
+        """
+        topic.check_serving()
+        to = str(SidecarAddress.parse(to)) if to else ""
+        if to == cluster.shared.address:
+            return to
+        if topic.name in self._under_way:
+            raise error("MOVE_FAILED", f"topic {topic.name} is being moved already")
+        return await shielded(self._under_way, topic.name, _move(topic, to, cluster))
+
+
+async def _move(topic: Topic, to: str, cluster: LogCluster) -> str:
+    if to:
+        await _check_can_have(topic, to, cluster.neighbours)
+    await topic.owner.hand_over(to, AWAY_SECONDS)
+    said = [f"no sidecar has taken it within {TAKE_SECONDS:.0f} s"]
+    try:
+        async with asyncio.timeout(TAKE_SECONDS):
+            return await _taken(topic, to, cluster, said)
+    except (SeqdedupeError, TimeoutError) as e:
+        why = "; ".join(said)
+        raise error("MOVE_FAILED", f"topic {topic.name} was not moved, and this sidecar takes it again: {why}") from e
+    finally:
+        # End keeping away. If no sidecar has the topic, this takes it back; otherwise it shows who has the topic.
+        topic.owner.wanted.set()
+
+
+async def _check_can_have(topic: Topic, address: str, others: Neighbours) -> None:
+    """Raise MOVE_FAILED unless the sidecar at this address knows the topic and is a standby for it."""
+    try:
+        known = await others.topic(address, topic.name)
+    except SeqdedupeError as e:
+        raise error("MOVE_FAILED", f"topic {topic.name} stays here: {e}", hint=e.hint) from e
+    if known.incarnation != topic.incarnation:
+        what = f"the sidecar at {address} has another topic of that name, perhaps in another cluster"
+        raise error("MOVE_FAILED", f"topic {topic.name} stays here: {what}")
+    if known.state != admin_pb2.TOPIC_STATE_STANDBY:
+        state = admin_pb2.TopicState.Name(known.state).removeprefix("TOPIC_STATE_")
+        raise error("MOVE_FAILED", f"topic {topic.name} stays here: at {address} it is {state}: {known.why}")
+
+
+async def _taken(topic: Topic, to: str, cluster: LogCluster, said: list[str]) -> str:
+    """Return the address of the sidecar that serves the topic, once a sidecar does: the sidecar at `to`, or with an
+    empty `to` any owner.
+
+    Raises the reason why the sidecar at `to` does not serve the topic. The last element of `said` is the last error.
+    """
+    while True:
+        try:
+            address = to or await _next_owner(topic.name, cluster)
+            await cluster.neighbours.take(address, topic.name)
+            return address
+        except SeqdedupeError as e:
+            said[1:] = [str(e)]
+            # It may have tried just before the release. If `to` is empty, the owner may be another one in the end.
+            if to and e.reason != "NOT_OWNER":
+                raise
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _next_owner(name: str, cluster: LogCluster) -> str:
+    """Return the address of the next owner of the topic, once another sidecar owns it."""
+    while not (address := await cluster.owner_of(name)):  # noqa: ASYNC110 (nobody tells)
+        await asyncio.sleep(POLL_SECONDS)
+    return address

@@ -6,7 +6,7 @@ that owns its topic, and other frames to the first broker, the *home*. Numbers o
 client's own, and a client does not use one twice, so answers of all brokers pass to it as they come. A broken
 connection to a broker ends the client's connection: the client connects again.
 
-Memory: a link holds what one read brings. Of a frame above 256 KiB it receives the rest when the readers' memory has
+Memory: a link holds what one read brings. It receives the rest of a frame above 256 KiB when the readers' memory has
 room. While the client does not read, nothing is read from the brokers.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import Message
 
-from broker_sidecar.door.schemas import layout_for
+from broker_sidecar.door.schemas import SchemaRegistry, layout_for, version_in
 from broker_sidecar.security.permissions import Need, On, Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.shares import Share
@@ -66,6 +66,9 @@ MAX_CONSUMERS = 10_000
 
 OWN_SUBSCRIPTIONS = "seqdedupe-"
 """What the names of the sidecars' own subscriptions begin with. They keep entries that sidecars need."""
+
+TRANSACTIONS_TOPIC = "persistent://pulsar/system/transaction_coordinator_assign"
+"""Its partitions coordinate transactions. A client that finds none has no transactions, and says so."""
 
 _OWN_REQUESTS = range(2**62, 2**63)
 """The numbers of the door's own requests. A client counts from 0, and a broker asks nothing under a number."""
@@ -293,6 +296,7 @@ class BrokerPass:
         client: ClientSide,
         share: Share,
         connect: CommandConnect,
+        registry: SchemaRegistry | None = None,
     ) -> None:
         """`share` is for what brokers send. `connect` is the client's own command, and its caller is known."""
         self.client = client
@@ -302,6 +306,7 @@ class BrokerPass:
         self.waiting = asyncio.Lock()
         """Held by the link that waits for memory."""
         self._brokers = brokers
+        self._registry = registry
         self._topics = topics
         self._permissions = permissions
         token = connect.auth_data if connect.auth_data.count(b".") == 2 else b""
@@ -431,6 +436,8 @@ class BrokerPass:
 
     async def partitions(self, topic: str) -> int:
         """Return the number of partitions of a topic that is no sidecar's; 0 if the brokers do not say."""
+        if topic == TRANSACTIONS_TOPIC:
+            return 0
         command = CommandPartitionedTopicMetadata(topic=topic, metadata_auto_creation_enabled=False)
         try:
             link = await self._home()
@@ -564,7 +571,9 @@ class BrokerPass:
             return True
         try:
             self._permissions.check_creates(full, self._topics.registry.names())
-            await self._topics.get_or_create(full, layout_for(schema, keeps_schemas=True))
+            topic = await self._topics.get_or_create(full, layout_for(schema, self._registry))
+            # A broker takes no typed consumer of a topic without a schema that somebody writes.
+            await version_in(topic, schema, self._registry)
         except SeqdedupeError as e:
             if e.reason == "TOPIC_EXISTS":
                 return True

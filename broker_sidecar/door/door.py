@@ -8,26 +8,33 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from broker_sidecar.config import EVERYWHERE, Config
 from broker_sidecar.connections import origin_of
 from broker_sidecar.door.broker_pass import BrokersToPass
+from broker_sidecar.door.consumer_commands import Consumers
 from broker_sidecar.door.pulsar_connection import (
     READ_BYTES,
     LogLimit,
     PulsarConnection,
     ShownCredentials,
 )
+from broker_sidecar.door.schemas import SchemaRegistry
+from broker_sidecar.door.stock_consumer import LAST_MOVE_SECONDS, Client, Reach
 from broker_sidecar.door.stock_producer import counted
+from broker_sidecar.door.subscriptions import Subscriptions
 from broker_sidecar.door.topic_lookup import DoorAt, TopicLookup
 from broker_sidecar.gate import Guard
 from broker_sidecar.security.subject import peer_at
 from broker_sidecar.services.publish_service import PublishService
+from broker_sidecar.services.read_service import Cursors
 from broker_sidecar.streams import Streams
 from seqdedupe.address import SidecarAddress, cannot_listen
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import Exclusive, ExclusiveWithFencing, WaitForExclusive
 from seqdedupe.topic.directory import Topics
+from seqdedupe.topic.readers import Turns
 from seqdedupe.topic.topic import Topic
 
 logger = logging.getLogger("broker_sidecar.door")
@@ -73,9 +80,11 @@ class Door:
         log_limit: LogLimit | None = None,
         brokers: BrokersToPass | None = None,
         door_at: DoorAt | None = None,
+        registry: SchemaRegistry | None = None,
     ) -> None:
         """`has_to_answer` returns whether to answer a client from this peer that is unknown. Without `log_limit`, the
         log takes every message that the sidecar takes. Without `brokers`, the door serves producers only.
+        Without `registry`, the log keeps no schemas.
         """
         self._config = config
         self._guard = guard
@@ -85,10 +94,12 @@ class Door:
         self._has_to_answer = has_to_answer
         self._log_limit = log_limit
         self._brokers = brokers
+        self._registry = registry
         self._lookup = TopicLookup(topics, guard.permissions, door_at)
         self._server: asyncio.Server | None = None
         self._serving: dict[asyncio.Task[None], str] = {}
         """The origin of each connection's client, until it is known; then an empty text."""
+        self._served: set[PulsarConnection] = set()
         self._holders: dict[str, dict[str, NameHolder]] = {}
         """By topic and name."""
         self._large_frames = asyncio.Semaphore(LARGE_FRAMES_AT_ONCE)
@@ -96,11 +107,21 @@ class Door:
         """The producers that are alone in their topic."""
         self._queues: dict[str, list[asyncio.Event]] = {}
         """By topic: the turns of the producers that wait until they can be alone in it. Never empty."""
+        self._consumers: WeakSet[Consumers] = WeakSet()
+        permissions = guard.permissions
+        cursors = Cursors(topics, permissions)
+        self._reach = Reach(topics, streams, permissions, guard.trail, cursors, Subscriptions(), Turns())
 
     @property
     def producers(self) -> int:
         """The number of producers, including those that are being opened."""
         return sum(map(len, self._holders.values()))
+
+    @property
+    def consumers(self) -> int:
+        """The number of consumers and readers, including those that are being opened, and those whose frames pass to
+        the brokers."""
+        return sum(map(len, self._consumers)) + sum(connection.passing for connection in self._served)
 
     @property
     def connections(self) -> int:
@@ -173,6 +194,17 @@ class Door:
             raise error("INVALID_CONFIGURATION", why, key="tls_certificate_file") from e
         self._tls = context
 
+    def _consumers_of(self, client: Client) -> Consumers:
+        consumers = Consumers(client, self._reach)
+        self._consumers.add(consumers)
+        return consumers
+
+    async def stop_consumers(self) -> None:
+        """End all consumers, whose cursors move for the last time. The topics must still take that."""
+        gone = [asyncio.ensure_future(one.gone.wait()) for each in self._consumers for one in each.stop()]
+        if gone:
+            await asyncio.wait(gone, timeout=LAST_MOVE_SECONDS)
+
     async def stop(self) -> None:
         """End all connections. The topics have settled what they had in flight."""
         if self._server is None:
@@ -223,7 +255,7 @@ class Door:
                 raise why
             self._serving[task] = ""
 
-        await PulsarConnection(
+        connection = PulsarConnection(
             reader,
             writer,
             peer,
@@ -236,9 +268,17 @@ class Door:
             find_caller=find_caller,
             large_frames=self._large_frames,
             log_limit=self._log_limit,
+            # Consumers of a Pulsar cluster read from its brokers.
+            consumers_of=None if self._topics.kind.log.is_shared else self._consumers_of,
             lookup=self._lookup,
             brokers=self._brokers,
-        ).run()
+            registry=self._registry,
+        )
+        self._served.add(connection)
+        try:
+            await connection.run()
+        finally:
+            self._served.discard(connection)
 
     # -- producers' names --------------------------------------------------------------------------------------
 
@@ -327,7 +367,7 @@ class Door:
 
 
 def _excluded(topic: str, name: str, mode: int) -> SeqdedupeError:
-    """Return why a producer cannot be opened: Pulsar has an error of its own for one that wants to be alone."""
+    """Return why a producer cannot be opened: Pulsar has a separate error for one that wants to be alone."""
     if mode in _ALONE:
         hint = "Close the topic's other producers, or use the access mode WaitForExclusive."
         return error("FENCED", f"topic {topic} has another producer, so {name!r} cannot be alone", hint=hint)

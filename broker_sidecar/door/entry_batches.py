@@ -1,4 +1,4 @@
-"""An entry of a stock producer as batches of this sidecar. Pure.
+"""An entry of a stock producer as batches of this sidecar, and a stored message as an entry for a stock consumer. Pure.
 
 Kernels: import this module only after `kernels.prepare()`.
 """
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s, bitmap, single_producer
-from seqdedupe.entry_properties import DELIVER_AT, ORDERING_KEY
+from seqdedupe.entry_properties import DELIVER_AT, ORDERING_KEY, SCHEMA_VERSION_OF
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
 from seqdedupe.pulsar_wire.batches import EntryKind, EntryRows, Values, kind_of, rows_of
 from seqdedupe.pulsar_wire.frames import WireEntry
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata, Property
 from seqdedupe.pulsar_wire.rows import HAS_KEY, HAS_ORDERING_KEY, KEY_IS_BASE64, NULL_VALUE
 
 SPLIT_BYTES = MAX_BATCH_BYTES * 3 // 4
@@ -59,10 +59,16 @@ def is_followed(metadata: MessageMetadata) -> bool:
 
 
 def rows_to_store(
-    entry: WireEntry, metadata: MessageMetadata, max_bytes: int, schema_version: bytes = b"", *, delays: bool = False
+    entry: WireEntry,
+    metadata: MessageMetadata,
+    max_bytes: int,
+    schema_version: bytes | None = b"",
+    *,
+    delays: bool = False,
 ) -> EntryRows:
     """Return the rows of an entry. `max_bytes` limits its payload when decompressed. `schema_version` is that of the
-    schema with which the log labels messages; empty for none. `delays` says whether the log can deliver messages later.
+    schema with which the log labels messages; empty for none. None: each entry may have its own. `delays` says whether
+    the log can deliver messages later.
 
     Raises INVALID_REQUEST if this sidecar does not take such entries; MALFORMED_MESSAGE, MESSAGE_TOO_LARGE,
     INVALID_SEQUENCE_ID.
@@ -75,7 +81,7 @@ def rows_to_store(
         raise _not_taken(metadata, "is to be delivered later", "Publish it when it is due: nothing is delayed here.")
     if metadata.HasField("txnid_most_bits"):
         raise _not_taken(metadata, "belongs to a transaction", "Publish outside of transactions.")
-    if metadata.schema_version not in (b"", schema_version):
+    if schema_version is not None and metadata.schema_version not in (b"", schema_version):
         raise _not_taken(metadata, "was made by another schema", "Use one schema in a producer: its topic has one.")
     if metadata.num_messages_in_batch > MAX_BATCH_ROWS:
         what = f"has {metadata.num_messages_in_batch} messages"
@@ -83,9 +89,12 @@ def rows_to_store(
     return rows_of(entry, metadata, max_bytes)
 
 
-def batches_of(rows: EntryRows, session: ProducerSession, last: int, deliver_at: int = 0) -> Iterator[Batch]:
+def batches_of(
+    rows: EntryRows, session: ProducerSession, last: int, deliver_at: int = 0, schema_version: bytes = b""
+) -> Iterator[Batch]:
     """Yield the batches that store these rows, in order. `last` is the highest sequence ID that the session has sent,
-    or that the topic had before. `deliver_at` is the time at which they are to be delivered; 0 for now.
+    or that the topic had before. `deliver_at` is the time at which they are to be delivered; 0 for now. The rows keep
+    `schema_version`, unless it is empty.
 
     Rows with an ID up to `last` come first, in batches of their own: the topic calls them DUP, or UNKNOWN. A row whose
     ID is not above those of all earlier rows of the entry is omitted: at the end of the entry the topic has that ID.
@@ -94,7 +103,9 @@ def batches_of(rows: EntryRows, session: ProducerSession, last: int, deliver_at:
     before = np.concatenate(([NO_SEQUENCE_ID], np.maximum.accumulate(ids)[:-1]))
     rising = np.flatnonzero(ids > before)
     is_old = ids[rising] <= last
-    whole = _columns(rows, session, deliver_at)
+    more = [(DELIVER_AT.encode(), b"%d" % deliver_at)] if deliver_at else []
+    more += [(SCHEMA_VERSION_OF.encode(), schema_version.hex().encode())] if schema_version else []
+    whole = _columns(rows, session, more)
     for some, link in ((rising[is_old], NO_SEQUENCE_ID), (rising[~is_old], last)):
         for part in _parts(rows, some):
             batch = whole if len(part) == len(rows) else whole.take(part)
@@ -126,9 +137,9 @@ def _property_bytes(rows: EntryRows) -> Int64s:
     return np.diff(names) + np.diff(values)
 
 
-def _columns(rows: EntryRows, session: ProducerSession, deliver_at: int) -> Batch:
+def _columns(rows: EntryRows, session: ProducerSession, more: list[tuple[bytes, bytes]]) -> Batch:
     keys = _keys(rows)
-    offsets, names, values = _properties(rows, deliver_at)
+    offsets, names, values = _properties(rows, more)
     return single_producer(
         session.name,
         session.epoch,
@@ -162,10 +173,10 @@ def _key(rows: EntryRows, k: int) -> bytes:
         raise error("MALFORMED_MESSAGE", f"the key of row {k} is not base64, as its entry says") from e
 
 
-def _properties(rows: EntryRows, deliver_at: int) -> tuple[Int32s, Binary, Binary]:
+def _properties(rows: EntryRows, more: list[tuple[bytes, bytes]]) -> tuple[Int32s, Binary, Binary]:
     own = rows.properties
     has_ordering_key = (rows.flags & HAS_ORDERING_KEY) != 0
-    if not deliver_at and not has_ordering_key.any():
+    if not more and not has_ordering_key.any():
         if not int(own.offsets[-1]):
             return NO_INT32S, Binary(), Binary()
         names, values = (Binary(_offsets(column), bytes(column.data)) for column in (own.names, own.values))
@@ -174,8 +185,7 @@ def _properties(rows: EntryRows, deliver_at: int) -> tuple[Int32s, Binary, Binar
     offsets = [0]
     for k in range(len(rows)):
         pairs += rows.row(k).properties
-        if deliver_at:
-            pairs.append((DELIVER_AT.encode(), b"%d" % deliver_at))
+        pairs += more
         if has_ordering_key[k]:
             pairs.append((ORDERING_KEY.encode(), base64.b64encode(rows.ordering_keys.value(k))))
         offsets.append(len(pairs))
@@ -193,3 +203,56 @@ def _validity(is_there: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> bytes:
 
 def _not_taken(metadata: MessageMetadata, what: str, hint: str) -> SeqdedupeError:
     return error("INVALID_REQUEST", f"the entry with sequence ID {metadata.sequence_id} {what}", hint=hint)
+
+
+# -- Stored messages for consumers -----------------------------------------------------------------------------
+
+_MAX_UINT64 = 2**64 - 1
+
+
+def entry_of_row(batch: Batch, row: int, publish_time_ms: int) -> WireEntry:
+    """Return a stored message as an entry of one message, with what its producer gave it.
+
+    A key that is not UTF-8 is in base64, as stock clients write such keys. In a topic of deduplication IDs a message
+    has no producer: its name is empty, and its sequence ID is -1.
+    """
+    payload, key = batch.payloads[row], batch.keys[row]
+    producer = batch.producer_names[batch.producer_of(row)] if batch.producer_names else None
+    sequence_id = int(batch.sequence_ids[row]) if len(batch.sequence_ids) else NO_SEQUENCE_ID
+    # Clients require the first three, also if they are empty.
+    metadata = MessageMetadata(
+        producer_name=producer or b"",
+        sequence_id=sequence_id & _MAX_UINT64,
+        publish_time=publish_time_ms,
+        uncompressed_size=len(payload or b""),
+    )
+    if payload is None:
+        metadata.null_value = True
+    if key is not None:
+        _put_key(metadata, key)
+    if len(batch.event_times_ms) and (event_time := int(batch.event_times_ms[row])):
+        metadata.event_time = event_time & _MAX_UINT64
+    if len(batch.property_offsets):
+        for k in range(int(batch.property_offsets[row]), int(batch.property_offsets[row + 1])):
+            _put_property(metadata, batch.property_names[k] or b"", batch.property_values[k] or b"")
+    return WireEntry(metadata.SerializeToString(), payload or b"")
+
+
+def _put_key(metadata: MessageMetadata, key: bytes) -> None:
+    try:
+        key.decode()
+        metadata.partition_key = key
+    except UnicodeDecodeError:
+        metadata.partition_key, metadata.partition_key_b64_encoded = base64.b64encode(key), True
+
+
+def _put_property(metadata: MessageMetadata, name: bytes, value: bytes) -> None:
+    if name == ORDERING_KEY.encode():
+        try:
+            metadata.ordering_key = base64.b64decode(value, validate=True)
+        except binascii.Error:
+            # A gRPC client has used the name for something else.
+            pass
+        else:
+            return
+    metadata.properties.append(Property(key=name, value=value))

@@ -6,6 +6,8 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import ServerError
 
 _CODES = {
+    "CONSUMER_BUSY": ServerError.ConsumerBusy,
+    "CURSOR_MOVED": ServerError.ServiceNotReady,
     "FENCED": ServerError.ProducerFenced,
     "INVALID_TOPIC_NAME": ServerError.InvalidTopicName,
     "LOG_DAMAGED": ServerError.PersistenceError,

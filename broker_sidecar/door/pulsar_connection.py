@@ -8,7 +8,7 @@ Begin with `PulsarConnection.run`. The commands of a client, in their usual orde
 4. SEND publishes an entry: one message, or a batch. Receipts come in the order of the entries.
 5. CLOSE_PRODUCER ends a producer.
 
-Other commands, those of consumers, pass to the brokers if the door does that (`broker_pass`).
+Commands of consumers are in `consumer_commands`, or pass to a cluster's brokers if the door does that (`broker_pass`).
 """
 
 import asyncio
@@ -23,9 +23,11 @@ from typing import Any, Protocol, Self
 from google.protobuf.message import Message
 
 from broker_sidecar.door.broker_pass import BrokerPass, BrokersToPass
+from broker_sidecar.door.consumer_commands import COMMANDS, Consumers
 from broker_sidecar.door.entry_batches import ProducerSession
 from broker_sidecar.door.pulsar_codes import code_of, ending_code_of, told
-from broker_sidecar.door.schemas import layout_for, version_of
+from broker_sidecar.door.schemas import SchemaRegistry, answer_about, layout_for, version_in
+from broker_sidecar.door.stock_consumer import Client
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
 from broker_sidecar.door.topic_lookup import TopicLookup
 from broker_sidecar.rpc import refusals
@@ -52,7 +54,6 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandConnected,
     CommandError,
     CommandGetOrCreateSchema,
-    CommandGetOrCreateSchemaResponse,
     CommandGetSchemaResponse,
     CommandLookupTopic,
     CommandPartitionedTopicMetadata,
@@ -219,9 +220,11 @@ class PulsarConnection:
         large_frames: asyncio.Semaphore,
         lookup: TopicLookup,
         brokers: BrokersToPass | None,
+        consumers_of: Callable[[Client], Consumers] | None,
+        registry: SchemaRegistry | None,
     ) -> None:
-        """`find_caller` sets the caller of the present task, or raises why it is unknown. Without `brokers`, only
-        producers are served.
+        """`find_caller` sets the caller of the present task, or raises why it is unknown. Commands of consumers pass to
+        `brokers`, or are served by `consumers_of`. If both are None, only producers are served.
         """
         self.peer = peer
         self._reader = reader
@@ -234,10 +237,13 @@ class PulsarConnection:
         self._names = names
         self._find_caller = find_caller
         self._log_limit = log_limit
+        self._registry = registry
         self._large_frames = large_frames
         self._lookup = lookup
         self._brokers = brokers
         self._passing: BrokerPass | None = None
+        self._consumers_of = consumers_of
+        self._consumers: Consumers | None = None
         self._stream: Stream | None = None
         self._splitter = Splitter(MAX_UNKNOWN_BYTES)
         self._client = ""
@@ -250,7 +256,12 @@ class PulsarConnection:
         self._requests: set[asyncio.Task[None]] = set()
         self._has_heard = asyncio.Event()
         """Set whenever bytes have come."""
-        self._is_silent = self._is_reading = False
+        self._is_silent = self._is_reading = self._is_draining = False
+
+    @property
+    def passing(self) -> int:
+        """The number of the client's consumers and readers whose frames pass to the brokers."""
+        return self._passing.consumers if self._passing is not None else 0
 
     # -- the life of a connection ------------------------------------------------------------------------------
 
@@ -258,16 +269,29 @@ class PulsarConnection:
         """Serve the client until it or the door ends the connection."""
         async with aclosing(self._frames()) as frames:
             try:
-                async with asyncio.timeout(CONNECT_SECONDS):
-                    context = await self._connect(await anext(frames))
+                try:
+                    async with asyncio.timeout(CONNECT_SECONDS):
+                        context = await self._connect(await anext(frames))
+                except (StopAsyncIteration, TimeoutError):
+                    return
                 stream = Stream(context, self._streams.budget, caller(), self._streams.shares)  # type: ignore[arg-type]
                 stream.passing = self._passing.share if self._passing is not None else None
                 self._stream = stream
                 with self._streams.serving(stream):
                     await stream.begin()
+                    if self._consumers_of is not None:
+                        client = Client(
+                            context,
+                            self._writer,
+                            asyncio.Lock(),
+                            self.say,
+                            self.say_error,
+                            self.start,
+                            self.is_alive,
+                            self.abort,
+                        )
+                        self._consumers = self._consumers_of(client)
                     await self._serve(frames, stream)
-            except (StopAsyncIteration, TimeoutError):
-                return
             finally:
                 await self._end()
 
@@ -310,7 +334,8 @@ class PulsarConnection:
         self._permissions.check_call("/seqdedupe.v1.PublishService/Open", b"")
         streams = self._streams
         share = Share(streams.reading, streams.shares.of(caller().name))
-        self._passing = BrokerPass(self._brokers, self._topics, self._permissions, self, share, command)
+        registry = self._registry
+        self._passing = BrokerPass(self._brokers, self._topics, self._permissions, self, share, command, registry)
         with suppress(TimeoutError):
             async with asyncio.timeout(ANNOUNCE_SECONDS):
                 return await self._passing.announced()
@@ -335,8 +360,10 @@ class PulsarConnection:
                     turn_ends = time.monotonic() + TURN_SECONDS
                 while len(self._requests) >= MAX_REQUESTS:
                     await asyncio.wait(self._requests, return_when=asyncio.FIRST_COMPLETED)
-                if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+                if self._unread_bytes() > MAX_UNREAD_BYTES:
+                    self._is_draining = True
                     await self._drain(stream)
+                    self._is_draining = False
         finally:
             keeping.cancel()
 
@@ -371,16 +398,21 @@ class PulsarConnection:
         """End the connection of a client that is gone.
 
         A client from which nothing is read, because there is no room, is asked too: any command shows it that the door
-        is there.
+        is there. It is gone if it reads nothing either.
         """
         while True:
             self._is_silent = True
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             if self._is_silent:
                 self._ask()
+                unread_bytes = self._unread_bytes()
                 await asyncio.sleep(KEEP_ALIVE_SECONDS)
-                if self._is_silent and self._is_reading:
+                reads_nothing = self._is_draining and self._unread_bytes() >= unread_bytes
+                if self._is_silent and (self._is_reading or reads_nothing):
                     self.abort()
+
+    def _unread_bytes(self) -> int:
+        return self._writer.transport.get_write_buffer_size()
 
     def _ask(self) -> None:
         self.say("ping", CommandPing())
@@ -409,6 +441,8 @@ class PulsarConnection:
             await asyncio.wait(self._requests)
         for producer_id in list(self._producers):
             self._forget(producer_id)
+        if self._consumers is not None:
+            self._consumers.stop()
         if self._passing is not None:
             await self._passing.close()
 
@@ -432,7 +466,7 @@ class PulsarConnection:
             case "lookupTopic":
                 self.start(self._look_up(command.lookupTopic))
             case "getOrCreateSchema" if self._passing is None or self._producer_of(command.getOrCreateSchema.topic):
-                self._tell_schema(command.getOrCreateSchema)
+                self.start(self._tell_schema(command.getOrCreateSchema))
             case _ if self._passing is not None:
                 await self._spend(frame, stream)
                 stream.moves()
@@ -442,6 +476,9 @@ class PulsarConnection:
                     request_id=command.getSchema.request_id, error_code=ServerError.TopicNotFound
                 )
                 self.say("getSchemaResponse", answer)
+            case field if self._consumers is not None and field in COMMANDS:
+                stream.moves()
+                self._consumers.take(field, getattr(command, field))
             case field:
                 self._refuse(command, field)
 
@@ -478,10 +515,6 @@ class PulsarConnection:
                 request_id, error("INVALID_REQUEST", f"the door is for producers, not for {field}", hint=hint)
             )
 
-    @property
-    def _keeps_schemas(self) -> bool:
-        return self._topics.kind.log.is_shared
-
     # -- producers ---------------------------------------------------------------------------------------------
 
     def _start_opening(self, command: CommandProducer, stream: Stream) -> None:
@@ -513,7 +546,7 @@ class PulsarConnection:
                 return
             full = topic_name(command.topic)
             _check(command)  # 1
-            layout = layout_for(command.schema, keeps_schemas=self._keeps_schemas)
+            layout = layout_for(command.schema, self._registry)
             if len(self._producers) + len(self._refused) >= MAX_PRODUCERS:
                 raise error("QUEUE_FULL", f"the connection has {MAX_PRODUCERS} producers: that is the limit")
             name = command.producer_name or self._names.new_name()
@@ -526,7 +559,7 @@ class PulsarConnection:
             for refusal in opened.refusals:
                 raise error(refusal.reason, refusal.message)
             topic = await find(self._topics, full)
-            version = version_of(command.schema, full, topic.log.schema, keeps_schemas=self._keeps_schemas)
+            version = await version_in(topic, command.schema, self._registry)
             self._producers[producer_id] = StockProducer(
                 topic,
                 ProducerSession(name.encode(), opened.epochs[0]),
@@ -559,18 +592,10 @@ class PulsarConnection:
         full = topic_name(topic)
         return next((one for one in self._producers.values() if one.topic.name == full), None)
 
-    def _tell_schema(self, request: CommandGetOrCreateSchema) -> None:
-        """Tell a producer the version of a schema by which it has made a message: its topic's, or none."""
-        answer = CommandGetOrCreateSchemaResponse(request_id=request.request_id)
-        try:
-            full = topic_name(request.topic)
-            if (producer := self._producer_of(full)) is None:
-                raise error("TOPIC_NOT_FOUND", f"this connection has no producer of topic {full}")
-            schema = producer.topic.log.schema
-            answer.schema_version = version_of(request.schema, full, schema, keeps_schemas=self._keeps_schemas)
-        except SeqdedupeError as e:
-            answer.error_code, answer.error_message = ServerError.IncompatibleSchema, told(e)
-        self.say("getOrCreateSchemaResponse", answer)
+    async def _tell_schema(self, request: CommandGetOrCreateSchema) -> None:
+        producer = self._producer_of(request.topic)
+        topic = producer.topic if producer is not None else None
+        self.say("getOrCreateSchemaResponse", await answer_about(request, topic, self._registry))
 
     def _tell_to_wait(self, command: CommandProducer, name: str) -> None:
         """Tell the client that the answer comes when the producer's turn comes. It then sets no limit to that."""

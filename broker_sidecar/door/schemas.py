@@ -1,14 +1,25 @@
-"""The schemas of stock producers. Pure.
+"""The schemas of stock producers.
 
-A topic of a Pulsar cluster has one schema, with which the sidecar's writer labels all its messages. So a producer has
-this schema, or none. The sidecar's own log keeps no schemas: it takes messages that readers understand without one.
+- In a `native` topic of a Pulsar cluster, each entry names the version of its schema in the cluster's registry.
+- A topic of another format has one schema, with which the sidecar's writer labels all messages. So a producer has this
+  schema, or none.
+- The sidecar's own log keeps no schemas: it takes messages that readers understand without one.
 """
 
 import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
 
+from broker_sidecar.door.pulsar_codes import told
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.contract import AS_USUAL, Layout, TopicSchema
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import Schema
+from seqdedupe.log.contract import AS_USUAL, Layout
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
+    CommandGetOrCreateSchema,
+    CommandGetOrCreateSchemaResponse,
+    Schema,
+    ServerError,
+)
+from seqdedupe.topic.topic import Topic
 
 VERSION_BYTES = 8
 
@@ -47,8 +58,18 @@ def uploaded(schema: Schema) -> str:
     return json.dumps({"type": name, "schema": definition, "properties": properties})
 
 
-def layout_for(schema: Schema, *, keeps_schemas: bool) -> Layout:
-    """Return the layout of a topic that is created for a producer with this schema.
+class SchemaRegistry(NamedTuple):
+    """The schemas of a Pulsar cluster's topics."""
+
+    upload: Callable[[str, str, str, Mapping[str, str]], Awaitable[int]]
+    """Add a schema to a topic, by its type, definition and properties. Returns its version. Raises INVALID_REQUEST."""
+    is_for_entries: bool
+    """Whether each entry of a topic that is created now may have its own version: the format is `native`."""
+
+
+def layout_for(schema: Schema, registry: SchemaRegistry | None) -> Layout:
+    """Return the layout of a topic that is created for a producer with this schema. Without `registry`, the log keeps
+    no schemas.
 
     Raises INVALID_REQUEST if the sidecar cannot name such a schema, or if the log keeps no schemas and nobody could
     read the messages without it.
@@ -56,30 +77,49 @@ def layout_for(schema: Schema, *, keeps_schemas: bool) -> Layout:
     if not has_schema(schema):
         return AS_USUAL
     text = uploaded(schema)
-    if keeps_schemas:
-        # The only entry format that has schemas.
-        return Layout("plain", text)
+    if registry is not None:
+        # The other format without versions of entries, `packed`, has no schemas.
+        return AS_USUAL if registry.is_for_entries else Layout("plain", text)
     if _NAMES[schema.type] in _NEED_THEIR_SCHEMA:
         what = f"has a schema of type {_NAMES[schema.type]}, without which nobody can read its messages"
         raise error("INVALID_REQUEST", f"the producer {what}: the sidecar's own log keeps no schemas", hint=_HINT)
     return AS_USUAL
 
 
-def version_of(schema: Schema, topic: str, there: TopicSchema | None, *, keeps_schemas: bool) -> bytes:
-    """Return the version of a producer's schema in its topic: entries name it. `there` is the topic's schema.
+async def version_in(topic: Topic, schema: Schema, registry: SchemaRegistry | None) -> bytes:
+    """Return the version of a producer's schema in its topic: entries name it.
 
-    Raises INVALID_REQUEST if the topic has no schema, or another one; and the errors of `layout_for`.
+    Raises INVALID_REQUEST if the topic cannot have this schema, and the errors of `layout_for` and the registry.
     """
     if not has_schema(schema):
         return NO_SCHEMA
-    if not layout_for(schema, keeps_schemas=keeps_schemas).schema:
+    layout_for(schema, registry)
+    if registry is None:
         return bytes(VERSION_BYTES)
     own = json.loads(uploaded(schema))
+    if topic.log.entry_format == "native":
+        version = await registry.upload(topic.name, own["type"], own["schema"], own["properties"])
+        return version.to_bytes(VERSION_BYTES)
+    there = topic.log.schema
     if there is None:
-        raise _differs(topic, "was created without a schema, and cannot get one")
+        raise _differs(topic.name, "was created without a schema, and cannot get one")
     if own["type"] != there.type or _normal(own["schema"]) != _normal(there.definition):
-        raise _differs(topic, f"has another schema, of type {there.type}: all its producers have the same one")
+        raise _differs(topic.name, f"has another schema, of type {there.type}: all its producers have the same one")
     return there.version.to_bytes(VERSION_BYTES)
+
+
+async def answer_about(
+    request: CommandGetOrCreateSchema, topic: Topic | None, registry: SchemaRegistry | None
+) -> CommandGetOrCreateSchemaResponse:
+    """Return the answer to a producer of this topic that asks for the version of a schema."""
+    answer = CommandGetOrCreateSchemaResponse(request_id=request.request_id)
+    try:
+        if topic is None:
+            raise error("TOPIC_NOT_FOUND", f"this connection has no producer of topic {request.topic}")
+        answer.schema_version = await version_in(topic, request.schema, registry)
+    except SeqdedupeError as e:
+        answer.error_code, answer.error_message = ServerError.IncompatibleSchema, told(e)
+    return answer
 
 
 def _normal(definition: str) -> object:

@@ -130,7 +130,7 @@ class StockProducer:
         await share.wait_for(ENTRY_BYTES + size)
         if self.is_closed:
             return
-        if self._schema_version and self.topic.log.schema != self._schema:
+        if self._schema_version and self._schema is not None and self.topic.log.schema != self._schema:
             self.fail(error("LOG_REFUSED", f"topic {self.topic.name} has got another schema"))
             return
         pending = PendingEntry(command.sequence_id, command.highest_sequence_id)
@@ -171,11 +171,14 @@ class StockProducer:
 
     def _batches(self, entry: WireEntry, metadata: MessageMetadata) -> tuple[int, list[Batch]]:
         """Return the number of rows of an entry, and their batches."""
-        delays = self.topic.log.entry_format in ("plain", "native")
-        rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES, self._schema_version, delays=delays)
+        entry_format = self.topic.log.entry_format
+        labels = entry_format == "native"
+        version = None if labels else self._schema_version
+        rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES, version, delays=entry_format in ("plain", "native"))
         if not len(rows):
             return 0, []
-        return len(rows), list(batches_of(rows, self.session, self._last, metadata.deliver_at_time))
+        kept = metadata.schema_version if labels else b""
+        return len(rows), list(batches_of(rows, self.session, self._last, metadata.deliver_at_time, kept))
 
     async def _admit(self, pending: PendingEntry, batch: bytes) -> None:
         size = FRAME_BYTES + len(batch)

@@ -1,5 +1,6 @@
 """Where a stock client finds its topic: at this door, or at the door of the sidecar that owns the topic."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -21,6 +22,9 @@ from seqdedupe.v1 import admin_pb2
 
 FRESH_SECONDS = 5.0
 """The time for which a door's address is reused. A client that is sent to a sidecar that has ended comes back."""
+
+OPEN_SECONDS = 5.0
+"""The time for which a lookup waits until a topic has been opened that nobody has used."""
 
 MAX_DOORS = 1_000
 """The most addresses that are kept."""
@@ -116,12 +120,15 @@ class TopicLookup:
 
     async def _other_owner(self, full: str) -> str:
         try:
-            topic = await find(self._topics, full)
+            async with asyncio.timeout(OPEN_SECONDS):
+                topic = await find(self._topics, full)
             if topic.state is not State.STANDBY:
                 return ""
             # A sidecar whose topic has lost its owner takes it over when it is asked.
             topic.asked.tell()
             return topic.owner_address
+        except TimeoutError:
+            return ""
         except SeqdedupeError as e:
             return e.numbers.get("owner_address", "")
 

@@ -4,6 +4,7 @@
 authorities have revoked. Tokens are in `tokens.py`.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,14 +26,15 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from broker_sidecar.config import Config
 from broker_sidecar.rpc import Context
 from broker_sidecar.security import tokens
-from broker_sidecar.security.subject import ANONYMOUS, MAX_NAME_BYTES, OPERATOR, RESERVED, Subject, can_be_name
-from broker_sidecar.security.tokens import OwnToken, SignedTokens
-from broker_sidecar.security.validity import Credential, ExpiredTokens, Validity, of_certificates, soonest
+from broker_sidecar.security.subject import ANONYMOUS, MAX_NAME_BYTES, OPERATOR, RESERVED, Subject, can_be_name, host_of
+from broker_sidecar.security.tokens import MAX_SUBJECTS, Credential, OwnToken, SignedTokens, Validity
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import read_named
 from seqdedupe.limits import MIN_RSA_BITS
+
+logger = logging.getLogger("seqdedupe.security")
 
 # -- TLS: the sidecar's certificate, read again when its files change; and the subject of a client's certificate.
 
@@ -60,6 +62,18 @@ def connection_age() -> tuple[tuple[str, int], ...]:
         ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_SECONDS * 1000),
         ("grpc.max_connection_age_grace_ms", CONNECTION_GRACE_SECONDS * 1000),
     )
+
+
+def of_certificates(certificates: Iterable[x509.Certificate]) -> Validity:
+    """Return the validity of the certificate that expires first. There must be at least one certificate."""
+    return soonest(
+        Validity(one.not_valid_before_utc.timestamp(), one.not_valid_after_utc.timestamp()) for one in certificates
+    )
+
+
+def soonest(validities: Iterable[Validity]) -> Validity:
+    """Return the validity that ends first. There must be at least one validity."""
+    return min(validities, key=lambda one: one.ends_seconds)
 
 
 class Certificates:
@@ -339,6 +353,45 @@ def _is_indirect(crl: x509.CertificateRevocationList) -> bool:
     with suppress(x509.ExtensionNotFound):
         return crl.extensions.get_extension_for_class(x509.IssuingDistributionPoint).value.indirect_crl
     return False
+
+
+# -- The subjects that still show expired tokens.
+
+OTHER = "other"
+"""The name under which all other subjects with expired tokens are counted together."""
+
+REPEAT_SECONDS = 600.0
+"""The least time between two log lines about the same subject with an expired token."""
+
+
+class ExpiredTokens:
+    """Calls with an expired token, by the token's subject.
+
+    A subject counts only if the token's signature was verified. So a caller without a signing key cannot add entries.
+    At most `MAX_SUBJECTS` subjects are counted separately. All other subjects are counted as `OTHER`.
+    """
+
+    def __init__(self, now_seconds: Callable[[], float] = time.monotonic) -> None:
+        self._now_seconds = now_seconds
+        self.calls: dict[str, int] = {OTHER: 0}
+        """The number of calls by subject. The numbers never decrease."""
+        self._logged: dict[str, tuple[float, int]] = {}
+        """By subject: the time from which the subject may be logged again, and the number of its calls when it was last
+        logged."""
+
+    def add(self, e: SeqdedupeError, address: str) -> None:
+        """Count a call that was refused because of an expired token. Log the subject, at most once per
+        REPEAT_SECONDS."""
+        if e.reason != "TOKEN_EXPIRED" or (subject := e.numbers.get("subject")) is None:
+            return
+        name = subject if subject in self.calls or len(self.calls) <= MAX_SUBJECTS else OTHER
+        calls = self.calls[name] = self.calls.get(name, 0) + 1
+        now_seconds = self._now_seconds()
+        again_seconds, logged_calls = self._logged.get(name, (now_seconds, 0))
+        if now_seconds >= again_seconds:
+            self._logged[name] = now_seconds + REPEAT_SECONDS, calls
+            told = {"subject": subject, "address": host_of(address), "calls": calls - logged_calls}
+            logger.warning("calls are refused: %s [TOKEN_EXPIRED]", e.message, extra=told)
 
 
 # -- The caller of a call.

@@ -21,11 +21,11 @@ from broker_sidecar.shares import DISK_SECONDS, MAX_CURSORS_A_CALLER, CallerShar
 from seqdedupe.core.name_table import joined
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.names import check_cursor_name, namespace_name, producer_name, topic_name
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import Allowing, NamesJudge
 from seqdedupe.topic.topic import Topic
-from seqdedupe.wording import counted
 
 # -- The needs of each call, by its full name. A call that is not listed is refused to callers for whom rules count.
 

@@ -25,7 +25,6 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
 from broker_sidecar.security.subject import MAX_NAME_BYTES, OPERATOR, can_be_name, network_of
-from broker_sidecar.security.validity import MAX_SUBJECTS, Credential, Validity
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import open_named, read_named, sync_folder, write_synced
@@ -33,6 +32,30 @@ from seqdedupe.limits import MAX_TOKEN_BYTES, MIN_RSA_BITS
 from seqdedupe.store.directories import whole_of
 
 logger = logging.getLogger("seqdedupe.security")
+
+# -- The validity of credentials, for metrics and alerts.
+
+MAX_SUBJECTS = 100
+"""The most subjects of tokens with separate metric series. The limit applies once to valid tokens, and once to expired
+tokens that are still sent."""
+
+
+class Validity(NamedTuple):
+    """The beginning and end of a validity, in Unix time. The beginning is `-inf` if it is unknown."""
+
+    starts_seconds: float
+    ends_seconds: float
+
+
+class Credential(NamedTuple):
+    """A credential that a sidecar presents or trusts, and the credential's validity."""
+
+    kind: str
+    """`server_certificate`, `client_authority`, `revocation_list` or `token`."""
+    subject: str
+    """The subject of a token. Empty for other kinds."""
+    validity: Validity
+
 
 # -- Refused tokens. A caller that shows the same token repeatedly costs no signature check.
 

@@ -88,7 +88,8 @@ def _signature_of(path: Path) -> tuple[int, ...] | None:
 
 
 class Watching:
-    """All such files of a sidecar. `on_tried` is called with each one after an attempt to read it again."""
+    """All `Watched` objects of a sidecar. Each attempt to read the files of a `Watched` object again is followed by a
+    call of `on_tried` with this object."""
 
     def __init__(self, watched: Iterable[Watched[Any]], on_tried: Callable[[Watched[Any]], None]) -> None:
         self._watched = list(watched)
@@ -101,13 +102,13 @@ class Watching:
         return any(one.problem is not None for one in self._watched)
 
     async def keep_looking(self) -> None:
-        """Look at all files repeatedly."""
+        """Call `look` of all `Watched` objects repeatedly."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for one in self._watched:
                 one.look()
 
     def reload(self) -> None:
-        """Read all files again, changed or not."""
+        """Read the files of all `Watched` objects again, even if the files have not changed."""
         for one in self._watched:
             one.reload()

@@ -1,42 +1,43 @@
-"""AdminService: the calls about topics and their policies. This file also combines the calls of the other groups.
+"""AdminService: the calls about topics, their policies, and other sidecars. This file also combines the calls of the
+other groups.
 
 This file contains `CreateTopic` to `GetTopic`, the policies of topics and namespaces, `Snapshot` and `GetVersion`.
 Producers and single messages are in `producer_calls.py`, cursors in `read_service.py`, exports, imports and backups in
-`transfer_calls.py`. Other sidecars and moves are in `cluster_calls.py` and `arrival_calls.py`, and statistics in
-`statistics.py`.
+`transfer_calls.py`, and statistics in `statistics.py`. `ClusterCalls` lists sidecars, forgets lost sidecars, finds the
+owner of a topic and moves the topic. A topic of a Pulsar cluster is moved by `cluster/pulsar_cluster.py`. A topic on a
+sidecar's own log is sent by `cluster/departures.py`, and received by the calls of `arrival_calls.py`.
 """
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from broker_sidecar.gate import Guard
-from broker_sidecar.proto_messages import (
+from broker_sidecar.rpc import unary
+from broker_sidecar.services.arrival_calls import ArrivalCalls
+from broker_sidecar.services.producer_calls import ProducerCalls
+from broker_sidecar.services.read_service import Cursors
+from broker_sidecar.services.statistics import (
     ENTRY_FORMATS,
+    Statistics,
     partitioned_to_proto,
     policy_to_proto,
     topic_to_proto,
 )
-from broker_sidecar.rpc import unary
-from broker_sidecar.services.arrival_calls import ArrivalCalls
-from broker_sidecar.services.cluster_calls import ClusterCalls
-from broker_sidecar.services.producer_calls import ProducerCalls
-from broker_sidecar.services.read_service import Cursors
-from broker_sidecar.services.statistics import Statistics
 from broker_sidecar.services.transfer_calls import BackupCalls, TransferCalls
 from broker_sidecar.streams import Streams
 from seqdedupe.errors import error
 from seqdedupe.format.headers import FORMAT_VERSION
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.log.contract import Layout
-from seqdedupe.names import namespace_name, topic_name
+from seqdedupe.names import namespace_name, to_text, topic_name
 from seqdedupe.store.parts import LogKind
 from seqdedupe.topic import directory
 from seqdedupe.topic.base import TopicBase
@@ -44,6 +45,9 @@ from seqdedupe.topic.directory import delete, find, look_for
 from seqdedupe.topic.policy import DeduplicationRoute, Policy
 from seqdedupe.topic.registry import Closed
 from seqdedupe.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from broker_sidecar.cluster.pulsar_cluster import LogCluster
 
 SERVICE = "seqdedupe.v1.AdminService"
 
@@ -293,3 +297,86 @@ def _route_of(request: admin_pb2.CreateTopicRequest) -> DeduplicationRoute | Non
         why = "deduplication_route can be set only for topics of deduplication IDs with partitions"
         raise error("INVALID_REQUEST", why, hint="Omit it.")
     return None
+
+
+# -- Other sidecars.
+
+
+class ClusterCalls:
+    """The handlers of the calls about other sidecars, and about topics that move from one sidecar to another."""
+
+    def __init__(self, data: Data, is_serving: Callable[[], bool]) -> None:
+        self._topics = data.all_topics
+        self._known_cluster = data.cluster
+        self._peers = data.peers
+        self._leaving = data.leaving
+        self._is_serving = is_serving
+
+    def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+        """Return the handlers by the name of the call."""
+        return {
+            "GetShards": unary(admin_pb2.GetShardsRequest, self._get_shards),
+            "ListSidecars": unary(admin_pb2.ListSidecarsRequest, self._list_sidecars),
+            "ForgetSidecar": unary(admin_pb2.ForgetSidecarRequest, self._forget_sidecar),
+            "MoveTopic": unary(admin_pb2.MoveTopicRequest, self._move_topic),
+            "TakeTopic": unary(admin_pb2.TakeTopicRequest, self._take_topic),
+        }
+
+    @property
+    def _cluster(self) -> "LogCluster":
+        if self._known_cluster is None:
+            raise error(
+                "INVALID_REQUEST",
+                "this call is only for sidecars in front of a Pulsar cluster (log = 'pulsar')",
+                hint="This sidecar has all of its topics itself: there is nothing to list, forget or take. With log = "
+                "'broker', or with shards, a topic stays where it is.",
+            )
+        return self._known_cluster
+
+    async def _list_sidecars(self, _request: admin_pb2.ListSidecarsRequest) -> admin_pb2.ListSidecarsResponse:
+        if self._peers is not None:
+            return admin_pb2.ListSidecarsResponse(sidecars=await self._peers.list_sidecars(len(self._topics.registry)))
+        cluster = self._cluster
+        return admin_pb2.ListSidecarsResponse(
+            sidecars=[
+                admin_pb2.ClusterSidecar(
+                    name=one.name,
+                    addresses=sorted(one.addresses),
+                    topics_owned=one.topics_owned,
+                    subscriptions=len(one.subscribed),
+                    kept_entries=one.kept_entries,
+                    kept_bytes=one.kept_bytes,
+                    is_this=one.name == cluster.shared.instance_name,
+                )
+                for one in await cluster.sidecars()
+            ]
+        )
+
+    async def _get_shards(self, _request: admin_pb2.GetShardsRequest) -> admin_pb2.GetShardsResponse:
+        if self._peers is None:
+            raise error("INVALID_REQUEST", "this process has no shards of a cluster")
+        return admin_pb2.GetShardsResponse(
+            cluster_id=self._peers.claim.cluster_id,
+            shards=to_text(self._peers.claim.shards),
+            process_id=self._peers.process_id,
+            is_serving=self._is_serving(),
+            topics=len(self._topics.registry),
+        )
+
+    async def _forget_sidecar(self, request: admin_pb2.ForgetSidecarRequest) -> admin_pb2.ForgetSidecarResponse:
+        if request.name == self._cluster.shared.instance_name:
+            raise error("SIDECAR_ALIVE", f"{request.name} is the sidecar that this call has reached")
+        return admin_pb2.ForgetSidecarResponse(topics=await self._cluster.forget(request.name))
+
+    async def _move_topic(self, request: admin_pb2.MoveTopicRequest) -> admin_pb2.MoveTopicResponse:
+        if self._leaving is not None and self._peers is None:
+            return admin_pb2.MoveTopicResponse(owner_address=await self._leaving.move(request.topic, request.to))
+        cluster = self._cluster
+        topic = await find(self._topics, request.topic)
+        address = await cluster.moves.move(topic, request.to, cluster)
+        return admin_pb2.MoveTopicResponse(owner_address=address)
+
+    async def _take_topic(self, request: admin_pb2.TakeTopicRequest) -> admin_pb2.TakeTopicResponse:
+        _ = self._cluster
+        await (await find(self._topics, request.topic)).owner.take()
+        return admin_pb2.TakeTopicResponse()

@@ -281,7 +281,8 @@ class ArrivalCalls:
 
 
 async def _next(stream: Stream) -> admin_pb2.ReceiveTopicRequest:
-    """Return the other sidecar's next message. Raises STREAM_IDLE if nothing comes, MOVE_FAILED if it has ended."""
+    """Return the next request on the stream from the sidecar that moves a topic to this sidecar. Raises STREAM_IDLE if
+    no request arrives for SILENT_SECONDS. Raises MOVE_FAILED if the other sidecar has ended the stream."""
     try:
         async with asyncio.timeout(SILENT_SECONDS):
             data = await stream.read()

@@ -28,7 +28,7 @@ from seqdedupe.names import topic_name, whole_of
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, check_gap_policy, find, find_or_create
 from seqdedupe.topic.frame import Allowing, FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import check_names, open_sessions
+from seqdedupe.topic.operations import check_names, open_sessions
 from seqdedupe.topic.sessions import NAMES_A_STEP, OpenAnswer, wrong_count
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import LookedUp

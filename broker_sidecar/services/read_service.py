@@ -123,7 +123,7 @@ class ReadService:
 
     async def _page(self, topic: Topic, index: int, stop: int, stream: Stream, *, skip_damaged: bool) -> Page:
         """Return a page for a call, without waiting for room. Raises QUEUE_FULL, SHARE_EXCEEDED."""
-        size = _page_bytes(stream.share)
+        size = next_page_bytes(stream.share)
         while True:
             stream.reserve_now(size, "readers hold all the memory for pages")
             try:
@@ -150,7 +150,7 @@ class ReadService:
 
         async def room(least_bytes: int) -> int:
             """Reserve room before a page is read. A message is probably as large as the previous message."""
-            size = max(_page_bytes(stream.share), last_bytes, least_bytes)
+            size = max(next_page_bytes(stream.share), last_bytes, least_bytes)
             return await stream.reserve(size, least_bytes or LEAST_PAGE_BYTES)
 
         reading = Reading(topic, index, stop)
@@ -224,7 +224,7 @@ async def _keep_alive(stream: Stream, reading: Reading, writing: asyncio.Lock, s
             said_at, stream.moved_at = stream.moved_at, moved_at
 
 
-def _page_bytes(share: Share) -> int:
+def next_page_bytes(share: Share) -> int:
     """Return the size limit of the next page. The less memory remains for the caller, the smaller are the caller's
     pages."""
     return max(LEAST_PAGE_BYTES, int(PAGE_BYTES * share.free_part**2))
@@ -252,8 +252,8 @@ class Cursors:
     def reading(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
         """Return the handlers of ReadService by the name of the call."""
         return {
-            "GetCursor": unary(read_pb2.GetCursorRequest, self._get_cursor),
-            "MoveCursor": unary(read_pb2.MoveCursorRequest, self._move_cursor),
+            "GetCursor": unary(read_pb2.GetCursorRequest, self.get),
+            "MoveCursor": unary(read_pb2.MoveCursorRequest, self.move),
         }
 
     def methods(self) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
@@ -261,7 +261,7 @@ class Cursors:
         return {
             "ListCursors": unary(admin_pb2.ListCursorsRequest, self._list_cursors),
             "SetCursorHold": unary(admin_pb2.SetCursorHoldRequest, self._set_cursor_hold),
-            "DeleteCursor": unary(admin_pb2.DeleteCursorRequest, self._delete_cursor),
+            "DeleteCursor": unary(admin_pb2.DeleteCursorRequest, self.delete),
         }
 
     async def _topic(self, name: str) -> Topic:
@@ -270,14 +270,16 @@ class Cursors:
             raise error("INVALID_REQUEST", what, hint="Keep the position with the broker.")
         return await find(self._topics, name)
 
-    async def _get_cursor(self, request: read_pb2.GetCursorRequest) -> read_pb2.GetCursorResponse:
+    async def get(self, request: read_pb2.GetCursorRequest) -> read_pb2.GetCursorResponse:
+        """Return the value of a cursor. Raises the errors of `operations.kept_by_cursor`."""
         kept = operations.kept_by_cursor(await self._topic(request.topic), request.name)
         if kept is None:
             return read_pb2.GetCursorResponse()
         position, note = kept
         return read_pb2.GetCursorResponse(kept=read_pb2.CursorValue(position=position.to_proto(), note=note))
 
-    async def _move_cursor(self, request: read_pb2.MoveCursorRequest) -> read_pb2.MoveCursorResponse:
+    async def move(self, request: read_pb2.MoveCursorRequest) -> read_pb2.MoveCursorResponse:
+        """Move a cursor. Raises SHARE_EXCEEDED and the errors of `operations.move_cursor`."""
         if not request.HasField("new"):
             raise error("INVALID_REQUEST", "new is missing: the value that the cursor should keep")
         expected = _kept(request.expected) if request.HasField("expected") else None
@@ -318,7 +320,8 @@ class Cursors:
         await operations.hold_cursor(topic, request.name, request.hold_retention_in_mb)
         return admin_pb2.SetCursorHoldResponse()
 
-    async def _delete_cursor(self, request: admin_pb2.DeleteCursorRequest) -> admin_pb2.DeleteCursorResponse:
+    async def delete(self, request: admin_pb2.DeleteCursorRequest) -> admin_pb2.DeleteCursorResponse:
+        """Remove a cursor. Raises the errors of `operations.remove_cursor`."""
         await operations.remove_cursor(await self._topic(request.topic), request.name)
         return admin_pb2.DeleteCursorResponse()
 

@@ -17,8 +17,8 @@ from broker_sidecar.security.permissions import ALL_SHARDS, CONFIGURATION, HEALT
 from broker_sidecar.security.subject import Subject, caller
 from broker_sidecar.streams import Stream, Streams, messages
 from seqdedupe.errors import error
+from seqdedupe.figures import counted
 from seqdedupe.names import topic_name
-from seqdedupe.wording import counted
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 

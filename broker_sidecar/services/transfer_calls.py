@@ -22,9 +22,9 @@ import grpc.aio
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
 from broker_sidecar.gate import Guard
-from broker_sidecar.proto_messages import topic_to_proto
 from broker_sidecar.rpc import Context, columns, parse, parse_small, unary
 from broker_sidecar.security.rules import Action
+from broker_sidecar.services.statistics import topic_to_proto
 from broker_sidecar.streams import Stream, Streams, messages
 from seqdedupe import wire
 from seqdedupe.batch import INT64, names_of, values

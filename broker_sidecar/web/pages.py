@@ -1,4 +1,5 @@
-"""The pages for people: their requests and contents."""
+"""The pages for people: their requests and contents. They show state and change nothing. `seqdedupe/http_server.py`
+serves them, and `/metrics` for Prometheus."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,25 +12,24 @@ from urllib.parse import urlencode
 
 from google.protobuf.message import Message
 
+from broker_sidecar.gate import ASK, Visitors, asks
 from broker_sidecar.services.producer_calls import ProducerCalls
 from broker_sidecar.services.statistics import INTERVAL_SECONDS, INTERVALS, Statistics
-from broker_sidecar.web.visitors import ASK, Visitors, asks
 from seqdedupe.command import printable
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
-from seqdedupe.figures import ORDERS, beyond_snapshot, duration, merged, per_second, short, state_name
+from seqdedupe.figures import ORDERS, beyond_snapshot, counted, duration, merged, per_second, short, state_name
 from seqdedupe.http_server import Request, Response, Route, on_loop
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
-# -- HTML and SVG, made of elements. Only this section turns text into markup; all text passed to it is escaped.
+# -- HTML and SVG elements. Only this section turns text into markup. It escapes all text.
 
 _EMPTY = frozenset({"meta", "link", "input"})
 """HTML elements without an end tag."""
 
 
 class Markup(str):
-    """Text that is markup already."""
+    """Text that is already markup, and is not escaped again."""
 
     __slots__ = ()
 
@@ -39,10 +39,10 @@ Content = Markup | str | int | None
 
 
 def tag(name: str, /, *content: Content, **attributes: str | int | bool | None) -> Markup:
-    """Return an element. Text is escaped. Characters that would change the direction of writing are shown as escapes.
+    """Return an element. Text is escaped. Characters that would change the writing direction are shown as escapes.
 
-    A trailing underscore of an attribute's name is removed, and other underscores become hyphens. None and False omit
-    the attribute, and True gives it no value.
+    In the name of an attribute, a trailing underscore is removed, and other underscores become hyphens. An attribute
+    with None or False is omitted. An attribute with True has no value.
     """
     shown = "".join(
         f" {key.removesuffix('_').replace('_', '-')}" + ("" if value is True else f'="{_text(value)}"')
@@ -61,18 +61,19 @@ def _text(value: str | int) -> str:
     return escape(printable(str(value)))
 
 
-# -- Small charts as SVG: the last minutes, the newest values on the right.
+# -- Small SVG charts of the last minutes. The newest values are on the right.
 
 WIDTH = 200
 HEIGHT = 40
-"""In own units: the page's style sets the size of a chart."""
+"""The coordinates of a chart. The style sheet sets the displayed size."""
 
 _ROOM = 2
-"""The space above the highest value, for the line."""
+"""The space above the highest value, so that the line is completely visible."""
 
 
 def chart(values: Sequence[int], intervals: int, label: str, kind: str) -> Markup:
-    """Return a line and the area below it. `intervals` are the whole width; `kind` is a class of the style sheet.
+    """Return a chart: a line and the area below it. `intervals` is the number of values in the full width. `kind` is a
+    class of the style sheet.
 
     `label` describes the chart for people who cannot see it.
     """
@@ -94,10 +95,10 @@ def _drawn(values: Sequence[int], intervals: int) -> tuple[Markup, Markup]:
     return tag("path", d=area, class_="area"), tag("path", d=line, class_="line")
 
 
-# -- The common frame of all pages for people.
+# -- The parts that all pages share.
 
 WITHOUT_SCRIPT_SECONDS = 10
-"""The interval at which a browser without scripts loads the page again."""
+"""The interval at which a browser without scripts reloads the page."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -105,7 +106,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Frame-Options": "DENY",
 }
-"""Nothing is loaded from elsewhere. The page contains no inline script or style. Other pages cannot frame it."""
+"""The page loads nothing from other servers, has no inline script or style, and cannot be framed by other pages."""
 
 NO_HEADERS: Mapping[str, str] = {}
 """No headers in addition to HEADERS."""
@@ -120,7 +121,7 @@ def link_to(path: str, **query: Any) -> str:
 def page(
     title: str, *content: Content, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] = NO_HEADERS
 ) -> Response:
-    """Return a page. Its script regularly replaces the content by the present content."""
+    """Return a page. Its script regularly replaces the content by the current content."""
     html = tag(
         "html",
         tag(
@@ -145,7 +146,7 @@ def page(
 
 
 def header(found: admin_pb2.GetStatisticsResponse, address: str) -> Markup:
-    """Return the head of a page: the sidecar's address, state, version and uptime."""
+    """Return the header of a page: the sidecar's address, state, version and uptime."""
     state = ("Serving", "good") if found.is_serving else ("Not serving", "bad")
     return tag(
         "header",
@@ -158,14 +159,14 @@ def header(found: admin_pb2.GetStatisticsResponse, address: str) -> Markup:
 def failure(
     title: str, message: str, hint: str, status: HTTPStatus, headers: Mapping[str, str] = NO_HEADERS
 ) -> Response:
-    """Return a page that says why there is no other page."""
+    """Return a page that shows an error instead of the requested page."""
     back = tag("p", tag("a", "All topics", href="/"))
     said = tag("section", tag("h1", title), tag("p", message), tag("p", hint, class_="faint"), back)
     return page(title, said, status=status, headers=headers)
 
 
 def tile(label: str, value: str, unit: str, drawing: Markup, note: str = "") -> Markup:
-    """Return a figure with its chart."""
+    """Return a number with its chart."""
     return tag(
         "div",
         tag("h2", label),
@@ -187,7 +188,7 @@ TOPICS = 50
 """The most topics on a page."""
 
 _MERGED = 4
-"""The number of intervals that are merged into one in the small charts of the list."""
+"""In the small charts of the list, this number of intervals is merged into one."""
 
 _ORDER_LABELS = {
     "rate": "Rate",
@@ -202,11 +203,11 @@ _LOOKS = {
     admin_pb2.TOPIC_STATE_DAMAGED: "bad",
     admin_pb2.TOPIC_STATE_STANDBY: "calm",
 }
-"""Classes of the style sheet. Other states have the class `uneasy`."""
+"""The style sheet's classes for topic states. Other states have the class `uneasy`."""
 
 
 def overview(found: admin_pb2.GetStatisticsResponse, address: str, *, search: str, order: str, offset: int) -> Response:
-    """Return the page of the topics found."""
+    """Return the page that lists the topics found."""
     asked: dict[str, str | int] = {"q": search, "order": order if order != "rate" else "", "offset": offset}
     return page(
         f"seqdedupe {address}",
@@ -231,7 +232,7 @@ def state_shown(state: int) -> Markup:
 
 
 def tiles(activity: admin_pb2.Activity, interval_ms: int) -> Markup:
-    """Return the figures for stored and refused messages, of all topics or of one."""
+    """Return the numbers of stored, duplicate, unknown and refused messages, for all topics or for one topic."""
     minutes = INTERVALS * interval_ms // 60_000
     return tag(
         "div",
@@ -275,7 +276,7 @@ def _search(search: str, order: str) -> Markup:
 
 
 def _recovery(found: admin_pb2.GetStatisticsResponse) -> Content:
-    """Return the progress of a start; nothing if all topics serve."""
+    """Return the progress of recovery; None if all topics serve."""
     counts = {one.state: one.topics for one in found.states}
     total, serving = sum(counts.values()), counts.get(admin_pb2.TOPIC_STATE_SERVING, 0)
     if serving == total:
@@ -380,7 +381,7 @@ def _pages(found: admin_pb2.GetStatisticsResponse, asked: dict[str, str | int]) 
 
 
 def _refusals(found: admin_pb2.GetStatisticsResponse) -> Content:
-    """Return the errors that callers received, by reason; nothing if there are none."""
+    """Return the numbers of errors that callers received, by reason; None if there are no errors."""
     if not found.refusals:
         return None
     rows = (tag("div", tag("dt", one.reason), tag("dd", f"{one.count:,}")) for one in found.refusals)
@@ -417,7 +418,7 @@ def _at(time_ms: int) -> str:
 # -- The page of one topic.
 
 _TERM_SHIFT = 32
-"""An epoch consists of the term and the number of the session in it."""
+"""An epoch consists of the term, shifted by this number of bits, and the number of the session in the term."""
 
 
 def topic_page(
@@ -428,10 +429,12 @@ def topic_page(
     wanted: str,
     is_first: bool,
 ) -> Response:
-    """Return the page of the one topic found.
+    """Return the HTML page about the single topic in `found`.
 
-    `producers` is a page of them (the first one if `is_first`), or the reason why there is none. `wanted` is the
-    searched producer name."""
+    `producers` is one page of the list of the topic's producers; `is_first` tells whether this is the first page of the
+    list. If the producers cannot be shown, `producers` is the reason as text. `wanted` is the producer name that the
+    visitor searched for.
+    """
     [one] = found.topics
     return page(
         f"{one.topic.name} · seqdedupe {address}",
@@ -515,7 +518,7 @@ def _producer_row(one: admin_pb2.Producer) -> Markup:
 
 
 def _id(number: int) -> str:
-    """Return a sequence ID as text. −1 stands for a producer without any."""
+    """Return a sequence ID as text. −1 means that the producer has no sequence ID yet."""
     return "–" if number == -1 else f"{number:,}"
 
 
@@ -527,7 +530,7 @@ _FILES = {
     "/page.js": "text/javascript; charset=utf-8",
     "/icon.svg": "image/svg+xml",
 }
-"""Files without private data. Every visitor may load them."""
+"""Files without private data, which every visitor may load."""
 
 _STATUSES = {
     "UNAUTHENTICATED": HTTPStatus.UNAUTHORIZED,
@@ -543,8 +546,8 @@ R = TypeVar("R")
 
 
 class Pages:
-    """The routes `/` and `/topic`, and the files that they need. `address` is the sidecar's displayed name. Make it on
-    the event loop."""
+    """The routes `/` and `/topic`, and the files that these pages need. `address` is the sidecar's displayed name.
+    `Pages` must be created on the event loop."""
 
     def __init__(self, statistics: Statistics, producers: ProducerCalls, visitors: Visitors, address: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -595,7 +598,7 @@ class Pages:
 
 
 def _told(route: Route) -> Route:
-    """Return the route, with errors shown as pages."""
+    """Return the route, changed to show errors as pages."""
 
     def answer(request: Request) -> Response:
         try:
@@ -613,7 +616,7 @@ def _told(route: Route) -> Route:
 
 
 def _number(request: Request, name: str, most: int) -> int:
-    """Return a number of the query, 0 if it is missing. Raises INVALID_REQUEST."""
+    """Return a number from the query; 0 if it is missing. Raises INVALID_REQUEST."""
     text = request.query.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
         raise error("INVALID_REQUEST", f"{name} is {text!r}: it should be a number from a link of the page")

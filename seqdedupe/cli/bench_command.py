@@ -18,10 +18,10 @@ from seqdedupe.cli.common import common
 from seqdedupe.client import Client, Producer, Receipt
 from seqdedupe.command import INTERRUPTED, echo, print_json
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import told_credentials
-from seqdedupe.wording import counted
 
 # -- Latencies by their frequency, to three digits, in the buckets of HdrHistogram.
 
@@ -165,8 +165,8 @@ class Interval:
 
 
 class Load:
-    """One run of a plan. A latency counts from the time when the message was due. With a rate that is its place in the
-    timetable, however late it was sent; without a rate it is the call of `send`."""
+    """One run of a plan. A latency begins when the message was due. With a rate, a message is due at its time in the
+    timetable, even if the message is sent later. Without a rate, a message is due when `send` is called."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -184,8 +184,8 @@ class Load:
         self._began = 0.0
 
     async def run(self, address: str, on_interval: Callable[[Interval], None]) -> None:
-        """Send, and call `on_interval` about once a second. Return when all messages sent have their receipts, or after
-        Ctrl-C. Raises the failure of a producer."""
+        """Send messages, and call `on_interval` about once a second. Return when all sent messages have receipts, or
+        after Ctrl-C. Raises the failure of a producer."""
         async with Client(address, told_credentials()) as client, AsyncExitStack() as stack:
             await client.admin.version()  # a sidecar that is not there is reported at once
             for number in range(self.plan.names):
@@ -273,7 +273,7 @@ class Load:
             number += plan.names
 
     async def _collect(self, lane: BenchLane) -> None:
-        """Take the time when receipts come. They come in order, a batch at a time."""
+        """Record the time when each receipt arrives. Receipts arrive in order, one batch at a time."""
         while True:
             while not lane.pending:
                 if lane.is_complete:
@@ -304,19 +304,24 @@ _Positive = click.IntRange(min=1)
 @click.command()
 @click.argument("topic")
 @click.option(
-    "--rate", type=_Positive, metavar="N", help="Messages a second, all together. Default: as fast as it goes."
+    "--rate",
+    type=_Positive,
+    metavar="N",
+    help="Messages per second, of all producers together. Default: as fast as possible.",
 )
 @click.option(
     "--size", "size_bytes", type=click.IntRange(0, MAX_PAYLOAD_BYTES), default=1024, show_default=True, metavar="BYTES",
-    help="Of a payload.",
+    help="The size of a payload.",
 )  # fmt: skip
 @click.option(
     "--names", type=click.IntRange(1, _MOST_NAMES), default=1, show_default=True, metavar="N",
-    help="N producers, bench-0 and on, with one connection.",
+    help="Use N producers, bench-0, bench-1 and so on, on one connection.",
 )  # fmt: skip
 @click.option("--messages", type=_Positive, metavar="N", help="End after N messages.")
-@click.option("--seconds", type=_Positive, metavar="N", help="End after N seconds. Default: at Ctrl-C.")
-@click.option("--histogram", type=click.File("w", lazy=False), help="Write the latencies there, as HdrHistogram does.")
+@click.option("--seconds", type=_Positive, metavar="N", help="End after N seconds. Default: end at Ctrl-C.")
+@click.option(
+    "--histogram", type=click.File("w", lazy=False), help="Write the latencies to this file, in HdrHistogram's format."
+)
 @common
 def bench(
     topic: str,
@@ -329,9 +334,10 @@ def bench(
     address: str,
     as_json: bool,
 ) -> int:
-    """Publish messages of random bytes to TOPIC, where they stay, and show how fast they go and how long receipts take.
+    """Publish messages of random bytes to TOPIC. Show the rate and the latency of the receipts. The messages stay in
+    the topic.
 
-    Under --rate a latency counts from when the message was due, also if it was sent later.
+    With --rate, a latency is measured from the time when the message was due, even if the message was sent later.
     """
     load = Load(Plan(topic_name(topic), size_bytes, names, rate, messages, seconds))
     failure: SeqdedupeError | None = None
@@ -353,7 +359,7 @@ def bench(
 
 
 def _figures(histogram: Histogram, seconds: float, size_bytes: int, percentiles: dict[str, float]) -> dict[str, object]:
-    """Return the figures. The form is documented: keep it stable."""
+    """Return the figures. The fields are documented: keep them stable."""
     rate = histogram.count / seconds if seconds else 0.0
     return {
         "messages": histogram.count,

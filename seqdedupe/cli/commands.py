@@ -93,13 +93,13 @@ NAME = "seqdedupe"
 _COMMANDS = {
     "audit": ("token_commands.audit", "Verify an audit trail."),
     "auth": ("token_commands.auth", "Show which rule allows or denies a call."),
-    "backup": ("backup_commands.backup", "Make a backup of a running sidecar; list backups."),
+    "backup": ("directory_commands.backup", "Make a backup of a running sidecar; list backups."),
     "bench": ("bench_command.bench", "Publish test messages and measure latencies."),
     "compile": ("sidecar_commands.compile_kernels", "Compile the kernels for all users of this installation."),
     "config": ("sidecar_commands.config", "Check a sidecar's configuration without starting it."),
     "consumer": ("service_commands.consumer", "Show the lag of consumers; list, retry, drop parked messages."),
     "cursors": ("topic_commands.cursors", "List a topic's cursors; make retention wait for one; remove one."),
-    "doctor": ("doctor_commands.doctor", "Check a data directory; salvage what is readable."),
+    "doctor": ("directory_commands.doctor", "Check a data directory; salvage what is readable."),
     "export": ("sidecar_commands.export_file", "Write a topic's snapshot, or its watermarks, to a file."),
     "import": ("sidecar_commands.import_file", "Import a file of `export` or `job bootstrap` into a topic."),
     "in-flight": ("topic_commands.in_flight", "List producers with messages in flight for a long time."),
@@ -107,7 +107,7 @@ _COMMANDS = {
     "message-state": ("topic_commands.message_state", "Show the state of one message."),
     "outbox": (
         "service_commands.outbox",
-        "Publish the rows of an outbox, each exactly once.",
+        "Publish each row of an outbox exactly once.",
     ),
     "pipe": (
         "service_commands.pipe",
@@ -120,23 +120,23 @@ _COMMANDS = {
     "read": ("read_command.read", "Print a topic's messages."),
     "rebuild-topic": ("sidecar_commands.rebuild_topic", "Build the store's records of a topic again from its log."),
     "reset-producer": ("topic_commands.reset_producer", "Set a producer's highest sequence ID to a lower one."),
-    "restore": ("backup_commands.restore", "Make a data directory from a backup."),
+    "restore": ("directory_commands.restore", "Make a data directory from a backup."),
     "sidecars": ("sidecar_commands.sidecars", "List the sidecars of a cluster; forget one."),
     "snapshot": ("topic_commands.snapshot", "Take a snapshot of a topic now."),
     "token": ("token_commands.token", "Create keys; sign and validate tokens."),
     "top": ("sidecar_commands.top", "Show the busiest topics of a sidecar, every few seconds."),
     "topics": ("topic_commands.topics", "List, create, show, move, delete topics."),
-    "verify": ("backup_commands.verify", "Verify every byte of a backup."),
+    "verify": ("directory_commands.verify", "Verify every byte of a backup."),
     "version": ("sidecar_commands.version", "Show the versions of this command and of the sidecar."),
 }
 """The place of each command in this folder, and its text in the list of all commands."""
 
 
 class _Commands(click.Group):
-    """Has commands as names with a line of help, until one is used."""
+    """A group of commands. Until a command is used, the group contains only the command's name and a line of help."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command. None if there is no such command."""
+        """Import the command, and return it. Return None if no command has this name."""
         if cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
         module, _, name = _COMMANDS[cmd_name][0].partition(".")
@@ -144,13 +144,13 @@ class _Commands(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Do the same as click, without importing commands."""
+        """Do the same as the method of click, without importing commands."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
         found = [CompletionItem(name, help=self.commands[name].short_help) for name in names]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Do the same as click, without importing commands."""
+        """Do the same as the method of click, without importing commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, self.commands[name].short_help or "") for name in self.list_commands(ctx)])
 
@@ -166,7 +166,7 @@ for _command in serve, job, *(click.Command(name, short_help=line) for name, (_,
 
 
 def run() -> int:
-    """Run the command of this process. Return its exit status."""
+    """Run the command of this process. Return the exit status."""
     sys.excepthook = _defect
     return run_command(cli, NAME)
 

@@ -1,10 +1,12 @@
-"""The common part of commands: the sidecar's address, a client of it, hints for a topic that is not there."""
+"""The common part of commands: the sidecar's address, a client of it, hints for a topic that is not there, and a
+position as JSON."""
 
 import difflib
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import click
 
@@ -15,6 +17,7 @@ from seqdedupe.client.producer_session import OPEN_TIMEOUT_SECONDS
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.command import echo, print_json, printable, without_passwords, without_passwords_in
 from seqdedupe.errors import REASONS, NotFoundError, OutcomeUnknownError, SeqdedupeError, UnavailableError, error
+from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import CONNECTION_PARAMETERS, Command, sidecar_options, told_credentials
 
@@ -42,7 +45,7 @@ def common(command: Command) -> Command:
 
 
 def tell(as_json: bool, values: object, *lines: str) -> None:
-    """Print the result of a command: `values` as JSON, or else these lines."""
+    """Print the result of a command: with `as_json`, print `values` as JSON; otherwise print these lines."""
     if as_json:
         print_json(without_passwords_in(values))
         return
@@ -57,7 +60,8 @@ def seconds_of(duration: str) -> int | None:
 
 
 def is_alone(context: click.Context) -> bool:
-    """Whether a group was called without one of its commands. Raises UsageError if it got the command's options."""
+    """Whether a group was called without one of its commands. Raises UsageError if an option of the commands precedes
+    the command's name."""
     if context.invoked_subcommand is None:
         return True
     given = click.core.ParameterSource.COMMANDLINE
@@ -67,11 +71,11 @@ def is_alone(context: click.Context) -> bool:
 
 
 def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
-    """Return a client of a sidecar that answers. Raises UNREACHABLE if it does not: at once, or after
-    CALL_TIMEOUT_SECONDS; NOT_A_SIDECAR if something else does.
+    """Return a client of a sidecar that answers. If the sidecar does not answer, raises UNREACHABLE: at once, or after
+    CALL_TIMEOUT_SECONDS. If another server answers, raises NOT_A_SIDECAR.
 
-    With `on_waiting`, which gets the reason, a sidecar that is not up yet is waited for, as long as a producer would
-    wait.
+    With `on_waiting`, wait for a sidecar that does not answer yet, for as long as a producer would wait. The function
+    calls `on_waiting` once with the reason.
     """
     client = Client(address, told_credentials())
     give_up_at = time.monotonic() + OPEN_TIMEOUT_SECONDS
@@ -89,7 +93,8 @@ def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
 
 
 def _unanswered(address: str, e: UnavailableError) -> UnavailableError:
-    """Return UNREACHABLE in place of OUTCOME_UNKNOWN: the call had no effect whose outcome could matter."""
+    """Return UNREACHABLE in place of OUTCOME_UNKNOWN: the unanswered call has changed nothing, so its outcome does not
+    matter."""
     if not isinstance(e, OutcomeUnknownError):
         return e
     known = REASONS["UNREACHABLE"]
@@ -106,15 +111,16 @@ def _told_already(_why: UnavailableError) -> None:
 def connect_to(
     address: str, topic: str, *, makes: bool = False, on_waiting: OnWaiting | None = None
 ) -> Iterator[Client]:
-    """Connect as `connect`. If the topic is not there, the error is that of `naming_near`."""
+    """Do the same as `connect`. If the topic does not exist, the block's error is the error of `naming_near`."""
     with connect(address, on_waiting) as client, naming_near(client, topic, makes=makes):
         yield client
 
 
 @contextmanager
 def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[None]:
-    """Name, in the error for a missing topic, the topic that may be meant. If the block `makes` topics, the error also
-    says how to make it."""
+    """If the block raises TOPIC_NOT_FOUND, add to the error the name of an existing topic that the user may mean. With
+    `makes`, the block can create topics; if no topic has a similar name, the error then keeps its hint, which describes
+    how to create a topic."""
     try:
         yield
     except NotFoundError as e:
@@ -132,9 +138,21 @@ def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[
 
 
 def _near_name(wanted: str, client: Client) -> str | None:
-    """Return the topic of this name, or the one whose name is about one edit away."""
+    """Return this name if a topic has the name; otherwise the name of a topic that differs by about one edit, or
+    None."""
     names = [known.name.removeprefix(_SHORT_NAMES) for known in client.admin.topics()]
     if wanted in names:
         return wanted
     long_names = [name for name in names if min(len(name), len(wanted)) >= _SHORTEST_NEAR_NAME]
     return next(iter(difflib.get_close_matches(wanted, long_names, 1, max(0.0, 1 - 1.5 / len(wanted)))), None)
+
+
+def position_json(position: Position) -> dict[str, Any]:
+    """Return a position as an object for JSON. `message_id` is null before a topic's first message. `ownership`,
+    written as in the position's text, is null if it is not known."""
+    return {
+        "incarnation": position.incarnation,
+        "index": position.index,
+        "message_id": None if position.message_id is None else str(position.message_id),
+        "ownership": f"{position.ownership:016x}" if position.ownership else None,
+    }

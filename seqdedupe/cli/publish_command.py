@@ -27,10 +27,10 @@ from seqdedupe.errors import (
     SeqdedupeError,
     error,
 )
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 # -- Continuing after an earlier run, only if the source is still the one that was published.
 
@@ -69,15 +69,15 @@ _HINT_QUERY_CHANGED = (
 
 
 class Resume:
-    """Finds the records to publish: those after the last record that the topic has of this producer.
+    """Finds the records to publish: the records after the last record of this producer in the topic.
 
-    That record must be in the source, with the same text and the same number. The records up to the last one that
-    carries a hash must be the same. Otherwise records were changed, inserted or removed, and a run that continued would
-    omit some. A source that begins after that record is the next source of the same producer, and none of its records
-    is omitted.
+    The source must contain that last record, with the same text and the same number. The records up to the last record
+    with a stored hash must be unchanged. Otherwise records were changed, inserted or removed, and a run that continued
+    would omit some records. A source that begins after the last record is the next source of the same producer, and
+    none of its records is omitted.
 
-    For a partitioned topic this holds for the last record in each partition. The records after the first one that any
-    partition may lack are published. Records that are there already are Dup.
+    In a partitioned topic, the same holds for the last record in each partition. The run publishes all records after
+    the first record that a partition may lack. Records that the topic already contains are Dup.
     """
 
     def __init__(self, client: Client, producer: Producer, source: Source, *, trust_source: bool) -> None:
@@ -97,7 +97,7 @@ class Resume:
     def new_records(self) -> Iterator[NewRecord]:
         """Yield the records to be published.
 
-        Raises SOURCE_CHANGED, SOURCE_UNVERIFIED, SOURCE_INCOMPLETE or NEWER_FORMAT before the first of them.
+        Raises SOURCE_CHANGED, SOURCE_UNVERIFIED, SOURCE_INCOMPLETE or NEWER_FORMAT before the first record is yielded.
         """
         left = {sequence_id: self._published(one) for sequence_id, one in self._last.items()}
         # Not more than a producer has in flight: records after the last checked one are sent.
@@ -126,7 +126,8 @@ class Resume:
         yield from held
 
     def _check_off(self, record: SourceRecord, text: str | None, left: dict[int, Message | None]) -> None:
-        """Compare the record and its hash with the messages published last. Forget the messages before it."""
+        """Compare the record and its hash with the messages published last. Remove the record's message, and the
+        messages before it, from `left`."""
         for sequence_id in [one for one in left if one < record.sequence_id]:
             if record.number and self._source.keeps_records:
                 raise self._changed(sequence_id, "is no longer there")
@@ -168,8 +169,8 @@ class Resume:
             self._is_verified = True
 
     def _published(self, one: Persisted) -> Message | None:
-        """Return the last message published; None if it cannot be read any more. Note the last hash up to it. Messages
-        of older versions have no hash."""
+        """Return the last message published; None if the message can no longer be read. Also note the last hash in the
+        messages up to the returned message. Messages of older versions have no hash."""
         if one.position is None:
             self._why_not = "the sidecar no longer knows the position of that message"
             return None
@@ -214,8 +215,8 @@ class Resume:
         self._hashes[sequence_id] = text
 
     def _check_verified(self) -> None:
-        """Raise SOURCE_UNVERIFIED if no message shows that the source is the published one. A single message is
-        enough."""
+        """Raise SOURCE_UNVERIFIED if no message proves that the source is the source published before. A single message
+        is enough as a proof."""
         if self._why_not and not self._is_verified and not self._trust_source:
             highest = max(self._last)
             raise error(
@@ -246,8 +247,8 @@ BYTES = 1024 * 1024
 def publish_by_id(publisher: Publisher, source: RecordSource) -> dict[str, object]:
     """Publish all records of a source whose keys are the IDs. Return the result.
 
-    Raises INVALID_DEDUPLICATION_ID for a record without an ID. The records before it are published, and are Dup when
-    the file is published again.
+    Raises INVALID_DEDUPLICATION_ID for a record without an ID. The records before this record are published. When the
+    file is published again, these records are Dup.
     """
     counts = {Verdict.NOT_DUP: 0, Verdict.DUP: 0}
     imported = 0
@@ -331,8 +332,12 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path, allow_dash=True), required=False)
 @click.option("--topic", required=True, help="The topic.")
-@click.option("--producer", "name", help="The producer name: another one for each file. Not with deduplication IDs.")
-@click.option("--format", "form", type=click.Choice(get_args(Form)), help="Default: by the end of the name.")
+@click.option(
+    "--producer", "name", help="The producer name. Use a different name for each file. Not with deduplication IDs."
+)
+@click.option(
+    "--format", "form", type=click.Choice(get_args(Form)), help="The format. Default: derived from the file's suffix."
+)
 @click.option(
     "--as",
     "payload",
@@ -341,7 +346,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
     "always JSON.",
 )
 @click.option(
-    "--sequence-id-column", metavar="NAME", help="CSV, Parquet: the column with the sequence IDs, which must rise."
+    "--sequence-id-column", metavar="NAME", help="CSV, Parquet: the column with the sequence IDs, which must increase."
 )
 @click.option("--key-column", metavar="NAME", help="CSV, Parquet: the column with the keys.")
 @click.option(
@@ -356,7 +361,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
 @click.option(
     "--deduplication-id-column",
     metavar="NAME",
-    help="CSV, Parquet: the column with the deduplication IDs, in any order. Instead of --producer.",
+    help="CSV, Parquet: the column with the deduplication IDs, in any order. Replaces --producer.",
 )
 @click.option(
     "--deduplication-id-path",
@@ -370,7 +375,7 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
     envvar=DATABASE_VARIABLE,
     show_envvar=True,
     metavar="URL",
-    help="The database of --query, as a URL of SQLAlchemy: postgresql://user@host/database or sqlite:///path.",
+    help="The database of --query, as an SQLAlchemy URL: postgresql://user@host/database or sqlite:///path.",
 )
 @click.option(
     "--settled-after",
@@ -379,9 +384,9 @@ def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
     help="With --query: each transaction commits within SECONDS after it takes its sequence ID. Rows of later commits "
     "are lost.",
 )
-@click.option("--final", is_flag=True, help="The file is complete: its last line counts without a newline.")
-@click.option("--follow", is_flag=True, help="The file grows: wait for more at its end.")
-@click.option("--trust-source", is_flag=True, help="Continue where the file cannot be compared with the topic.")
+@click.option("--final", is_flag=True, help="The file is complete. Publish its last line even if it has no newline.")
+@click.option("--follow", is_flag=True, help="The file grows. Wait for more records at its end.")
+@click.option("--trust-source", is_flag=True, help="Continue even if the file cannot be compared with the topic.")
 @click.option("--verify", "verifies", is_flag=True, help="Compare the file with the topic. Publish nothing.")
 @common
 def publish(
@@ -408,15 +413,16 @@ def publish(
 ) -> None:
     """Publish each record of FILE exactly once: lines, CSV records, JSON lines or Parquet rows.
 
-    FILE is a plain file, gzip, or a zip of one file; - is standard input. The payload is the record's text, or JSON.
-    The sequence ID is the record's number from 0, without a CSV header. Started again, the command continues after the
-    last ID of this producer in the topic, if the file still has the same record there. It creates a missing topic if
-    the sidecar allows that.
+    FILE is a plain file, a gzip file, or a zip of one file; - is standard input. The payload is the record's text, or
+    JSON. The sequence ID is the record's number, counted from 0 without a CSV header. If the command is started again,
+    it continues after the last ID of this producer in the topic, provided that the file still has the same record
+    there. It creates a missing topic if the sidecar allows that.
 
-    A topic of deduplication IDs takes no producer. Started again, the command sends all records; known ones are Dup.
+    With a topic of deduplication IDs, give no producer. If the command is started again, it sends all records; known
+    records are Dup.
 
-    With --query the command publishes rows of a database in the order of --sequence-id-column. It waits until no
-    transaction can add a row before them.
+    With --query, the command publishes rows of a database in the order of --sequence-id-column. It publishes a row only
+    when no transaction can add an earlier row any more.
     """
     if query is not None:
         others = (file, form, payload, sequence_id_path, key_path, deduplication_id_column, deduplication_id_path)
@@ -505,10 +511,12 @@ def _publish_in_order(
 
 
 def _is_missing(client: Client, topic: str, *, trust_source: bool) -> bool:
-    """Whether the topic will be made. False also if the sidecar does not answer that.
+    """Whether the topic does not exist yet and will be created. False also if the sidecar does not answer this
+    question.
 
-    Raises NOT_ALLOWED if the caller may not read the topic, unless the source is trusted: otherwise the first run would
-    publish, and the second run could not continue."""
+    Raises NOT_ALLOWED if the caller may not read the topic, unless the source is trusted. Otherwise the first run would
+    publish, and the second run could not continue.
+    """
     try:
         client.ends(topic)
     except SeqdedupeError as e:

@@ -23,10 +23,10 @@ from seqdedupe.client.reader import Start
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.command import json_text, printable, standard_output, tell_waiting
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
-from seqdedupe.wording import counted
 
 # -- The columns that `read` shows of a message, and the selection of messages by them.
 
@@ -34,7 +34,7 @@ _PROPERTY = "property."
 
 
 def _utf8(value: bytes | None) -> str | None:
-    """Return the value as text; None if there is none, or if it is not UTF-8."""
+    """Return the value as text; None if there is no value, or if the value is not UTF-8."""
     try:
         return None if value is None else value.decode()
     except UnicodeDecodeError:
@@ -42,7 +42,7 @@ def _utf8(value: bytes | None) -> str | None:
 
 
 def _base64(value: bytes | None) -> str | None:
-    """Return a value that is not UTF-8, in base64; None for all others."""
+    """Return a value that is not UTF-8, in base64; None for all other values."""
     return base64.b64encode(value).decode() if value is not None and _utf8(value) is None else None
 
 
@@ -67,7 +67,7 @@ _ONLY_WHERE_THERE = ("partition", "deduplication_id")
 
 
 def json_line(message: Message) -> bytes:
-    """Return the message as a line. The form is documented: keep it stable."""
+    """Return the message as a line of JSON. The fields are documented: keep them stable."""
     value: dict[str, object] = {}
     for name, column in _COLUMNS.items():
         if name == "payload":
@@ -84,7 +84,8 @@ def json_line(message: Message) -> bytes:
 
 @dataclass(frozen=True)
 class Condition:
-    """The condition that a column or a property has this text. It does not hold for a message without it."""
+    """The condition that a column or a property has this text. A message without the column or property does not meet
+    the condition."""
 
     column: str
     text: str
@@ -118,14 +119,14 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class PublishTime(NamedTuple):
-    """The place of the first message published at this time or later."""
+    """The place before the first message published at this time or later."""
 
     milliseconds: int
 
     @staticmethod
     def parse(text: str) -> "PublishTime | None":
-        """Parse a time of RFC 3339, or a duration before now. None if it is neither. Raises ValueError with the problem
-        of a time."""
+        """Parse a time of RFC 3339, or a duration before now. Return None if the text is neither a time nor a duration.
+        Raises ValueError, with the problem, for an invalid time."""
         if (ago_seconds := seconds_of(text)) is not None:
             return PublishTime(int((time.time() - ago_seconds) * 1000))
         if (found := _TIME.fullmatch(text)) is None:
@@ -191,8 +192,8 @@ def _next_index(place: int | Position) -> int:
 
 
 def _in_each(topic: str, place: Place, partitions: int) -> Sequence[PlaceInTopic | Literal["earliest", "latest"]]:
-    """Return the place in each partition, or in the one topic without partitions. Raises INVALID_POSITION for a place
-    of the other kind."""
+    """Return the place in each partition, or in the single topic if the topic has no partitions. Raises
+    INVALID_POSITION for a position of a partitioned topic in a topic without partitions, or the reverse."""
     if isinstance(place, PartitionedPosition):
         if partitions == len(place.partitions):
             return place.partitions
@@ -221,8 +222,8 @@ def _start_in(client: Client, topic: str, place: PlaceInTopic | Literal["earlies
 
 
 def _stop_in(client: Client, topic: str, place: PlaceInTopic) -> int:
-    """Return the index before which to stop. Raises POSITION_AFTER_END, POSITION_TRIMMED,
-    POSITION_OF_ANOTHER_INCARNATION if no reader can reach it."""
+    """Return the index before which to stop. Raises POSITION_AFTER_END, POSITION_TRIMMED or
+    POSITION_OF_ANOTHER_INCARNATION if no reader can reach the place."""
     if isinstance(place, PublishTime):
         return client.locate_time(topic, place.milliseconds).index
     first_index, last = client.ends(topic)
@@ -266,15 +267,15 @@ class _ConditionType(click.ParamType[Condition]):
     "--to",
     type=_PlaceType(),
     metavar="INDEX|MESSAGE_ID|POSITION|TIME",
-    help="End before the message at which --from would begin. Default: after the last message.",
+    help="End before the message at which --from with this value would begin. Default: after the last message.",
 )
 @click.option(
     "--tail",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Begin with the last N messages of each partition. With --follow continue after them.",
+    help="Begin with the last N messages of each partition. With --follow, continue with new messages.",
 )
-@click.option("--follow", is_flag=True, help="Wait for new messages at the end.")
+@click.option("--follow", is_flag=True, help="At the end of the topic, wait for new messages.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N messages.")
 @click.option(
     "--where",
@@ -282,7 +283,7 @@ class _ConditionType(click.ParamType[Condition]):
     type=_ConditionType(),
     multiple=True,
     metavar="COLUMN=VALUE",
-    help="Only messages with this value in a column of --json, or in property.NAME. Repeated: all must hold.",
+    help="Only messages with this value in a column of --json, or in property.NAME. If repeated, all must match.",
 )
 @click.option(
     "--skip-damaged",
@@ -304,10 +305,10 @@ def read(
     address: str,
     as_json: bool,
 ) -> None:
-    """Print the messages of a topic: one payload a line, or with --json one object a line.
+    """Print the messages of a topic: one payload per line, or with --json one object per line.
 
-    A terminal shows control characters in payloads as escapes. The command reads all partitions of a partitioned topic,
-    each in its order.
+    A terminal shows control characters in payloads as escapes. The command reads all partitions of a partitioned topic.
+    Only the messages of one partition are in order.
     """
     is_start_given = context.get_parameter_source("start") is click.core.ParameterSource.COMMANDLINE
     _check_range(start, to, tail, follow=follow, is_start_given=is_start_given)

@@ -29,8 +29,8 @@ from seqdedupe.cli.record_values import (
     sequence_id_of,
 )
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, MAX_SEQUENCE_ID
-from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -46,12 +46,12 @@ class ChangedError(Exception):
 
 
 class SteadyFile(io.FileIO):
-    """The raw bytes of a file, or of standard input (None). The file may grow during the read. Any other change is a
+    """The raw bytes of a file, or of standard input (None). The file may grow during the read. Any other change raises
     ChangedError.
 
-    Each read of a regular file first checks that the bytes before are still there. Only then it returns its own bytes.
-    So a file that was cut and written again is not continued in its middle. `check` looks at the rest. A change before
-    the last 4 KiB read is not noticed if the file also grew.
+    Each read of a regular file first checks that the bytes read before are still in the file, and then returns the next
+    bytes. So after a file was cut and written again, the read does not continue in the middle of the new content.
+    `check` compares the rest of the file. A change before the last 4 KiB read is not noticed if the file also grew.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -387,7 +387,8 @@ class RecordSource:
         return self._columns[0] is None and self._paths[0] is None
 
     def check(self) -> None:
-        """Read a file once and begin again. So its problems are raised before anything is sent, and the error says so.
+        """Read the file once, and begin again. So the problems of the file are raised before anything is sent, and the
+        error states that nothing was sent.
 
         A source that can be read only once (a pipe), or that grows, is not checked.
         """
@@ -410,7 +411,7 @@ class RecordSource:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the file on disk; 0 if it is no regular file."""
+        """The size of the file on disk; 0 if the file is not a regular file."""
         return os.fstat(self._raw.fileno()).st_size if self._steady.is_regular and not self._follow else 0
 
     @property
@@ -477,8 +478,8 @@ class RecordSource:
         return b""
 
     def incomplete(self, done: str = "published") -> SeqdedupeError:
-        """Return the error for an `unfinished_line`. `done` says what was done with the other records, and not
-        with it."""
+        """Return the error for an `unfinished_line`. `done` describes what was done with the other records, but not
+        with the unfinished record."""
         if self._quotes_are_open:
             return error(
                 "SOURCE_INCOMPLETE",

@@ -17,10 +17,10 @@ from seqdedupe.client.blocking import Client, Cursor
 from seqdedupe.client.blocking.loop import run as run_on_loop
 from seqdedupe.command import Seconds, echo, json_text, needing, print_json, print_table, say
 from seqdedupe.errors import error
+from seqdedupe.figures import counted
 from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
 from seqdedupe.services.pipe.pipe import BlockingPipe, piped_up_to
 from seqdedupe.sidecar_options import Command, sidecar_options, told_credentials
-from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -38,7 +38,7 @@ def database_options(command: Command) -> Command:
         show_envvar=True,
         required=True,
         metavar="URL",
-        help="The database of consumers and inboxes, as a URL of SQLAlchemy.",
+        help="The database of consumers and inboxes, as an SQLAlchemy URL.",
     )
     return database(as_json_option(command))
 
@@ -105,7 +105,8 @@ _SHOWN = 80
 
 @click.group()
 def consumer() -> None:
-    """Show the lag of consumers. List, retry and drop the messages that they have parked or given up (dead letters)."""
+    """Show the lag of consumers. List, retry and drop the messages that consumers have parked or given up (dead
+    letters)."""
 
 
 @consumer.command("lag", short_help="Show the lag of a consumer.")
@@ -116,8 +117,8 @@ def consumer() -> None:
 def consumer_lag(
     name: str, max_messages: int | None, max_seconds: float | None, database: str, as_json: bool, address: str
 ) -> int:
-    """Show how many messages the consumer NAME has not applied, and the age of the oldest one. The consumer need not
-    run: the command counts from the position in its database to the topic's end."""
+    """Show how many messages the consumer NAME has not applied, and the age of the oldest such message. The consumer
+    need not run: the command counts from the position in its database to the topic's end."""
     with opened(database, "consumer") as engine:
         from seqdedupe.services.consumer.consumer_row import positions_of
 
@@ -129,7 +130,11 @@ def consumer_lag(
 @consumer.command(short_help="List parked messages and dead letters.")
 @click.argument("name")
 @click.option(
-    "--limit", type=click.IntRange(1), default=100, show_default=True, help="The maximum number of each kind."
+    "--limit",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="The maximum number of parked messages, and of dead letters.",
 )
 @database_options
 def parked(name: str, limit: int, database: str, as_json: bool) -> None:
@@ -180,8 +185,8 @@ def _json(kind: str, row: Any) -> dict[str, Any]:
 @click.argument("indexes", nargs=-1, type=click.IntRange(0, 2**63 - 1), metavar="[INDEX]...")
 @database_options
 def retry(name: str, indexes: tuple[int, ...], database: str, as_json: bool) -> None:
-    """Make the consumer NAME try the messages with these indexes again, or all parked messages. For dead letters give
-    their indexes."""
+    """Make the consumer NAME retry the messages with these indexes. Without indexes, it retries all parked messages,
+    but no dead letters."""
     with opened(database, "consumer") as engine:
         from seqdedupe.services.consumer import dead_letters
 
@@ -220,7 +225,7 @@ def inbox() -> None:
     """List and retry the messages that inboxes have parked because an earlier version is missing."""
 
 
-@inbox.command(short_help="List the parked messages, and what they wait for.")
+@inbox.command(short_help="List the parked messages, and the versions they wait for.")
 @click.argument("name")
 @click.option(
     "--longer-than",
@@ -231,7 +236,8 @@ def inbox() -> None:
 )
 @database_options
 def waiting(name: str, longer_than: float, database: str, as_json: bool) -> None:
-    """List the parked messages of the inbox NAME, the oldest first: what each waits for, and its error if any."""
+    """List the parked messages of the inbox NAME, the oldest first. For each message, show which versions are missing,
+    and the error, if any."""
     with opened(database, "inbox") as engine:
         from seqdedupe.services.inbox import check_used, waiting_in
 
@@ -270,12 +276,12 @@ def _parked_json(one: Any) -> dict[str, Any]:
     }
 
 
-@inbox.command(short_help="Try all parked messages again.")
+@inbox.command(short_help="Retry all parked messages.")
 @click.argument("inbox", type=PythonObject(), metavar="MODULE:NAME")
 @as_json_option
 def sweep(inbox: Any, as_json: bool) -> None:
-    """Try all parked messages of an inbox again with its handler. MODULE:NAME is the `Inbox` of the service. Consumers
-    may run at the same time."""
+    """Retry all parked messages of an inbox with the inbox's handler. MODULE:NAME is the `Inbox` of the service.
+    Consumers may run at the same time."""
     from seqdedupe.services.inbox import Inbox
 
     if not isinstance(inbox, Inbox):
@@ -301,7 +307,7 @@ _database_option = click.option(
 
 @click.group()
 def outbox() -> None:
-    """Publish the rows that services write to an outbox in their transactions, each exactly once."""
+    """Publish the rows that services write to an outbox in their transactions. Each row is published exactly once."""
 
 
 @outbox.command("ddl")
@@ -311,7 +317,7 @@ def outbox() -> None:
     type=click.Choice(["bytea", "jsonb", "json", "text"]),
     default="bytea",
     show_default=True,
-    help="The type of the payload column in PostgreSQL, for a new table.",
+    help="In PostgreSQL, the type of the payload column of a new table.",
 )
 @click.option(
     "--lock-aggregates",
@@ -320,7 +326,7 @@ def outbox() -> None:
     "commits, even if transactions do not write or lock the aggregate.",
 )
 def print_ddl(kind: str, payload: str, lock_aggregates: bool) -> None:
-    """Print the statements that create the tables and triggers of an outbox. They may run again."""
+    """Print the statements that create the tables and triggers of an outbox. The statements can be repeated."""
     with _needing_services():
         from seqdedupe.services.outbox import ddl
     echo(ddl(kind, payload=payload, lock_aggregates=lock_aggregates).rstrip())
@@ -328,9 +334,11 @@ def print_ddl(kind: str, payload: str, lock_aggregates: bool) -> None:
 
 @outbox.command("relay")
 @_database_option
-@click.option("--topic", required=True, help="The topic. {aggregatetype} stands for the value of each row.")
-@click.option("--producer", "name", required=True, help="The name of this outbox. Its producers are NAME/token.")
-@click.option("--once", is_flag=True, help="End when all readable rows are published. Waits up to 10 s for the rest.")
+@click.option("--topic", required=True, help="The topic. {aggregatetype} is replaced by the value of the row.")
+@click.option(
+    "--producer", "name", required=True, help="The name of this outbox. The names of its producers are NAME/token."
+)
+@click.option("--once", is_flag=True, help="End when all readable rows are published. Wait up to 10 s for other rows.")
 @metrics_options
 @common
 def run_relay(database: str, topic: str, name: str, once: bool, address: str, as_json: bool) -> None:
@@ -371,7 +379,7 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
 @_database_option
 @as_json_option
 def outbox_lag(database: str, as_json: bool) -> None:
-    """Show how many rows wait for the relay, and what holds them."""
+    """Show how many rows wait for the relay, and why they wait."""
     lag = _lag(database)
     if as_json:
         print_json(asdict(lag))
@@ -420,8 +428,10 @@ def _cursor_of(client: Client, name: str, topic: str) -> Cursor:
 @click.option(
     "--function", type=PythonObject(), metavar="MODULE:NAME", help="The function that is called for each message."
 )
-@click.option("--name", required=True, help="The name of the pipe. Never change it: it identifies the outputs.")
-@click.option("--follow", is_flag=True, help="Wait for new messages at the end.")
+@click.option(
+    "--name", required=True, help="The name of the pipe. Never change the name, because it identifies the outputs."
+)
+@click.option("--follow", is_flag=True, help="At the end of the topic, wait for new messages.")
 @click.option(
     "--lag",
     is_flag=True,

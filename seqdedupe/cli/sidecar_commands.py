@@ -13,16 +13,14 @@ from typing import Any
 import click
 
 from seqdedupe import exports, files
-from seqdedupe.cli.common import as_json_option, common, connect, connect_to, is_alone, tell
-from seqdedupe.cli.topic_commands import position_json
+from seqdedupe.cli.common import as_json_option, common, connect, connect_to, is_alone, position_json, tell
 from seqdedupe.command import echo, needing, print_json, print_table, printable
 from seqdedupe.errors import error
-from seqdedupe.figures import ORDERS, beyond_snapshot, per_second, state_name
+from seqdedupe.figures import ORDERS, beyond_snapshot, counted, per_second, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import PROFILE_KEYS, PROFILE_VARIABLE, read_profiles
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 
 @click.command()
@@ -45,10 +43,11 @@ def version(address: str, as_json: bool) -> None:
 @click.command("compile")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compile_kernels(as_json: bool) -> None:
-    """Compile the kernels of the sidecar once for all users of this installation. Then no start compiles them.
+    """Compile the kernels of the sidecar once for all users of this installation. Then no start of a sidecar has to
+    compile them.
 
-    It takes up to a minute. The kernels fit this CPU and these versions of seqdedupe, numba and Python. Run it on each
-    machine and after each upgrade, as the user who installs.
+    The command takes up to a minute. The kernels are for this CPU and these versions of seqdedupe, numba and Python.
+    Run the command on each machine and after each upgrade, as the user who installs seqdedupe.
     """
     with needing("the sidecar needs", "sidecar"):
         from broker_sidecar import kernels
@@ -66,7 +65,8 @@ def compile_kernels(as_json: bool) -> None:
 @common
 @click.pass_context
 def sidecars(context: click.Context, address: str, as_json: bool) -> None:
-    """List the sidecars of a cluster, and what its topics keep for each. The command below removes one."""
+    """List the sidecars of a cluster, and what the cluster's topics keep for each sidecar. The command below forgets a
+    sidecar."""
     if not is_alone(context):
         return
     with connect(address) as client:
@@ -109,7 +109,7 @@ def sidecars(context: click.Context, address: str, as_json: bool) -> None:
 @click.argument("name")
 @common
 def forget(name: str, address: str, as_json: bool) -> None:
-    """Remove the subscriptions of a sidecar that is gone for good. The cluster then keeps nothing for it."""
+    """Remove the subscriptions of a sidecar that will never run again. The cluster then keeps no messages for it."""
     with connect(address) as client:
         removed = client.admin.forget_sidecar(name)
     lines = [f"{topic}: the subscription of {name} is removed" for topic in removed]
@@ -124,10 +124,15 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command("export")
 @click.argument("topic")
 @click.argument("file", type=_FILE)
-@click.option("--watermarks", "only_watermarks", is_flag=True, help="Only the highest sequence IDs, for another topic.")
+@click.option(
+    "--watermarks",
+    "only_watermarks",
+    is_flag=True,
+    help="Write only the producers' highest sequence IDs, to import them into another topic.",
+)
 @common
 def export_file(topic: str, file: Path, only_watermarks: bool, address: str, as_json: bool) -> None:
-    """Write a topic's snapshot of one moment to a file. An existing file is replaced."""
+    """Write a snapshot of a topic, as of one moment, to a file. An existing file is replaced."""
     values = {"topic": topic_name(topic), "kind": "watermarks" if only_watermarks else "snapshot"}
     with connect_to(address, topic) as client:
         if only_watermarks:
@@ -146,10 +151,10 @@ def export_file(topic: str, file: Path, only_watermarks: bool, address: str, as_
 @click.argument("file", type=_FILE)
 @common
 def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
-    """Import a file of `export` or `job bootstrap` into a topic. It is durable when this returns.
+    """Import a file of `export` or `job bootstrap` into a topic. The import is durable when the command ends.
 
-    A snapshot goes into its own topic. Watermarks go into a new topic that no producer has opened. A window goes into
-    a topic of deduplication IDs without messages.
+    Import a snapshot into the topic from which it was exported. Import watermarks into a new topic that no producer has
+    opened. Import a window into a topic of deduplication IDs without messages.
     """
     magic = files.magic_of(file)
     if magic not in (exports.SNAPSHOT_MAGIC, exports.WATERMARKS_MAGIC, exports.WINDOW_MAGIC):
@@ -172,7 +177,7 @@ def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
 @click.argument("topic")
 @common
 def rebuild_topic(topic: str, address: str, as_json: bool) -> None:
-    """Build the store's records of a topic again from its log. The other topics continue to serve."""
+    """Rebuild the store's records of a topic from the topic's log. The other topics continue to serve."""
     with connect_to(address, topic) as client:
         _say_opened(client.admin.rebuild_topic(topic), "log", "from its log", as_json)
 
@@ -193,9 +198,9 @@ Ask = Callable[[], admin_pb2.GetStatisticsResponse]
 
 
 @click.command()
-@click.option("--once", is_flag=True, help="Show the sidecar once, and end.")
+@click.option("--once", is_flag=True, help="Show the sidecar once, then end.")
 @click.option(
-    "--order", type=click.Choice(tuple(ORDERS)), default="rate", show_default=True, help="Which topics come first."
+    "--order", type=click.Choice(tuple(ORDERS)), default="rate", show_default=True, help="The order of the topics."
 )
 @click.option("--search", default="", metavar="TEXT", help="Only topics with this text in their names.")
 @click.option(
@@ -204,7 +209,7 @@ Ask = Callable[[], admin_pb2.GetStatisticsResponse]
     type=click.IntRange(1, 500),
     default=DEFAULT_TOPICS,
     show_default=True,
-    help="The number of topics.",
+    help="The most topics to show.",
 )
 @common
 def top(once: bool, order: str, search: str, limit: int, address: str, as_json: bool) -> None:
@@ -301,7 +306,7 @@ def check(file: Path | None, as_json: bool) -> None:
     sidecar's user. Warnings do not prevent a start.
     """
     with needing("this needs", "sidecar"):
-        from broker_sidecar.config_check import find_problems
+        from broker_sidecar.__main__ import find_problems
 
         problems = find_problems(file, os.environ)
     errors = sum(problem.ends_start for problem in problems)

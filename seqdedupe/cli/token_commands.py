@@ -15,9 +15,9 @@ from seqdedupe.audit_trail import TrailLink, verify
 from seqdedupe.cli.common import as_json_option, seconds_of, tell
 from seqdedupe.command import FAILED, WRONG_USAGE, echo, needing, print_json, printable, say_failure
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.files import sync_folder, write_synced
 from seqdedupe.names import is_namespace, namespace_name, producer_name, topic_name
-from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from jwt import PyJWK
@@ -53,9 +53,9 @@ def token() -> None:
 @token.command()
 @click.argument("private_file", type=_File)
 @click.argument("keys_file", type=_File)
-@click.option("--key-id", metavar="NAME", help="The name of the key, `kid`. Default: a random one.")
+@click.option("--key-id", metavar="NAME", help="The name of the key, `kid`. Default: a random name.")
 def keys(private_file: Path, keys_file: Path, key_id: str | None) -> None:
-    """Create a key that signs tokens, PRIVATE_FILE, and add its public part to KEYS_FILE (JWKS).
+    """Create a key that signs tokens in PRIVATE_FILE, and add the key's public part to KEYS_FILE (JWKS).
 
     KEYS_FILE is the token_keys_file of sidecars. Everybody who can read PRIVATE_FILE can sign tokens.
     """
@@ -67,14 +67,14 @@ def keys(private_file: Path, keys_file: Path, key_id: str | None) -> None:
 
 @token.command()
 @click.option("--key-file", type=_File, required=True, help="The private key: JWK, or PEM without a password.")
-@click.option("--key-id", metavar="NAME", help="The name of the key, `kid`, if the file has none.")
-@click.option("--subject", required=True, metavar="NAME", help="The owner of the token, `sub`: the role in rules.")
+@click.option("--key-id", metavar="NAME", help="The name of the key, `kid`, if the file has no name.")
+@click.option("--subject", required=True, metavar="NAME", help="The owner of the token, `sub`. Rules use this name.")
 @click.option("--audience", required=True, metavar="NAME", help="The sidecars' token_audience, `aud`.")
 @click.option(
     "--expires-in", type=_Duration(), required=True, metavar="TIME", help="The lifetime, such as 90s, 15m, 12h or 30d."
 )
 def create(key_file: Path, key_id: str | None, subject: str, audience: str, expires_in: int) -> None:
-    """Sign a token, and print it."""
+    """Create a signed token, and print it."""
     with _needing_the_sidecar():
         import jwt
 
@@ -90,7 +90,7 @@ def create(key_file: Path, key_id: str | None, subject: str, audience: str, expi
 @click.option("--token-file", type=click.File("rb"), default="-", help="The token. Default: standard input.")
 @as_json_option
 def validate(keys_file: Path, audience: str, token_file: IO[bytes], as_json: bool) -> None:
-    """Show the owner of a token and when it expires, if a sidecar would accept it now."""
+    """Check that a sidecar would accept a token now. Show the token's owner and when the token expires."""
     with _needing_the_sidecar():
         from broker_sidecar.security.tokens import LEEWAY_SECONDS, read_keys, verify
     shown = token_file.read(MAX_READ_BYTES)
@@ -207,7 +207,9 @@ def auth() -> None:
 def _of_actions(command: click.decorators.FC) -> click.decorators.FC:
     for action in reversed(ACTIONS):
         what = "topic, tenant/namespace, or *: everything" if action in _ALSO_OF_SEVERAL else "topic"
-        command = click.option(f"--{action}", metavar="NAME", help=f"Whether it may {action} this {what}.")(command)
+        command = click.option(f"--{action}", metavar="NAME", help=f"Whether the caller may {action} this {what}.")(
+            command
+        )
     return command
 
 
@@ -219,19 +221,22 @@ def _of_actions(command: click.decorators.FC) -> click.decorators.FC:
     type=click.Path(dir_okay=False, path_type=Path),
     help="The rules file.",
 )
-@click.option("--as", "subject", required=True, help="The caller: the name in its token or certificate.")
+@click.option("--as", "subject", required=True, help="The caller: the name in the caller's token or certificate.")
 @_of_actions
 @click.option(
     "--producer",
-    help="With --publish: the producer name; '': without one, by deduplication ID. Default: any name.",
+    help="With --publish: the producer name; '': no name, for deduplication IDs. Default: any name.",
 )
-@click.option("--cursor", help="With --read: whether it may move this cursor. Default: whether it may read messages.")
+@click.option(
+    "--cursor",
+    help="With --read: whether the caller may move this cursor. Default: whether the caller may read messages.",
+)
 @as_json_option
 def explain(
     file: Path, subject: str, producer: str | None, cursor: str | None, as_json: bool, **asked: str | None
 ) -> int:
-    """Show which rule of a file decides, without a sidecar. Rules do not limit the token of the data directory, which
-    may do everything.
+    """Show which rule of a rules file decides. The command needs no sidecar. Rules do not limit the data directory's
+    token, which may do everything.
 
     Exit status 0: allowed; 1: denied; 2: the check was not possible.
     """
@@ -280,7 +285,7 @@ def _decide(
 
 @click.group()
 def audit() -> None:
-    """Verify the trail of operators' actions and of refused callers (docs/guides/audit.md)."""
+    """Verify the audit trail, which records operators' actions and refused callers (docs/guides/audit.md)."""
 
 
 @audit.command("verify", short_help="Verify that no line was changed, removed or inserted.")
@@ -293,7 +298,8 @@ def audit() -> None:
 )
 @as_json_option
 def verify_files(files: tuple[Path, ...], expect: str | None, as_json: bool) -> int:
-    """Verify a trail of FILES, the oldest first. Print the number and hash of its last line: keep them elsewhere."""
+    """Verify an audit trail in FILES, the oldest file first. Print the number and hash of the last line. Store them on
+    another machine, for a later --expect."""
     expected = TrailLink.parse(expect) if expect else None
     found = verify(files, expected)
     if not found.has_expected:

@@ -19,9 +19,8 @@ from rich.text import Text
 
 from seqdedupe.command import printable, standard_output
 from seqdedupe.errors import UnavailableError
-from seqdedupe.figures import beyond_snapshot, duration, merged, per_second, short, state_name
+from seqdedupe.figures import beyond_snapshot, counted, duration, merged, per_second, short, state_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 WARNINGS = 3
 """The number of warnings below the topics."""
@@ -48,14 +47,14 @@ Found = admin_pb2.GetStatisticsResponse
 
 
 def show_once(found: Found, address: str) -> None:
-    """Print it once."""
+    """Print the statistics once."""
     with standard_output():
         console = Console(highlight=False)
         console.print(_drawn(found, address, console.width, len(found.topics)))
 
 
 def show(ask: Callable[[], Found], address: str) -> None:
-    """Show it again and again until somebody presses q."""
+    """Show the statistics, and update them again and again until somebody presses q."""
     console = Console(highlight=False)
     found, problem = ask(), ""
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
@@ -72,8 +71,8 @@ def show(ask: Callable[[], Found], address: str) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits for this number of seconds. It returns whether a key was pressed that ends the
-    display."""
+    """Yield a function that waits for this number of seconds. The function returns whether somebody has pressed a key
+    that ends the display."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:

@@ -5,32 +5,19 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from seqdedupe.cli.common import common, connect, connect_to, is_alone, tell
+from seqdedupe.cli.common import common, connect, connect_to, is_alone, position_json, tell
 from seqdedupe.client.admin import MODES, ROUTES, PolicyState
 from seqdedupe.command import echo, print_json, print_table, printable
-from seqdedupe.figures import cursor_lag, state_name
+from seqdedupe.figures import counted, cursor_lag, state_name
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
-
-
-def position_json(position: Position) -> dict[str, Any]:
-    """Return a position. `message_id` is null before a topic's first message; `ownership` (as in its text) if not
-    known."""
-    return {
-        "incarnation": position.incarnation,
-        "index": position.index,
-        "message_id": None if position.message_id is None else str(position.message_id),
-        "ownership": f"{position.ownership:016x}" if position.ownership else None,
-    }
-
 
 T = TypeVar("T")
 
 
 def _known(topic: admin_pb2.Topic, value: T) -> T | None:
-    """Return the value; None if it cannot be known, because the topic is damaged or could not be opened yet."""
+    """Return the value; None if the value is not known, because the topic is damaged or could not be opened yet."""
     is_closed = not topic.HasField("last") and not topic.partitions
     return None if topic.state == admin_pb2.TOPIC_STATE_DAMAGED or is_closed else value
 
@@ -143,7 +130,7 @@ def _mode(topic: admin_pb2.Topic) -> str | None:
 
 
 def _route(topic: admin_pb2.Topic) -> str | None:
-    """Return the name of the route by which messages find their partitions; None if there is none."""
+    """Return the name of the route by which messages find their partitions; None if the topic has no route."""
     return next((name for name, route in ROUTES.items() if name and route == topic.deduplication_route), None)
 
 
@@ -266,7 +253,7 @@ def _print_topics(found: list[admin_pb2.Topic]) -> None:
 @common
 @click.pass_context
 def topics(context: click.Context, address: str, as_json: bool) -> None:
-    """List the topics. The commands below create, delete, move and show one."""
+    """List the topics. The commands below create, delete, move and show a topic."""
     if not is_alone(context):
         return
     with connect(address) as client:
@@ -280,13 +267,20 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
 @topics.command()
 @click.argument("name")
 @click.option(
-    "--deduplication/--no-deduplication", default=None, help="Whether it deduplicates, regardless of its namespace."
+    "--deduplication/--no-deduplication",
+    default=None,
+    help="Whether the topic deduplicates, regardless of its namespace's policy.",
 )
-@click.option("--partitions", type=click.IntRange(min=1), metavar="N", help="The number of partitions, for good.")
+@click.option(
+    "--partitions",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="The number of partitions. Cannot be changed later.",
+)
 @click.option(
     "--entry-format",
     type=click.Choice(("plain", "packed", "native")),
-    help="On a Pulsar cluster: one message an entry, one batch an entry, or batches of Pulsar's own.",
+    help="On a Pulsar cluster: one message per entry, one batch per entry, or genuine batches of Pulsar.",
 )
 @click.option(
     "--schema",
@@ -297,12 +291,12 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
 @click.option(
     "--deduplication-mode",
     type=click.Choice(("sequence-id", "deduplication-id")),
-    help="What identifies a message, for good: the producer's sequence ID, or a separate ID of each message.",
+    help="What identifies a message: the producer's sequence ID, or a separate ID per message. Cannot be changed.",
 )
 @click.option(
     "--deduplication-route",
     type=click.Choice(("id", "key")),
-    help="With partitions and deduplication IDs: what decides the partition, for good. Default: id.",
+    help="With partitions and deduplication IDs: what decides the partition. Cannot be changed later. Default: id.",
 )
 @common
 def create(
@@ -334,7 +328,7 @@ def create(
 @click.argument("name")
 @common
 def delete(name: str, address: str, as_json: bool) -> None:
-    """Delete a topic with its messages, producers and partitions, for good and without asking."""
+    """Delete a topic with its messages, producers and partitions. The command does not ask, and cannot be undone."""
     with connect_to(address, name) as client:
         client.admin.delete_topic(name)
     tell(as_json, {"deleted": topic_name(name)}, f"{topic_name(name)} is deleted")
@@ -351,10 +345,13 @@ def show(name: str, address: str, as_json: bool) -> None:
 
 @topics.command()
 @click.argument("name")
-@click.option("--to", metavar="ADDRESS", default="", help="The new sidecar. Default: any that takes the topic.")
+@click.option(
+    "--to", metavar="ADDRESS", default="", help="The new sidecar. Default: any sidecar that accepts the topic."
+)
 @common
 def move(name: str, to: str, address: str, as_json: bool) -> None:
-    """Move a topic to another sidecar, in a cluster or with a separate log. Return when that sidecar serves it."""
+    """Move a topic to another sidecar, in a cluster or with a separate log. The command ends when the other sidecar
+    serves the topic."""
     with connect_to(address, name) as client:
         owner = client.admin.move_topic(name, to)
     name = topic_name(name)
@@ -378,7 +375,7 @@ def producers(topic: str, address: str, as_json: bool) -> None:
 @click.argument("topic")
 @common
 def snapshot(topic: str, address: str, as_json: bool) -> None:
-    """Take a snapshot of a topic. Return when it is durable."""
+    """Take a snapshot of a topic. The command ends when the snapshot is durable."""
     with connect_to(address, topic) as client:
         position = client.admin.snapshot(topic)
     values = {"topic": topic_name(topic), "position": position_json(position)}
@@ -396,11 +393,11 @@ def snapshot(topic: str, address: str, as_json: bool) -> None:
     nargs=2,
     type=(str, click.IntRange(0, 2**31 - 1)),
     metavar="NAME MB",
-    help="Make retention keep what this cursor has not passed, up to MB of log; 0: do not wait for it.",
+    help="Retention keeps messages after this cursor, up to MB of log. 0: retention ignores the cursor.",
 )
 @common
 def cursors(topic: str, remove: str | None, hold: tuple[str, int] | None, address: str, as_json: bool) -> None:
-    """List the cursors of a topic, after --hold and --remove have their effect."""
+    """List the cursors of a topic, after --hold and --remove have taken effect."""
     with connect_to(address, topic) as client:
         if hold is not None:
             client.admin.hold_cursor(topic, *hold)
@@ -442,12 +439,16 @@ _NEGATIVE_NUMBERS = {"ignore_unknown_options": True}
 @click.argument("topic")
 @click.argument("producer", required=False)
 @click.argument("sequence_id", type=click.IntRange(0, 2**63 - 1), required=False)
-@click.option("--deduplication-id", metavar="ID", help="Instead, in a topic of deduplication IDs: the message's ID.")
+@click.option(
+    "--deduplication-id",
+    metavar="ID",
+    help="In a topic of deduplication IDs: the message's ID, instead of PRODUCER and SEQUENCE_ID.",
+)
 @common
 def message_state(
     topic: str, producer: str | None, sequence_id: int | None, deduplication_id: str | None, address: str, as_json: bool
 ) -> None:
-    """Show what is known of the message with this sequence ID: whether it is stored, and where."""
+    """Show the state of the message with this sequence ID: whether the message is stored, and where."""
     by_id = bool(deduplication_id)
     if by_id != (producer is None) or by_id != (sequence_id is None):
         raise click.UsageError("Give PRODUCER and SEQUENCE_ID, or --deduplication-id.")
@@ -494,12 +495,12 @@ def message_state(
     type=click.IntRange(0),
     default=1000,
     show_default=True,
-    help="Only messages in flight for N ms or longer.",
+    help="Count only messages that have been in flight for N ms or longer.",
     metavar="N",
 )
 @common
 def in_flight(topic: str, longer_than_ms: int, address: str, as_json: bool) -> None:
-    """List the producers with messages in flight for a long time: at most 1,000, the longest first."""
+    """List the producers that have had messages in flight for a long time: at most 1,000, the longest time first."""
     with connect_to(address, topic) as client:
         found = client.admin.in_flight(topic, longer_than_ms=longer_than_ms)
     rows = [(p.producer_name, p.first_sequence_id, p.last_sequence_id, p.in_flight_ms) for p in found.in_flight]
@@ -522,9 +523,11 @@ def in_flight(topic: str, longer_than_ms: int, address: str, as_json: bool) -> N
 @click.argument("persisted", type=click.IntRange(-1, 2**63 - 1))
 @common
 def reset_producer(topic: str, producer: str, persisted: int, address: str, as_json: bool) -> None:
-    """Set a producer's highest persisted sequence ID to a lower one (-1: none). It is durable when this returns.
+    """Set a producer's highest persisted sequence ID to a lower one (-1: none). The change is durable when the command
+    ends.
 
-    What the producer sends above that ID is new again, even if the topic has it already. Its sessions end.
+    Messages of the producer above that ID are then new again, even if the topic already has them. The producer's
+    sessions end.
     """
     with connect_to(address, topic) as client:
         done = client.admin.reset_producer(topic, producer, persisted)
@@ -539,7 +542,7 @@ _NAMES = [field.name for field in admin_pb2.TopicPolicy.DESCRIPTOR.fields]
 
 
 def _values(policy: Any) -> dict[str, Any]:
-    """Return each value by name, None if it is not set."""
+    """Return each value by name; None for a value that is not set."""
     values: dict[str, Any] = {}
     for field in policy.DESCRIPTOR.fields:
         value = getattr(policy, field.name) if policy.HasField(field.name) else None
@@ -574,30 +577,35 @@ def policy() -> None:
 @click.argument("name", metavar="TOPIC|NAMESPACE")
 @common
 def get(name: str, address: str, as_json: bool) -> None:
-    """Show the values that are set, and those in force."""
+    """Show the values that are set, and the values in force."""
     with connect_to(address, name) as client:
         _print(name, client.admin.policy(name), as_json)
 
 
 @policy.command("set")
 @click.argument("name", metavar="TOPIC|NAMESPACE")
-@click.option("--deduplication/--no-deduplication", "deduplication_enabled", default=None, help="On or off.")
+@click.option(
+    "--deduplication/--no-deduplication",
+    "deduplication_enabled",
+    default=None,
+    help="Whether messages are deduplicated.",
+)
 @click.option(
     "--gap", type=click.Choice(_WORDS["gap"], case_sensitive=False), help="Whether sequence IDs may have gaps."
 )
 @click.option(
     "--overlap",
     type=click.Choice(_WORDS["overlap"], case_sensitive=False),
-    help="The treatment of a broker's range that is persisted in part.",
+    help="The answer to a broker's range of IDs of which a part is persisted.",
 )
 @click.option("--deduplication-entries-interval", type=int, metavar="N", help="Take a snapshot after N stored batches.")
 @click.option(
     "--deduplication-snapshot-interval-seconds",
     type=int,
     metavar="N",
-    help="Take a snapshot N seconds after a change; 0: not by time.",
+    help="Take a snapshot N seconds after a change; 0: no limit.",
 )
-@click.option("--retention-size-in-mb", type=int, metavar="N", help="Keep N MB of the log; -1: all of it.")
+@click.option("--retention-size-in-mb", type=int, metavar="N", help="Keep N MB of the log; -1: keep the whole log.")
 @click.option("--retention-time-in-minutes", type=int, metavar="N", help="Keep messages for N minutes; -1: for ever.")
 @click.option(
     "--deduplication-producer-inactivity-timeout-minutes",
@@ -605,18 +613,33 @@ def get(name: str, address: str, as_json: bool) -> None:
     metavar="N",
     help="Forget a producer that was not used for N minutes; 0: never.",
 )
-@click.option("--log-flush-interval-messages", type=int, metavar="N", help="Sync after N messages; 1: every commit.")
-@click.option("--log-flush-interval-ms", type=int, metavar="N", help="Sync N ms after a message; 0: every commit.")
-@click.option("--deduplication-window-max-messages", type=int, metavar="N", help="Forget an ID after N later messages.")
 @click.option(
-    "--deduplication-window-max-bytes", type=int, metavar="N", help="Or when the IDs have N bytes; -1: no limit."
+    "--log-flush-interval-messages", type=int, metavar="N", help="Sync the log after N messages; 1: at every commit."
 )
 @click.option(
-    "--deduplication-window-max-minutes", type=int, metavar="N", help="Or N minutes after its original; -1: no limit."
+    "--log-flush-interval-ms", type=int, metavar="N", help="Sync the log N ms after a message; 0: at every commit."
+)
+@click.option(
+    "--deduplication-window-max-messages",
+    type=int,
+    metavar="N",
+    help="Forget a deduplication ID after N later messages.",
+)
+@click.option(
+    "--deduplication-window-max-bytes",
+    type=int,
+    metavar="N",
+    help="Forget the oldest IDs when all IDs have more than N bytes; -1: no limit.",
+)
+@click.option(
+    "--deduplication-window-max-minutes",
+    type=int,
+    metavar="N",
+    help="Forget an ID N minutes after its message; -1: no limit.",
 )
 @common
 def set_values(name: str, address: str, as_json: bool, **values: Any) -> None:
-    """Set the given values; the others stay. They are in force and durable when this returns."""
+    """Set the given values, and keep the others. The values are in force and durable when the command ends."""
     given = {key: value for key, value in values.items() if value is not None}
     if not given:
         raise click.UsageError("Give at least one value to set.")
@@ -631,6 +654,6 @@ def set_values(name: str, address: str, as_json: bool, **values: Any) -> None:
 @click.argument("values", nargs=-1, metavar="[VALUE]...", type=click.Choice(_NAMES))
 @common
 def remove(name: str, values: tuple[str, ...], address: str, as_json: bool) -> None:
-    """Remove the named values, or all. They are then inherited again."""
+    """Remove the named values, or all values. The removed values are then inherited again."""
     with connect_to(address, name) as client:
         _print(name, client.admin.remove_policy(name, *values), as_json)

@@ -12,8 +12,8 @@ from seqdedupe.client import Message
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import echo, print_table
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.names import partition_name, producer_name, topic_name
-from seqdedupe.wording import counted
 
 _MOST_SHOWN = 10
 """The largest number of differences of each kind."""
@@ -34,7 +34,7 @@ _HINT_NO_MESSAGES = (
 
 
 class Difference(NamedTuple):
-    """A record, a message, or both."""
+    """A difference: a record without a message, a message without a record, or a record and its message."""
 
     kind: str
     sequence_id: int
@@ -54,10 +54,11 @@ class Comparison:
         self.shown = list[Difference]()
 
     def compare(self, records: Iterable[SourceRecord], messages: Iterable[Message]) -> None:
-        """Merge the two, which both rise by sequence ID, in constant memory.
+        """Compare the records with the messages, in constant memory. Records and messages are both in the order of
+        ascending sequence IDs.
 
-        A message that does not rise is out of order: the topic has it once more, or too late. That is possible if
-        deduplication was off, or after the producer was reset.
+        A message whose sequence ID is not above all earlier IDs is out of order: the topic contains the message a
+        second time, or too late. That is possible if deduplication was off, or after the producer was reset.
         """
         expected, found = self._counted(records), self._rising(messages)
         record, message = next(expected, None), next(found, None)
@@ -106,7 +107,7 @@ class Comparison:
             self.shown.append(Difference(kind, message.sequence_id, index, None))
 
     def failure(self) -> SeqdedupeError | None:
-        """Return the error unless all is the same."""
+        """Return the error; None if all records and messages are the same."""
         found = ", ".join(f"{count:,} {_KINDS[kind]}" for kind, count in self.counts.items() if count)
         if not found:
             return None

@@ -27,10 +27,10 @@ from seqdedupe.exports import (
     writing_snapshot,
     writing_window,
 )
+from seqdedupe.figures import counted
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 T = TypeVar("T")
 
@@ -274,7 +274,7 @@ class Admin:
         await self._calls.call(lambda sidecar: sidecar.admin.DeleteCursor, request)
 
     async def snapshot(self, topic: str) -> Position:
-        """Take a snapshot now. When it is durable, return the position after which recovery would start."""
+        """Take a snapshot now. When the snapshot is durable, return the position after which recovery would start."""
         request = admin_pb2.SnapshotRequest(topic=topic_name(topic))
         return Position.from_proto((await self._calls.call(lambda sidecar: sidecar.admin.Snapshot, request)).position)
 
@@ -288,23 +288,23 @@ class Admin:
 
     async def import_watermarks(self, topic: str, path: Path) -> int:
         """Import a file of watermarks into an unused topic, and return the number of watermarks. When the call returns,
-        all of them are in force and durable.
+        all watermarks are in force and durable.
 
         After INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError or
-        UnavailableError, no watermark is in force. After OutcomeUnknownError, all may be in force. The call may be
-        repeated after any error.
+        UnavailableError, no watermark is in force. After OutcomeUnknownError, all watermarks may be in force. The call
+        may be repeated after any error.
         """
         return await self._transfer(import_watermarks, topic, path, is_look=False)
 
     async def import_window(self, topic: str, path: Path) -> int:
         """Import a file of deduplication IDs into a topic of deduplication IDs that has no messages. Return the number
         of IDs. When the call returns, all IDs are in force and durable. In a partitioned topic, the call imports into
-        one partition after the other, and each partition receives the IDs that belong to it. The folder for temporary
+        one partition after the other, and each partition receives the IDs of its messages. The folder for temporary
         files needs room for a second copy of the file.
 
         After INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError or
-        UnavailableError, no ID is in force. After OutcomeUnknownError, all may be in force. For a partitioned topic,
-        the error states how many partitions have their IDs. The call may be repeated after any error.
+        UnavailableError, no ID is in force. After OutcomeUnknownError, all IDs may be in force. For a partitioned
+        topic, the error states how many partitions have received their IDs. The call may be repeated after any error.
         """
 
         def bring(one: str, part: Path) -> Awaitable[int]:
@@ -394,21 +394,28 @@ class Admin:
     async def backup(
         self, name: str, told: Callable[[list[admin_pb2.BackupResponse]], None] = lambda so_far: None
     ) -> list[admin_pb2.BackupResponse]:
-        """Make a backup with this name below the sidecar's `backup_directory`. If topics are spread over several
-        processes, each process writes a part of the backup, and the client's addresses must include all processes. When
-        all parts are durable, return the last response of each process.
+        """Make a backup with this name in the sidecar's `backup_directory`, and return the last response of each
+        process. When the call returns, all parts of the backup are durable.
 
-        `told` is called with the latest response of each process. Raises InvalidRequestError (no `backup_directory`),
-        ConfigurationError (DIRECTORY_NOT_EMPTY), NOT_OWNER for a process that the client may not connect to,
-        UnavailableError (BACKUP_FAILED), DataLossError.
+        If topics are spread over several processes, each process writes one part of the backup, and the client's
+        addresses must include all processes. After each response, the client calls `told` with the latest response of
+        each process.
+
+        Raises:
+
+        - InvalidRequestError if the sidecar has no `backup_directory`.
+        - ConfigurationError (DIRECTORY_NOT_EMPTY) if the directory of the new backup is not empty.
+        - UnavailableError (NOT_OWNER) for a process that the client may not connect to.
+        - UnavailableError (BACKUP_FAILED) if a process cannot make its part of the backup.
+        - DataLossError if stored data of a process is damaged or missing.
         """
         with _making_a_request():
             request = admin_pb2.BackupRequest(name=name)
         return await make_backups(self._calls, await self._spread_over(), request, told)
 
     async def confirm_backup(self, made: list[admin_pb2.BackupResponse]) -> None:
-        """Report to the processes that the parts of a backup that they have made are verified. `made` is the return
-        value of `backup`. When the call returns, the report is durable.
+        """Report to all processes that the parts of a backup are verified. `made` is the return value of `backup`. When
+        the call returns, the report is durable.
 
         The metric `seqdedupe_backup_timestamp_seconds` is the time of the earliest part. Raises InvalidRequestError,
         UnavailableError.

@@ -12,6 +12,7 @@ from seqdedupe.batch import properties as property_columns
 from seqdedupe.client.pending import PendingBatch
 from seqdedupe.client.producer_session import ProducerConfig
 from seqdedupe.errors import error
+from seqdedupe.figures import counted
 from seqdedupe.limits import (
     MAX_BATCH_BYTES,
     MAX_BATCH_ROWS,
@@ -21,7 +22,6 @@ from seqdedupe.limits import (
     MIN_EVENT_TIME_MS,
     NO_SEQUENCE_ID,
 )
-from seqdedupe.wording import counted
 
 BATCH_OVERHEAD_BYTES = 512
 """The most bytes of an encoded batch in addition to its rows: the producer, and the columns' tags and lengths."""

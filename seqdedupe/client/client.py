@@ -20,11 +20,11 @@ from seqdedupe.client.reader import PartitionedReader, PartitionedStart, Partiti
 from seqdedupe.client.route import Addresses, OnWaiting, Sidecars
 from seqdedupe.client.stream import SharedConnections
 from seqdedupe.errors import AccessDeniedError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_INDEX
 from seqdedupe.message_id import MessageId, Position, checked_index
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.v1 import batch_pb2, read_pb2
-from seqdedupe.wording import counted
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"

@@ -84,7 +84,7 @@ class Message:
 
     @property
     def event_time_ms(self) -> int:
-        """The event time that the producer set, in milliseconds since 1970; 0 if it set none."""
+        """The event time that the producer set, in milliseconds since 1970; 0 if the producer set no event time."""
         times = self._stored.batch.event_times_ms
         return int(times[self._row]) if len(times) else 0
 
@@ -200,8 +200,8 @@ class Messages(ABC):
 
     @abstractmethod
     def take_record(self) -> bool:
-        """Make a batch that was already received the current batch. Return false if there is none. Not allowed during
-        `fetch`."""
+        """Make a batch that was already received the current batch. Return false if no batch was received. Do not call
+        this during `fetch`."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -574,9 +574,9 @@ class Receipt(Told):
         return self._pending.published(self._row)
 
     async def until_durable(self) -> Published:
-        """Wait until the message is durable, and return the message's outcome. If the message was sent again since the
-        receipt, its index and message ID may differ from the receipt. Raises the failure of the message, also if the
-        producer has ended since the receipt."""
+        """Wait until the message is durable, and return the message's outcome. If the producer has sent the message
+        again since the receipt, the outcome's index and message ID may differ from the receipt. Raises the failure of
+        the message, also if the producer has ended since the receipt."""
         await self._pending.wait_until_durable()
         return self._pending.durable_published(self._row)
 

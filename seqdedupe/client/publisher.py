@@ -52,10 +52,10 @@ from seqdedupe.client.publish_calls import StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
 from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES, SOON_SECONDS
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 # -- Delivery of batches with deduplication IDs to a topic: each batch is resent until all of it has its receipt.
 

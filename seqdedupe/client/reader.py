@@ -26,11 +26,11 @@ from seqdedupe.client.message import Message, Messages, StoredBatch
 from seqdedupe.client.pending import NO_PARTITION
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.message_id import MessageId, MessageIds, Position, checked_index
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
-from seqdedupe.wording import counted
 
 Start = Position | MessageId | int | Literal["earliest", "latest"]
 """Where to start: after a position or a message ID, at an index, with the first stored message, or with the next
@@ -169,7 +169,8 @@ class Reader(Messages):
 
     @property
     def position(self) -> Position | None:
-        """The position of the last message returned. Before the first message: the start position, if it is known."""
+        """The position of the last message returned. Before the reader returns the first message, this is the start
+        position, or None while the start position is not known."""
         stored, row = self._stored, self._row  # Read in this order: the event loop may fetch the next batch meanwhile.
         return stored.position(row - 1) if stored is not None and row else self._before
 

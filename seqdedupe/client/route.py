@@ -262,8 +262,8 @@ class Route:
         return not self.is_one and any(self._said[address].reason in _PASSES for address in self._asked)
 
     def told(self) -> UnavailableError:
-        """Return one error that contains the messages of all sidecars asked since the last success. Its reason is the
-        last sidecar's."""
+        """Return one error that contains the messages of all sidecars asked since the last success. The reason of the
+        error is the reason of the last sidecar."""
         last = list(self._said.values())[-1]
         if len(self._said) == 1:
             return last

@@ -23,8 +23,8 @@ from seqdedupe.client.pending import (
     Verdict,
 )
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import NO_SEQUENCE_ID
-from seqdedupe.wording import counted
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ def parts_of(parts: Sequence[ProducerFrame[S]]) -> list[list[ProducerFrame[S]]]:
 
 
 def whole(frames: Sequence[InFlightBatch]) -> InFlightBatch:
-    """Combine frames of several producers into one frame. The combined frame has the number of the first."""
+    """Combine frames of several producers into one frame. The combined frame has the number of the first frame."""
     if len(frames) == 1:
         return frames[0]
     return InFlightBatch(
@@ -285,7 +285,7 @@ class PublishStream:
         return self._over.is_set()
 
     async def close(self) -> None:
-        """End the stream. The caller ensures that it has no users any more."""
+        """End the stream. The caller ensures that no sender uses the stream any more."""
         self._task.cancel()
         await asyncio.gather(self._task, self.openings.close(), return_exceptions=True)
 

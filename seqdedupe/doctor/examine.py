@@ -11,6 +11,7 @@ import numpy as np
 from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
 from seqdedupe.doctor.tally import Tally
 from seqdedupe.errors import REASONS, DamagedError, error
+from seqdedupe.figures import counted
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.format.headers import key_of
@@ -31,7 +32,6 @@ from seqdedupe.store.parts import LogKind, TopicRecord, TopicState
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.store.windows import read_pages
 from seqdedupe.topic.policy import ImportedWindow
-from seqdedupe.wording import counted
 
 # -- The import into a topic of deduplication IDs: the log says what was imported, and the store must have it.
 

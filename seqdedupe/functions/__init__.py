@@ -1,16 +1,89 @@
 """Pulsar Functions that take effect exactly once: `DedupeFunction` wraps a function, which needs no changes.
 
 docs/guides/functions.md describes the deployment. The wrapper needs the modules of Pulsar's Python runtime, grpcio,
-googleapis-common-protos, grpcio-status and numpy.
+googleapis-common-protos, grpcio-status and numpy. This file imports only Pulsar's module, because it must report the
+others if they are missing.
 """
 
+import logging
+import os
+import sys
+import threading
+import traceback
 from typing import Any
 
 import pulsar
 
-from seqdedupe.functions.process import InstanceProcess, ending
+from seqdedupe.errors import SeqdedupeError
 
 __all__ = ["DedupeFunction"]
+
+# -- The process of an instance, and how it ends. It ends at once, so that Pulsar delivers the unacknowledged inputs
+# again in order.
+
+logger = logging.getLogger("seqdedupe.functions")
+
+FAILED = 1
+LOG_TOPIC_SECONDS = 2.0
+"""The maximum time that the end of the process waits for the last lines to be written to the log topic."""
+
+
+def text_of(e: BaseException) -> str:
+    """Return an error's type and text. Never raises an exception, even if the error's own code for the text fails."""
+    try:
+        said = str(e)
+    except BaseException as again:  # noqa: BLE001 (it is the wrapped function's code)
+        said = f"its text cannot be had, it raises {type(again).__name__}"
+    return f"{type(e).__name__}: {said}"
+
+
+def traceback_of(e: BaseException) -> str:
+    """Return the traceback as Python prints it, for the log. Some log formatters cannot handle an error whose text
+    cannot be created."""
+    return "".join(traceback.format_exception(e)).rstrip()
+
+
+def ending(e: BaseException) -> str:
+    """Return the text of an error as the reason why an instance ends, with the error's hint if there is one."""
+    return f"{text_of(e)} {e.hint}" if isinstance(e, SeqdedupeError) else text_of(e)
+
+
+def _send_log_topic() -> None:
+    """Flush the log topic, with a time limit. The runtime's log handler sends in the background and has no flush, and
+    the broker may be unreachable."""
+    producers = [getattr(handler, "producer", None) for handler in logging.getLogger().handlers]
+    for producer in filter(None, producers):
+        sending = threading.Thread(target=producer.flush, daemon=True)
+        sending.start()
+        sending.join(LOG_TOPIC_SECONDS)
+
+
+class InstanceProcess:
+    """The process of an instance, which Pulsar's runtime restarts when it ends.
+
+    Neither SystemExit nor any other exception ends an instance: the runtime catches exceptions of `process`, and
+    continues with the next message.
+    """
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the runtime was asked to end (SIGTERM). The runtime does not end while `process` runs."""
+        main: Any = sys.modules.get("__main__")
+        return getattr(main, "to_run", True) is False
+
+    def end(self, why: str, *, failed: bool) -> None:
+        """Log the reason, and end the process. Does not return."""
+        try:
+            logger.log(logging.CRITICAL if failed else logging.INFO, "the instance ends: %s", why)
+            logging.shutdown()
+            _send_log_topic()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also if the output has no reader any more, so that flushing it fails
+            os._exit(FAILED if failed else 0)
+
+
+# -- The function that Pulsar's runtime calls.
 
 
 class DedupeFunction(pulsar.Function):  # type: ignore[misc]  # Pulsar's client has no types

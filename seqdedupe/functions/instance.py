@@ -20,6 +20,7 @@ from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.route import Sidecars
 from seqdedupe.entry_properties import BATCH, CONTROL, MARKER, EntryOwner, EntryPlace
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.functions import text_of, traceback_of
 from seqdedupe.functions.deployment import FunctionSettings, check_deployment, settings_of
 from seqdedupe.functions.identity import (
     Callback,
@@ -32,7 +33,6 @@ from seqdedupe.functions.identity import (
     check_names,
 )
 from seqdedupe.functions.pipeline import Input, Pipeline, Process
-from seqdedupe.functions.process import text_of, traceback_of
 from seqdedupe.names import topic_name
 
 # -- The credentials of a function for the sidecar: files, or a secret of Pulsar's secrets provider.

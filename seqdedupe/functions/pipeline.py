@@ -27,10 +27,10 @@ from seqdedupe.client.pending import InFlightBatch
 from seqdedupe.client.publish_calls import StreamAnswer, check_opened, exchange, publish_call
 from seqdedupe.client.route import Route, Sidecars
 from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableError, error
+from seqdedupe.functions import ending, traceback_of
 from seqdedupe.functions.backlog import Backlog, Row
 from seqdedupe.functions.deployment import FunctionSettings
 from seqdedupe.functions.identity import Callback, FunctionOutput, InputIdentity
-from seqdedupe.functions.process import ending, traceback_of
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 

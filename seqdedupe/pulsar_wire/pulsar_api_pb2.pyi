@@ -700,6 +700,7 @@ class CommandSubscribe(_message.Message):
     SCHEMA_FIELD_NUMBER: _builtins.int
     INITIALPOSITION_FIELD_NUMBER: _builtins.int
     FORCE_TOPIC_CREATION_FIELD_NUMBER: _builtins.int
+    CONSUMER_EPOCH_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     subType: Global___CommandSubscribe.SubType.ValueType
@@ -711,6 +712,7 @@ class CommandSubscribe(_message.Message):
     read_compacted: _builtins.bool
     initialPosition: Global___CommandSubscribe.InitialPosition.ValueType
     force_topic_creation: _builtins.bool
+    consumer_epoch: _builtins.int
     @_builtins.property
     def start_message_id(self) -> Global___MessageIdData: ...
     @_builtins.property
@@ -734,10 +736,11 @@ class CommandSubscribe(_message.Message):
         schema: Global___Schema | None = ...,
         initialPosition: Global___CommandSubscribe.InitialPosition.ValueType | None = ...,
         force_topic_creation: _builtins.bool | None = ...,
+        consumer_epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "consumer_name", b"consumer_name", "durable", b"durable", "force_topic_creation", b"force_topic_creation", "initialPosition", b"initialPosition", "metadata", b"metadata", "priority_level", b"priority_level", "read_compacted", b"read_compacted", "request_id", b"request_id", "schema", b"schema", "start_message_id", b"start_message_id", "subType", b"subType", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_epoch", b"consumer_epoch", "consumer_id", b"consumer_id", "consumer_name", b"consumer_name", "durable", b"durable", "force_topic_creation", b"force_topic_creation", "initialPosition", b"initialPosition", "metadata", b"metadata", "priority_level", b"priority_level", "read_compacted", b"read_compacted", "request_id", b"request_id", "schema", b"schema", "start_message_id", b"start_message_id", "subType", b"subType", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "consumer_name", b"consumer_name", "durable", b"durable", "force_topic_creation", b"force_topic_creation", "initialPosition", b"initialPosition", "metadata", b"metadata", "priority_level", b"priority_level", "read_compacted", b"read_compacted", "request_id", b"request_id", "schema", b"schema", "start_message_id", b"start_message_id", "subType", b"subType", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_epoch", b"consumer_epoch", "consumer_id", b"consumer_id", "consumer_name", b"consumer_name", "durable", b"durable", "force_topic_creation", b"force_topic_creation", "initialPosition", b"initialPosition", "metadata", b"metadata", "priority_level", b"priority_level", "read_compacted", b"read_compacted", "request_id", b"request_id", "schema", b"schema", "start_message_id", b"start_message_id", "subType", b"subType", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1140,9 +1143,13 @@ class CommandAck(_message.Message):
     CONSUMER_ID_FIELD_NUMBER: _builtins.int
     ACK_TYPE_FIELD_NUMBER: _builtins.int
     MESSAGE_ID_FIELD_NUMBER: _builtins.int
+    TXNID_LEAST_BITS_FIELD_NUMBER: _builtins.int
+    TXNID_MOST_BITS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     consumer_id: _builtins.int
     ack_type: Global___CommandAck.AckType.ValueType
+    txnid_least_bits: _builtins.int
+    txnid_most_bits: _builtins.int
     request_id: _builtins.int
     @_builtins.property
     def message_id(self) -> _containers.RepeatedCompositeFieldContainer[Global___MessageIdData]: ...
@@ -1152,11 +1159,13 @@ class CommandAck(_message.Message):
         consumer_id: _builtins.int | None = ...,
         ack_type: Global___CommandAck.AckType.ValueType | None = ...,
         message_id: _abc.Iterable[Global___MessageIdData] | None = ...,
+        txnid_least_bits: _builtins.int | None = ...,
+        txnid_most_bits: _builtins.int | None = ...,
         request_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack_type", b"ack_type", "consumer_id", b"consumer_id", "message_id", b"message_id", "request_id", b"request_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack_type", b"ack_type", "consumer_id", b"consumer_id", "message_id", b"message_id", "request_id", b"request_id", "txnid_least_bits", b"txnid_least_bits", "txnid_most_bits", b"txnid_most_bits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_type", b"ack_type", "consumer_id", b"consumer_id", "message_id", b"message_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_type", b"ack_type", "consumer_id", b"consumer_id", "message_id", b"message_id", "request_id", b"request_id", "txnid_least_bits", b"txnid_least_bits", "txnid_most_bits", b"txnid_most_bits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1214,23 +1223,24 @@ Global___CommandFlow: _TypeAlias = CommandFlow  # noqa: Y015
 
 @_typing.final
 class CommandUnsubscribe(_message.Message):
-    """Of this and the next three, only what says to whom they belong is named: they are passed on as bytes."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     CONSUMER_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     consumer_id: _builtins.int
     request_id: _builtins.int
+    force: _builtins.bool
     def __init__(
         self,
         *,
         consumer_id: _builtins.int | None = ...,
         request_id: _builtins.int | None = ...,
+        force: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "force", b"force", "request_id", b"request_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "force", b"force", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1241,15 +1251,22 @@ class CommandRedeliverUnacknowledgedMessages(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_IDS_FIELD_NUMBER: _builtins.int
+    CONSUMER_EPOCH_FIELD_NUMBER: _builtins.int
     consumer_id: _builtins.int
+    consumer_epoch: _builtins.int
+    @_builtins.property
+    def message_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___MessageIdData]: ...
     def __init__(
         self,
         *,
         consumer_id: _builtins.int | None = ...,
+        message_ids: _abc.Iterable[Global___MessageIdData] | None = ...,
+        consumer_epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_epoch", b"consumer_epoch", "consumer_id", b"consumer_id", "message_ids", b"message_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_epoch", b"consumer_epoch", "consumer_id", b"consumer_id", "message_ids", b"message_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1261,17 +1278,24 @@ class CommandSeek(_message.Message):
 
     CONSUMER_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_PUBLISH_TIME_FIELD_NUMBER: _builtins.int
     consumer_id: _builtins.int
     request_id: _builtins.int
+    message_publish_time: _builtins.int
+    @_builtins.property
+    def message_id(self) -> Global___MessageIdData: ...
     def __init__(
         self,
         *,
         consumer_id: _builtins.int | None = ...,
         request_id: _builtins.int | None = ...,
+        message_id: Global___MessageIdData | None = ...,
+        message_publish_time: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "message_id", b"message_id", "message_publish_time", b"message_publish_time", "request_id", b"request_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "message_id", b"message_id", "message_publish_time", b"message_publish_time", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1298,6 +1322,28 @@ class CommandConsumerStats(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommandConsumerStats: _TypeAlias = CommandConsumerStats  # noqa: Y015
+
+@_typing.final
+class CommandActiveConsumerChange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    IS_ACTIVE_FIELD_NUMBER: _builtins.int
+    consumer_id: _builtins.int
+    is_active: _builtins.bool
+    def __init__(
+        self,
+        *,
+        consumer_id: _builtins.int | None = ...,
+        is_active: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "is_active", b"is_active"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "is_active", b"is_active"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommandActiveConsumerChange: _TypeAlias = CommandActiveConsumerChange  # noqa: Y015
 
 @_typing.final
 class CommandReachedEndOfTopic(_message.Message):
@@ -1698,6 +1744,7 @@ class BaseCommand(_message.Message):
         SEEK: BaseCommand._Type.ValueType  # 28
         GET_LAST_MESSAGE_ID: BaseCommand._Type.ValueType  # 29
         GET_LAST_MESSAGE_ID_RESPONSE: BaseCommand._Type.ValueType  # 30
+        ACTIVE_CONSUMER_CHANGE: BaseCommand._Type.ValueType  # 31
         GET_TOPICS_OF_NAMESPACE: BaseCommand._Type.ValueType  # 32
         GET_SCHEMA: BaseCommand._Type.ValueType  # 34
         GET_SCHEMA_RESPONSE: BaseCommand._Type.ValueType  # 35
@@ -1740,6 +1787,7 @@ class BaseCommand(_message.Message):
     SEEK: BaseCommand.Type.ValueType  # 28
     GET_LAST_MESSAGE_ID: BaseCommand.Type.ValueType  # 29
     GET_LAST_MESSAGE_ID_RESPONSE: BaseCommand.Type.ValueType  # 30
+    ACTIVE_CONSUMER_CHANGE: BaseCommand.Type.ValueType  # 31
     GET_TOPICS_OF_NAMESPACE: BaseCommand.Type.ValueType  # 32
     GET_SCHEMA: BaseCommand.Type.ValueType  # 34
     GET_SCHEMA_RESPONSE: BaseCommand.Type.ValueType  # 35
@@ -1779,6 +1827,7 @@ class BaseCommand(_message.Message):
     SEEK_FIELD_NUMBER: _builtins.int
     GETLASTMESSAGEID_FIELD_NUMBER: _builtins.int
     GETLASTMESSAGEIDRESPONSE_FIELD_NUMBER: _builtins.int
+    ACTIVE_CONSUMER_CHANGE_FIELD_NUMBER: _builtins.int
     GETTOPICSOFNAMESPACE_FIELD_NUMBER: _builtins.int
     GETSCHEMA_FIELD_NUMBER: _builtins.int
     GETSCHEMARESPONSE_FIELD_NUMBER: _builtins.int
@@ -1846,6 +1895,8 @@ class BaseCommand(_message.Message):
     @_builtins.property
     def getLastMessageIdResponse(self) -> Global___CommandGetLastMessageIdResponse: ...
     @_builtins.property
+    def active_consumer_change(self) -> Global___CommandActiveConsumerChange: ...
+    @_builtins.property
     def getTopicsOfNamespace(self) -> Global___CommandGetTopicsOfNamespace: ...
     @_builtins.property
     def getSchema(self) -> Global___CommandGetSchema: ...
@@ -1895,6 +1946,7 @@ class BaseCommand(_message.Message):
         seek: Global___CommandSeek | None = ...,
         getLastMessageId: Global___CommandGetLastMessageId | None = ...,
         getLastMessageIdResponse: Global___CommandGetLastMessageIdResponse | None = ...,
+        active_consumer_change: Global___CommandActiveConsumerChange | None = ...,
         getTopicsOfNamespace: Global___CommandGetTopicsOfNamespace | None = ...,
         getSchema: Global___CommandGetSchema | None = ...,
         getSchemaResponse: Global___CommandGetSchemaResponse | None = ...,
@@ -1905,9 +1957,9 @@ class BaseCommand(_message.Message):
         getOrCreateSchemaResponse: Global___CommandGetOrCreateSchemaResponse | None = ...,
         watchTopicList: Global___CommandWatchTopicList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "consumerStats", b"consumerStats", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "getTopicsOfNamespace", b"getTopicsOfNamespace", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe", "watchTopicList", b"watchTopicList"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "active_consumer_change", b"active_consumer_change", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "consumerStats", b"consumerStats", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "getTopicsOfNamespace", b"getTopicsOfNamespace", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe", "watchTopicList", b"watchTopicList"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "consumerStats", b"consumerStats", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "getTopicsOfNamespace", b"getTopicsOfNamespace", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe", "watchTopicList", b"watchTopicList"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "ackResponse", b"ackResponse", "active_consumer_change", b"active_consumer_change", "authChallenge", b"authChallenge", "authResponse", b"authResponse", "close_consumer", b"close_consumer", "close_producer", b"close_producer", "connect", b"connect", "connected", b"connected", "consumerStats", b"consumerStats", "error", b"error", "flow", b"flow", "getLastMessageId", b"getLastMessageId", "getLastMessageIdResponse", b"getLastMessageIdResponse", "getOrCreateSchema", b"getOrCreateSchema", "getOrCreateSchemaResponse", b"getOrCreateSchemaResponse", "getSchema", b"getSchema", "getSchemaResponse", b"getSchemaResponse", "getTopicsOfNamespace", b"getTopicsOfNamespace", "lookupTopic", b"lookupTopic", "lookupTopicResponse", b"lookupTopicResponse", "message", b"message", "partitionMetadata", b"partitionMetadata", "partitionMetadataResponse", b"partitionMetadataResponse", "ping", b"ping", "pong", b"pong", "producer", b"producer", "producer_success", b"producer_success", "reachedEndOfTopic", b"reachedEndOfTopic", "redeliverUnacknowledgedMessages", b"redeliverUnacknowledgedMessages", "seek", b"seek", "send", b"send", "send_error", b"send_error", "send_receipt", b"send_receipt", "subscribe", b"subscribe", "success", b"success", "type", b"type", "unsubscribe", b"unsubscribe", "watchTopicList", b"watchTopicList"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,14 +1,17 @@
 """Patterns of services that use the sidecar. Each pattern is one class; all of them need the extra `services`.
 
 Each has a folder or file: `outbox`, `consumer`, `inbox`, `pipe`. This file has what they share: the test when a process
-that stands by may take over, and the lines about attempts that fail.
+that stands by may take over, the lines about attempts that fail, and the check of the topic that a service publishes
+to.
 """
 
 import time
 from collections.abc import Callable
 
-from seqdedupe.errors import SeqdedupeError
-from seqdedupe.wording import counted
+from seqdedupe.client import Client
+from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.figures import counted
+from seqdedupe.v1 import admin_pb2
 
 REPEAT_SECONDS = 30.0
 """The least time between two lines about the same reason."""
@@ -35,8 +38,8 @@ class Stillness:
 
 
 class Retries:
-    """Reports why a service tries again: at the first failure with a reason, then at most every REPEAT_SECONDS with the
-    number of failures. When the service works again, it reports that once."""
+    """Reports why a service tries again. Each reason is reported at the first failure, and then at most every
+    REPEAT_SECONDS with the number of failures. When the service works again, `Retries` reports that once."""
 
     def __init__(self, report: Callable[[str], None], now_seconds: Callable[[], float] = time.monotonic) -> None:
         self._report = report
@@ -60,3 +63,28 @@ class Retries:
             self._report(f"working again (failed {counted(self._failures, 'time')})")
             self._failures = 0
             self._reported.clear()
+
+
+def check_kind(topic: admin_pb2.Topic, who: str) -> None:
+    """Raise INVALID_OPTION for a topic of deduplication IDs."""
+    if topic.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
+        raise error(
+            "INVALID_OPTION",
+            f"{topic.name} is a topic of deduplication IDs, and {who} publishes with sequence IDs",
+            hint="Give another topic. `seqdedupe topics create NAME` makes one of sequence IDs.",
+        )
+
+
+async def check_target(client: Client, topic: str, who: str) -> None:
+    """Raise INVALID_OPTION for a topic of deduplication IDs, and UnavailableError if the sidecar does not answer.
+
+    A topic that does not exist passes the check, because such a topic is created with sequence IDs. If the sidecar
+    refuses the question, the topic also passes the check; the caller then sees the refusal when the topic is opened.
+    """
+    try:
+        found = await client.admin.topic(topic)
+    except UnavailableError:
+        raise
+    except SeqdedupeError:
+        return
+    check_kind(found, who)

@@ -117,7 +117,8 @@ class Activity:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether this process is the one that does the work, or would do it if it did not have to wait."""
+        """Whether this process does the service's work, or waits for another system in order to do the work. A standby
+        process is not at work."""
         return self.state in (State.RUNNING, State.WAITING)
 
     def see(self, lag: Lag | None) -> None:

@@ -28,7 +28,7 @@ def metrics_options(command: Command) -> Command:
     allow = click.option(
         "--allow-insecure-listen",
         is_flag=True,
-        help="Let other machines reach --metrics-listen: nothing is encrypted there, and nobody is asked who they are.",
+        help="Allow other machines to connect to --metrics-listen, without encryption and authentication.",
         callback=partial(_remember, _ALLOW),
         expose_value=False,
     )
@@ -37,7 +37,7 @@ def metrics_options(command: Command) -> Command:
         envvar=METRICS_VARIABLE,
         show_envvar=True,
         metavar="HOST:PORT",
-        help="Serve /metrics for Prometheus, and /healthz, there.",
+        help="Serve /metrics for Prometheus, and /healthz, at this address.",
         callback=partial(_remember, _LISTEN),
         expose_value=False,
     )
@@ -77,10 +77,13 @@ def _metrics_of(listen: str | None, allow_insecure: bool, as_json: bool, service
 def lag_options(command: Command) -> Command:
     """Add `--max-messages` and `--max-seconds`, and pass their values to the command."""
     seconds = click.option(
-        "--max-seconds", type=Seconds(), metavar="S", help="Exit status 1 if the oldest of them is older."
+        "--max-seconds",
+        type=Seconds(),
+        metavar="S",
+        help="Exit status 1 if the oldest remaining message is older than S seconds.",
     )
     messages = click.option(
-        "--max-messages", type=click.IntRange(0), metavar="N", help="Exit status 1 if more are left."
+        "--max-messages", type=click.IntRange(0), metavar="N", help="Exit status 1 if more than N messages remain."
     )
     return messages(seconds(command))
 

@@ -176,7 +176,7 @@ def check_used(engine: Engine, name: str) -> None:
             if connection.execute(select(table.c.inbox).where(table.c.inbox == name).limit(1)).first():
                 return
     what = f"no message has passed an inbox {name!r} in this database"
-    raise error("INVALID_OPTION", what, hint="Is the name mistyped?")
+    raise error("INVALID_OPTION", what, hint="Check the inbox's name.")
 
 
 # -- The decision about a message, from its versions and those applied. It does no I/O.
@@ -197,8 +197,8 @@ class InboxVerdict(Enum):
 
 
 class InboxDecision(NamedTuple):
-    """The decision about a message. With PARK: also a key, and the version of this key that must be applied before the
-    message."""
+    """The decision about a message. The decision PARK also contains a key, and the version of this key that must be
+    applied before the message."""
 
     verdict: InboxVerdict
     key: str = ""
@@ -450,8 +450,8 @@ class Inbox:
             connection.execute(update(KEYS).where(self._is(name)).values(dropped=KEYS.c.dropped + 1))
 
     def _wake(self, connection: Connection, applied: Mapping[str, int]) -> None:
-        """Decide again about all messages that wait for these versions. If such a message is applied, do the same for
-        the messages that wait for its versions."""
+        """Decide again about all messages that wait for these versions. If such a message is applied, also decide again
+        about the messages that wait for the versions of the applied message."""
         pending = sorted(applied.items())
         while pending:
             key, version = pending.pop()

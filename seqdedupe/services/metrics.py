@@ -17,8 +17,7 @@ from prometheus_client.metrics_core import InfoMetricFamily, Metric
 from seqdedupe.address import SidecarAddress
 from seqdedupe.command import json_text
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.exposition import Exposition
-from seqdedupe.http_server import Request, Response, Route, WebServer
+from seqdedupe.http_server import Exposition, Request, Response, Route, WebServer
 from seqdedupe.services.activity import Activity, Service, State
 
 logger = logging.getLogger("seqdedupe.services")

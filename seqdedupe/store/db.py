@@ -473,7 +473,8 @@ def _write_patiently(db: Rdict, batch: WriteBatch) -> None:
 
 
 def of_original(message: str, folder: Path) -> str:
-    """Return a message about a copy, with the copy's name replaced by the name of the original folder."""
+    """Return an error text about a copy of the store. In the returned text, `folder`, the path of the original store,
+    replaces the path of the copy."""
     copy = re.escape(str(Path(tempfile.gettempdir(), _PREFIX))) + r"\w+/store"
     return re.sub(copy, lambda _: str(folder), message)
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_PARTITIONS
 from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.names import namespace_of, partition_name, topic_name, whole_of
@@ -28,7 +29,6 @@ from seqdedupe.topic.listing import Looking, OpeningQueue
 from seqdedupe.topic.lives import Lives, TopicRecords
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
 from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry
-from seqdedupe.wording import counted
 
 # -- The policies of namespaces: stored, and in force in every topic of the namespace.
 

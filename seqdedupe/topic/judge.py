@@ -17,6 +17,7 @@ from seqdedupe.core.id_table import IMPORTED
 from seqdedupe.core.id_window import NONE_OLDER, IdWindow, Moment
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.format.columns import (
     BASE_INDEX,
     EPOCHS,
@@ -51,7 +52,6 @@ from seqdedupe.topic.frame import (
 from seqdedupe.topic.policy import Applied, DeduplicationRoute, GapPolicy, Policy
 from seqdedupe.topic.sessions import can_have_been_given
 from seqdedupe.topic.window_runs import LookedUp, WindowImported, WindowMemory, WindowRuns
-from seqdedupe.wording import counted
 
 MAX_PRODUCERS_IN_REFUSAL = 16
 

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from seqdedupe.core.id_runs import ImportedIds
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.log.contract import AS_USUAL, Layout, Log, LogName, Logs
 from seqdedupe.store import windows
 from seqdedupe.store.db import Store
@@ -27,7 +28,6 @@ from seqdedupe.topic.keeper import RestoredState
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory
-from seqdedupe.wording import counted
 
 # -- The operations that the directory of topics needs of a kind of log: topics on it, and the list of logs.
 
@@ -306,6 +306,8 @@ async def _check(log: Log, live: Topic | None, loaded: Loaded | None) -> None:
             "LOG_INCOMPLETE",
             f"the log {log.place} begins with index {log.first_index}, and the topic knows the deduplication IDs from "
             f"index {window.first_index} on",
+            hint="Do not rebuild this topic from the log: retention has removed messages that the rebuild needs. If "
+            "the store's records are wrong, restore a backup.",
             first_index=log.first_index,
         )
     unsaid = live.producers.stated_below(log.first_index) if live is not None and log.first_index > 0 else ()

@@ -12,11 +12,11 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.names import partition_name, whole_of
 from seqdedupe.store.parts import TopicRecord
 from seqdedupe.tasks import retrieve
 from seqdedupe.topic.base import State, TopicBase, damaged_topic
-from seqdedupe.wording import counted
 
 # -- A topic that exists and cannot be opened.
 

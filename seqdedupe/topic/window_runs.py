@@ -27,13 +27,13 @@ from seqdedupe.core.id_runs import (
 from seqdedupe.core.id_table import IMPORTED, NOWHERE
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.format.jit import Int64s
 from seqdedupe.store.db import Store
 from seqdedupe.store.windows import FIRST_RUN, RunWriter, read_pages
 from seqdedupe.tasks import Broadcast
 from seqdedupe.topic.frame import Frame, check_by_id
 from seqdedupe.topic.policy import Policy
-from seqdedupe.wording import counted
 
 MOVED_PART = 8
 """One part in this number of the IDs in memory is moved to a run, or one chunk."""

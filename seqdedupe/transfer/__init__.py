@@ -1,6 +1,6 @@
-"""How the state of a topic leaves a sidecar and enters one, and how the state of a whole data directory does.
+"""Move the state of a topic into or out of a sidecar, and copy the state of a whole data directory.
 
-Begin with `stored_records`: everything that the store has of a topic, on its way to another store. `state_messages`
-holds the messages about a topic's producers, and reads an incoming snapshot. `imports` holds imports into a topic that
-nobody has used. `backup` is about copies of a data directory.
+Begin with `stored_records`, which moves everything that the store holds about a topic to another store.
+`state_messages` builds the messages about a topic's producers, and reads an incoming snapshot. `imports` imports data
+into a topic that nobody has used. `backup` copies data directories.
 """

@@ -1,7 +1,8 @@
-"""Backups of a data directory. The manifest lists what a backup consists of. A file is copied with its checksum. A
-backup can be checked, or restored to a data directory. `BackupMaker` writes a backup while a sidecar runs.
+"""Make, check and restore backups of a data directory.
 
-The manifest is written last: without it nothing is a backup. `docs/internals/formats-backup.md` has the format.
+The manifest lists the files of a backup. Each file is copied together with its checksum. `BackupMaker` writes a backup
+while a sidecar runs. It writes the manifest last: a folder without a manifest is not a backup.
+`docs/internals/formats-backup.md` describes the format.
 """
 
 import fcntl
@@ -46,12 +47,12 @@ class BackupFile:
     size: int
     crc32c: int
     mtime_ns: int
-    """When the sidecar's own file was last written to, if it had no more bytes than were copied; else 0."""
+    """The modification time of the sidecar's original file, if all bytes of that file were copied; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackupFault:
-    """A topic that is not whole in the backup, because the original was not whole."""
+    """A topic that is damaged or missing in the backup, because the original was damaged."""
 
     topic: str
     incarnation: int
@@ -63,14 +64,14 @@ class Manifest:
     """The content of a backup."""
 
     made_at_us: int
-    """The moment that the backup shows, in microseconds since 1970."""
+    """The time at which the backed-up state was taken, in microseconds since 1970."""
     version: str
-    """The version of the program that made it."""
+    """The version of the program that made the backup."""
     files: list[BackupFile] = field(default_factory=list)
     damaged: list[BackupFault] = field(default_factory=list)
-    """Places where the copy is damaged as the original is."""
+    """Places where the copy has the same damage as the original."""
     left_out: list[BackupFault] = field(default_factory=list)
-    """Topics of which there is only the name."""
+    """Topics whose logs are not in the backup: only their records in the store are."""
 
     @property
     def size_bytes(self) -> int:
@@ -84,8 +85,8 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a backup. Raises BACKUP_DAMAGED if there is none or it differs from what was written,
-    NEWER_FORMAT; OSError."""
+    """Return the manifest of a backup. Raises BACKUP_DAMAGED if the manifest is missing or damaged, NEWER_FORMAT;
+    OSError."""
     path = folder / MANIFEST_FILE
     try:
         with path.open("rb") as file:
@@ -123,19 +124,19 @@ def _check_paths(paths: Iterable[str]) -> None:
             raise error("INVALID_REQUEST", f"{path!r} is no file of a backup")
 
 
-# -- Copying a file while it is read, with its checksum, durable on return.
+# -- Copy a file and compute its checksum in one pass. The copy is durable on return.
 
 PIECE_BYTES = 1024 * 1024
 SYNC_BYTES = 8 * 1024 * 1024
-"""The copy is synced after each part of this size, so that syncs of a log on the same disk do not wait for much
-more."""
+"""The copy is synced after each part of this size, so that syncs of a log on the same disk wait at most for about one
+part."""
 
 
 Pay = Callable[[int], None]
-"""Called with the number of bytes that were copied. May raise, which ends the copying."""
+"""A function that is called with the number of bytes just copied. If it raises, the copying ends."""
 
 Copy = Callable[[Path, Path, int, Pay], tuple[int, int]]
-"""`copy_file`, or the same from another place."""
+"""`copy_file`, or a function that copies in the same way from another place."""
 
 
 def copy_file(source: Path, target: Path, size: int, pay: Pay) -> tuple[int, int]:
@@ -201,7 +202,8 @@ def checksum(path: Path, pay: Pay) -> int:
 
 
 def forget_pages(path: Path) -> None:
-    """Have the system read a file from the disk the next time, if it can. Raises LOG_UNREADABLE."""
+    """Ask the system to drop the file from its page cache, so that the next read comes from the disk. Raises
+    LOG_UNREADABLE."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as e:
@@ -214,14 +216,15 @@ def forget_pages(path: Path) -> None:
 
 TOKEN_FILE = "token"
 OF_THE_WHOLE = (WORKERS_FILE, TOKEN_FILE)
-"""The files that a data directory has once, for any number of workers."""
+"""The files that a data directory has only once, even if it has several workers."""
 
 
-# -- Checking a backup against its manifest, and making a data directory from it.
+# -- Check a backup against its manifest, and make a data directory from a backup.
 
 
 def parts_of(backup: Path) -> list[Path]:
-    """Return the folders of a backup that have manifests: the backup itself, or one for each of several workers.
+    """Return the folders of a backup that have manifests: the backup's own folder, or one folder per worker if there
+    are several workers.
 
     Raises BACKUP_DAMAGED if a worker's folder is missing; STORE_DAMAGED, SHARD_CLAIMED_TWICE if the folders contradict
     each other; OSError.
@@ -238,8 +241,8 @@ def parts_of(backup: Path) -> list[Path]:
 
 
 def check(backup: Path) -> Manifest:
-    """Read all files of a part of a backup. Raises BACKUP_DAMAGED if one differs from the manifest, NEWER_FORMAT;
-    OSError."""
+    """Read all files of one part of a backup, and return the part's manifest. Raises BACKUP_DAMAGED if a file differs
+    from the manifest, NEWER_FORMAT; OSError."""
     found = read_manifest(backup)
     for file in found.files:
         path = backup / file.path
@@ -249,11 +252,11 @@ def check(backup: Path) -> Manifest:
 
 
 def restore(backup: Path, to: Path, copy: "Copy | None" = None) -> list[Manifest]:
-    """Make a data directory from a backup. On return it is durable and has its name. Everything is checked on the way.
-    The backup shares nothing with it. `copy` fetches the files of the manifests, if they are not in `backup`.
+    """Make the data directory `to` from a backup, and check every file. On return, the directory is durable. It shares
+    no files with the backup. `copy` fetches the files named in the manifests if they are not in `backup`.
 
     Raises DIRECTORY_NOT_EMPTY unless `to` is an empty directory or does not exist, BACKUP_DAMAGED, NEWER_FORMAT, and
-    the errors of `parts_of`; OSError. Then nothing is left; a power cut leaves a folder named `.unfinished`.
+    the errors of `parts_of`; OSError. After an error nothing is left. A power cut leaves a folder named `.unfinished`.
     """
     parts = parts_of(backup)
     with becoming(to, backup) as unfinished:
@@ -280,7 +283,7 @@ def _restore_part(backup: Path, to: Path, copy: "Copy") -> Manifest:
         copied, crc = copy(backup / file.path, target, file.size + 1, _ignore)
         _check_same(backup, file, copied, crc)
         if file.mtime_ns:
-            # The next backup then recognizes the file.
+            # With this time, the next backup recognizes the file and can share it.
             os.utime(target, ns=(file.mtime_ns, file.mtime_ns))
     for folder in folders:
         sync_folder(folder)
@@ -301,7 +304,7 @@ def _check_same(backup: Path, file: BackupFile, size: int, crc: int) -> None:
 
 
 def _ignore(_: int) -> None:
-    """Do nothing: nobody counts."""
+    """Do nothing: nobody counts the bytes."""
 
 
 # -- The time of the newest good backup, in the sidecar's store.
@@ -309,12 +312,12 @@ def _ignore(_: int) -> None:
 _MOMENT_BYTES = 8
 
 CLOCK_TOLERANCE_SECONDS = 300
-"""The clocks of two hosts may differ by this much. A moment further ahead of the clock is in the future."""
+"""The clocks of two hosts may differ by this time. A time further ahead of the clock counts as in the future."""
 
 
 def is_in_future(at_us: int) -> bool:
-    """Return whether a backup shows a moment, in microseconds since 1970, that is in the future: the clock was ahead
-    when it was made."""
+    """Return whether the time of a backup, in microseconds since 1970, is in the future: the clock was ahead when the
+    backup was made."""
     return at_us > time.time_ns() // 1000 + CLOCK_TOLERANCE_SECONDS * 1_000_000
 
 
@@ -324,11 +327,11 @@ class LastBackup:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.made_at_us = int.from_bytes(store.sealed(LAST_BACKUP), "little")
-        """The moment that the backup shows, in microseconds since 1970; 0 if there is none."""
+        """The time of that backup, in microseconds since 1970; 0 if there is no such backup."""
 
     async def confirm(self, made_at_us: int) -> None:
-        """Record that a backup of this moment was verified, unless a later one was that is not in the future. Durable
-        on return. Raises STORE_UNAVAILABLE."""
+        """Record that a backup of this time was verified. Ignore the call if a later backup is recorded whose time is
+        not in the future. Durable on return. Raises STORE_UNAVAILABLE."""
         if made_at_us > self.made_at_us or is_in_future(self.made_at_us):
             batch = WriteBatch(raw_mode=True)
             batch.put(LAST_BACKUP, seal(LAST_BACKUP, made_at_us.to_bytes(_MOMENT_BYTES, "little")))
@@ -336,12 +339,12 @@ class LastBackup:
             self.made_at_us = made_at_us
 
 
-# -- Writing a backup: the records of a store, the logs, and a manifest when all of it is durable.
+# -- Write a backup: the records of a store, the logs, and, when these are durable, the manifest.
 
 
 LOGS, STORE = "logs", "store"
 LOCK_FILE = "LOCK"
-"""A file in a backup while it is written."""
+"""A file that is in a backup's folder while the backup is being written."""
 REMOVING = ".removing"
 """The suffix of a former backup that is being removed."""
 MAX_FAULTS_A_FILE = 100
@@ -349,15 +352,15 @@ MAX_FAULTS_A_FILE = 100
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """An existing backup: its files need not be copied again."""
+    """An existing backup. A new backup shares its unchanged files instead of copying them again."""
 
     folder: Path
     files: dict[str, BackupFile]
 
     @staticmethod
     def newest(folders: list[Path]) -> "Earlier | None":
-        """Return the newest of those folders that are backups, according to their manifests. A backup from the future
-        comes last."""
+        """Return the newest backup among these folders, by the modification times of the manifests. Return None if no
+        folder is a backup. A backup from the future is returned only if there is no other."""
         found: list[tuple[bool, int, Path]] = []
         for folder in folders:
             with suppress(OSError):
@@ -370,29 +373,29 @@ class Earlier:
 
 
 class BackupMaker:
-    """A backup that is being written, to the folder `to`, which does not exist before `finish`. Blocks; for one thread,
-    except `stop` and the numbers.
+    """A backup that is being written. The folder `to` does not exist before `finish`. All methods block. Only one
+    thread may use a backup, except for `stop` and the numbers.
 
-    Everything raises OSError if the backup cannot be written, and OUTCOME_UNKNOWN once it was stopped.
+    All methods raise OSError if the backup cannot be written, and OUTCOME_UNKNOWN after `stop` was called.
     """
 
     def __init__(self, to: Path) -> None:
         self._to = to
         self._folder = to.with_name(to.name + UNFINISHED)
         self._lock: int | None = None
-        """The descriptor of the lock, once no other process may write there."""
+        """The descriptor of the locked file; None if this process does not hold the lock."""
         self._earlier: Earlier | None = None
         self._stopped = threading.Event()
         self.manifest = Manifest(0, version("seqdedupe"))
         self.bytes_done = 0
         self.bytes_linked = 0
-        """The part of `bytes_done` in files that an earlier backup shares."""
+        """The part of `bytes_done` that is in files shared with an earlier backup."""
 
     def begin(self, others: list[Path]) -> None:
-        """Begin the backup. It shares files with the newest of `others` that is a backup. Files that another process
-        has left unfinished under this name are removed.
+        """Begin the backup. It shares files with the newest backup among the folders `others`. Unfinished files that an
+        ended process has left under this name are removed.
 
-        Raises BACKUP_FAILED if another process is making a backup with this name; that one goes on.
+        Raises BACKUP_FAILED if another process is making a backup with this name. The other process continues.
         """
         self._earlier = Earlier.newest(others)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -405,7 +408,7 @@ class BackupMaker:
         (self._folder / LOGS).mkdir(mode=0o700)
 
     def _claim(self) -> None:
-        # The lock is a file, since not every file system locks folders.
+        # The lock is on a file, because some file systems cannot lock folders.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.open(self._folder / LOCK_FILE, flags, 0o600)
         try:
@@ -418,16 +421,16 @@ class BackupMaker:
         self._lock = lock
 
     def stop(self) -> None:
-        """Break off the running work. For any thread."""
+        """Stop the running work. Any thread may call this method."""
         self._stopped.set()
 
     def remove(self) -> None:
-        """Remove everything. A backup that another process makes under this name stays."""
+        """Remove everything that was written. Keep a backup that another process is making under this name."""
         if self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._let_go()
         with suppress(OSError):
-            # The disk had no room for the lock.
+            # The folder still exists if the disk had no room for the lock file.
             self._folder.rmdir()
 
     def _let_go(self) -> None:
@@ -436,9 +439,9 @@ class BackupMaker:
             self._lock = None
 
     def add_store(self, rows: Iterator[tuple[bytes, bytes]], at_us: int) -> None:
-        """Add a store with these records of the moment `at_us`, in microseconds since 1970.
+        """Add a store with these records. `at_us` is the time of the records, in microseconds since 1970.
 
-        Raises STORE_DAMAGED if one differs from what was written, STORE_UNAVAILABLE.
+        Raises STORE_DAMAGED if a record differs from what was written, STORE_UNAVAILABLE.
         """
         self.manifest.made_at_us = at_us
         write_copy(self._folder / STORE, self._counted(rows))
@@ -449,17 +452,17 @@ class BackupMaker:
             self._pay(len(key) + len(value))
 
     def open_store(self) -> Store:
-        """Return the written store, to be changed."""
+        """Open the written store, so that the caller can change it."""
         return Store.open(self._folder / STORE)
 
     def add_file(self, source: Path) -> None:
-        """Add a small file next to logs and store, if it exists."""
+        """Add a small file next to the logs and the store, if the file exists."""
         if source.exists():
             self._add(source, source.name, source.stat().st_size)
 
     def add_of_the_whole(self, source: Path, has_workers: bool) -> None:
-        """Add a file that the workers of a data directory share, if it exists. Without workers it is an ordinary
-        file."""
+        """Add a file that all workers of a data directory share, if the file exists. Without workers, treat it like an
+        ordinary file."""
         if not has_workers:
             self.add_file(source)
         elif source.exists():
@@ -470,7 +473,8 @@ class BackupMaker:
             sync_folder(self._to.parent)
 
     def add_log(self, record: TopicRecord, parts: Sequence[DurablePart]) -> None:
-        """Add a topic's log. Raises LOG_UNREADABLE if it cannot be read: then nothing of it is in the backup."""
+        """Add a topic's log. Raises LOG_UNREADABLE if the log cannot be read: then no part of the log is in the
+        backup."""
         folder = f"{LOGS}/{record.incarnation}"
         (self._folder / folder).mkdir(mode=0o700)
         files, damaged = len(self.manifest.files), len(self.manifest.damaged)
@@ -488,7 +492,8 @@ class BackupMaker:
         sync_folder(self._folder / folder)
 
     def drop_log(self, record: TopicRecord) -> None:
-        """Remove the log of a topic that was deleted meanwhile. Its record stays in the store."""
+        """Remove the log of a topic that was deleted during the backup. The topic's record stays in the backed-up
+        store."""
         folder = f"{LOGS}/{record.incarnation}"
         shutil.rmtree(self._folder / folder, ignore_errors=True)
         made = self.manifest
@@ -497,16 +502,16 @@ class BackupMaker:
         made.left_out = [fault for fault in made.left_out if fault.incarnation != record.incarnation]
 
     def leave_out(self, record: TopicRecord, why: str) -> None:
-        """Record that only the record of this topic is in the backup: after a restore it is DAMAGED, and its name is
-        taken."""
+        """Note in the manifest that the backup has only this topic's record, not its log. After a restore the topic is
+        DAMAGED, and no other topic can have its name."""
         self.manifest.left_out.append(BackupFault(record.name, record.incarnation, why))
 
     def finish(self) -> None:
-        """Finish the backup: on return it is whole, durable, and has its name."""
+        """Finish the backup. On return, the backup is complete and durable, and its folder has the final name."""
         store = self._folder / STORE
         for path in sorted(store.iterdir()):
             if path.name.startswith("LOG"):
-                # These are notes of RocksDB.
+                # RocksDB writes its own log messages to these files.
                 path.unlink()
                 continue
             size, crc = path.stat().st_size, checksum(path, lambda _: None)
@@ -553,7 +558,7 @@ class BackupMaker:
             self.manifest.damaged.append(BackupFault(record.name, record.incarnation, what))
 
     def _damage_of(self, part: DurablePart, path: str) -> list[Damage]:
-        """Return the damage in the copy, which is read once more, as the scrub does. Raises LOG_UNREADABLE for a newer
+        """Read the copy again, in the same way as the scrub, and return its damage. Raises LOG_UNREADABLE for a newer
         format version."""
         found: list[Damage] = []
         copy = replace(part, path=self._folder / path)
@@ -564,7 +569,7 @@ class BackupMaker:
         return found
 
     def _is_linked(self, source: Path, path: str, size: int) -> bool:
-        """Link a file from the earlier backup, if it has the same one. Return whether it did."""
+        """Link a file from the earlier backup if that backup has the same file. Return whether the file was linked."""
         known = self._earlier.files.get(path) if self._earlier is not None else None
         if self._earlier is None or known is None or not known.mtime_ns:
             return False
@@ -576,7 +581,7 @@ class BackupMaker:
                 return False
             os.link(there, self._folder / path, follow_symlinks=False)
         except OSError:
-            # The file system has no links, or no more of them.
+            # The file system does not support hard links, or allows no more links to this file.
             return False
         self.manifest.files.append(known)
         self.bytes_linked += size
@@ -585,7 +590,7 @@ class BackupMaker:
 
     @staticmethod
     def _stamp(source: Path, size: int) -> int:
-        """Return when a file was last written to, if it has exactly `size` bytes; else 0."""
+        """Return the modification time of a file if the file has exactly `size` bytes; else 0."""
         try:
             found = source.stat()
         except OSError:

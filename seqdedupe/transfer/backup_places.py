@@ -1,7 +1,10 @@
 """Places where backups are kept: a folder, or a prefix of a bucket in an object store that speaks S3.
 
-A place lists its backups, says which are good, keeps the newest N good ones and restores one. A backup is good if its
-manifests and all files that they name exist as they were written, and if the original had no damage.
+A place lists its backups, reports which backups are good, keeps the newest N good backups, and restores a backup. A
+backup is good if two conditions hold:
+
+- Its manifests, and all files named in the manifests, exist as they were written.
+- The original data had no damage when the backup was made.
 """
 
 import fcntl
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import google_crc32c
 
 from seqdedupe.errors import INSTALL_HINT, SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.files import UNFINISHED, sync_folder
 from seqdedupe.locks import Lock
 from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
@@ -41,7 +45,6 @@ from seqdedupe.transfer.backup import (
     read_manifest,
     restore,
 )
-from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -49,7 +52,8 @@ if TYPE_CHECKING:
 S3_SCHEME = "s3://"
 
 TIME_NAME = re.compile(r"\d{8}T\d{6}Z")
-"""The names that `seqdedupe backup` gives: they sort by time. Backups with other names are never removed."""
+"""The names that `seqdedupe backup` chooses. Sorted names are in the order of time. Backups with other names are never
+removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +62,18 @@ class KeptBackup:
 
     name: str
     problem: str
-    """Why it is not good; empty if it is."""
+    """The reason why the backup is not good; empty if it is good."""
     made_at_us: int = 0
-    """The moment that the backup shows, in microseconds since 1970; the earliest of several workers. 0 if it cannot be
-    read, like the fields below."""
+    """The time at which the backed-up state was taken, in microseconds since 1970; with several workers, the earliest
+    time. 0 if the manifests cannot be read. The fields below are then 0 too."""
     size_bytes: int = 0
     topics: int = 0
-    """The number of topics whose logs are in it."""
+    """The number of topics whose logs are in the backup."""
 
     @property
     def is_in_future(self) -> bool:
-        """Whether its moment is in the future. Nobody knows then how old it is, so it is neither newest nor counted."""
+        """Whether the time of the backup is in the future. Then the backup's real age is unknown, so the backup is
+        never chosen as the newest, and `keep` does not count it."""
         return is_in_future(self.made_at_us)
 
 
@@ -77,7 +82,7 @@ class KeptBackups(NamedTuple):
 
     removed: list[str]
     in_future: list[str]
-    """The backups that were ignored, because their moments are in the future."""
+    """The backups that were ignored because their times are in the future."""
 
 
 class NewestBackup(NamedTuple):
@@ -89,22 +94,24 @@ class NewestBackup(NamedTuple):
 
 
 class BackupPlace(ABC):
-    """A place where backups are kept. Blocks; for one thread."""
+    """A place where backups are kept. The methods block. Only one thread may use a place."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Return the names of possible backups, sorted. Raises BACKUP_DAMAGED if there is no such place; OSError."""
+        """Return the names of possible backups, sorted. Raises BACKUP_DAMAGED if the place does not exist; OSError."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a backup. After the first step the rest does not count as a backup any more. Raises OSError."""
+        """Remove a backup. After the first step of the removal, the remaining files no longer count as a backup. Raises
+        OSError."""
 
     @abstractmethod
     def _opened(self, name: str) -> AbstractContextManager[Path]:
-        """Open a folder with the backup's manifests, and the files that say how many manifests there must be."""
+        """Open a folder that has the backup's manifests and the files that record how many manifests the backup must
+        have."""
 
     @abstractmethod
     def _sizes(self, name: str) -> dict[str, int]:
@@ -112,18 +119,18 @@ class BackupPlace(ABC):
 
     @abstractmethod
     def _crc32c(self, name: str, path: str, size_bytes: int) -> int:
-        """Return the CRC32C of a file, read from the place now."""
+        """Read a file from the place, and return its CRC32C."""
 
     @abstractmethod
     def _copy_from(self, name: str, folder: Path) -> Copy:
-        """Return a function that gets files of a backup whose manifests are in `folder`."""
+        """Return a function that copies files out of a backup. The backup's manifests are in `folder`."""
 
     reads_before_removing = True
-    """Whether `keep` reads every byte of a backup before it counts it."""
+    """Whether `keep` reads every byte of a backup before it counts the backup as good."""
 
     def look(self, name: str, *, reads_all: bool) -> KeptBackup:
-        """Return a backup, and whether it is good. Without `reads_all` the sizes of its files are checked, and not
-        their bytes.
+        """Return a description of a backup that shows whether the backup is good. Without `reads_all`, only the sizes
+        of the backup's files are checked, not their bytes.
 
         Raises OBJECT_STORE_UNAVAILABLE.
         """
@@ -167,10 +174,11 @@ class BackupPlace(ABC):
             raise error("BACKUP_DAMAGED", f"the backup {name} in {self.url} is not good: {problem}")
 
     def keep(self, new: str, count: int) -> KeptBackups:
-        """Keep the newest `count` good backups that have a TIME_NAME, and `new`, which the caller has checked.
+        """Keep the newest `count` good backups whose names match TIME_NAME. Also keep `new`, which the caller has
+        checked.
 
-        Remove all backups older than these, good or not. Remove nothing while there are fewer good ones. Ignore backups
-        whose moments are in the future. Raises OBJECT_STORE_UNAVAILABLE; OSError.
+        Remove all older backups with such names, good or not. Remove nothing if fewer than `count` backups are good.
+        Ignore backups whose times are in the future. Raises OBJECT_STORE_UNAVAILABLE; OSError.
         """
         found = [self.look(name, reads_all=False) for name in self.names() if TIME_NAME.fullmatch(name)]
         past = [one for one in found if not one.is_in_future]
@@ -191,10 +199,10 @@ class BackupPlace(ABC):
         return KeptBackups(removed, in_future)
 
     def newest_good(self) -> NewestBackup:
-        """Return the backup with the latest moment that is not in the future, among those that are good by
-        the sizes of their files.
+        """Return the good backup with the latest time that is not in the future. Only the sizes of the files are
+        checked.
 
-        Raises BACKUP_DAMAGED if there is none, OBJECT_STORE_UNAVAILABLE; OSError.
+        Raises BACKUP_DAMAGED if there is no such backup, OBJECT_STORE_UNAVAILABLE; OSError.
         """
         found = [self.look(name, reads_all=False) for name in self.names()]
         good = [one for one in found if not one.problem]
@@ -208,7 +216,7 @@ class BackupPlace(ABC):
         raise error("BACKUP_DAMAGED", f"{self.url} has no good backup; {len(found)} are not good", hint=hint)
 
     def restore(self, name: str, to: Path) -> list[Manifest]:
-        """Call `backup.restore` for a backup of this place. Also raises OBJECT_STORE_UNAVAILABLE."""
+        """Restore a backup of this place with `backup.restore`. Also raises OBJECT_STORE_UNAVAILABLE."""
         with self._opened(name) as folder:
             return restore(folder, to, self._copy_from(name, folder))
 
@@ -218,7 +226,7 @@ def _topics(manifest: Manifest) -> int:
 
 
 def place_at(url: str) -> BackupPlace:
-    """Return the place of this URL, `s3://bucket/prefix`, or path of a folder. Raises INVALID_CONFIGURATION."""
+    """Return the place for a URL `s3://bucket/prefix` or for the path of a folder. Raises INVALID_CONFIGURATION."""
     if url.startswith(S3_SCHEME):
         return BucketPlace(url)
     if "://" in url:
@@ -230,7 +238,8 @@ def place_at(url: str) -> BackupPlace:
 
 
 def _check_has_no_user(url: str) -> None:
-    """Raise INVALID_CONFIGURATION, without the URL, if user information may be in it: URLs are printed."""
+    """Raise INVALID_CONFIGURATION if the URL may have user information. The error does not show the URL, because errors
+    are printed."""
     authority = url.partition("://")[2].partition("/")[0]
     if "@" in authority or ":" in authority:
         hint = "Give s3://bucket/prefix, and the credentials in the environment (AWS_…)."
@@ -240,17 +249,17 @@ def _check_has_no_user(url: str) -> None:
 # -- A folder.
 
 COMMAND_LOCK_FILE = ".lock"
-"""In the folder of the backups: the lock of the command that copies or removes some."""
+"""A file in the folder of the backups. The command that copies or removes backups holds a lock on this file."""
 
 
 class FolderPlace(BackupPlace):
-    """A folder with backups in it, such as a sidecar's `backup_directory`."""
+    """A folder that contains backups, such as a sidecar's `backup_directory`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
         self._folder = folder
         self._known: dict[tuple[int, int], int] = {}
-        """The checksums of files that were read, by device and inode: backups share files."""
+        """The checksums of files that were read, by device and inode, since several backups share files."""
 
     def names(self) -> list[str]:
         if not self._folder.is_dir():
@@ -261,7 +270,8 @@ class FolderPlace(BackupPlace):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other commands from copying or removing backups meanwhile. Raises BACKUP_FAILED if one does; OSError."""
+        """Keep other commands from copying or removing backups while the block runs. Raises BACKUP_FAILED if another
+        command is doing so; OSError."""
         try:
             lock = Lock.take(self._folder / COMMAND_LOCK_FILE)
         except BlockingIOError as e:
@@ -278,8 +288,8 @@ class FolderPlace(BackupPlace):
         return super().keep(new, count)
 
     def _remove_leftovers(self, new: str) -> None:
-        """Remove what an ended process has left: an unfinished removal, and a backup that no process writes any
-        more."""
+        """Remove what ended processes have left: backups that were partly removed, and unfinished backups that no
+        process writes any more."""
         for path in list(self._folder.iterdir()):
             name, suffix = path.stem, path.suffix
             if not TIME_NAME.fullmatch(name) or name >= new:
@@ -294,9 +304,9 @@ class FolderPlace(BackupPlace):
         shutil.rmtree(gone)
 
     def drop_damaged_links(self, name: str) -> bool:
-        """Remove the damaged files that a backup shares with another one. Return whether there were any.
+        """Remove the damaged files that a backup shares with another backup. Return whether there were such files.
 
-        The next backup copies these files, since it finds none to share. Raises BACKUP_DAMAGED, NEWER_FORMAT, and the
+        The next backup then copies these files instead of sharing them. Raises BACKUP_DAMAGED, NEWER_FORMAT, and the
         errors of `parts_of`; OSError.
         """
         whole = self._folder / name
@@ -316,13 +326,13 @@ class FolderPlace(BackupPlace):
         try:
             return self._crc32c(name, path.relative_to(self._folder / name).as_posix(), file.size) != file.crc32c
         except OSError:
-            # The disk cannot read it.
+            # The disk cannot read the file.
             return True
 
     @contextmanager
     def set_aside(self, name: str) -> Iterator[None]:
-        """Free the name of a backup for the block, which makes another one. That one can share files with it. Remove
-        it afterwards. Raises OSError."""
+        """Free the name of a backup while the block makes a new backup with this name. The new backup can share files
+        with the old one. Remove the old backup after the block. Raises OSError."""
         aside = self._folder / f"{name}{REMOVING}"
         (self._folder / name).rename(aside)
         # A new file may have the inode of a removed one.
@@ -364,7 +374,7 @@ def _is_abandoned(unfinished: Path) -> bool:
     try:
         lock = os.open(unfinished / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        # Its maker may have begun just now.
+        # The process that makes the backup may just have begun.
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -375,10 +385,10 @@ def _is_abandoned(unfinished: Path) -> bool:
     return True
 
 
-# -- A prefix of a bucket. The objects that complete a backup are written last, when all others were read back.
+# -- A prefix of a bucket. The objects that complete a backup are written last, after all other objects were read back.
 
 CLAIM_FILE = "CLAIM"
-"""The first object of a backup. Only one upload can make it."""
+"""The first object of a backup. Only one upload can create it."""
 
 READ_BYTES = 8 * 1024 * 1024
 """The size of one read request."""
@@ -430,7 +440,7 @@ class BucketPlace(BackupPlace):
             raise error("INVALID_CONFIGURATION", what, hint="`seqdedupe backup list` shows the names.") from e
 
     def names(self) -> list[str]:
-        # Some servers go on listing a prefix whose objects are gone.
+        # Some servers still list a prefix whose objects have been removed. So only objects count.
         paths = [PurePosixPath(path) for path in self._objects_below(None)]
         if names := {path.parts[0] for path in paths if len(path.parts) > 1}:
             return sorted(names)
@@ -438,9 +448,10 @@ class BucketPlace(BackupPlace):
         raise error("BACKUP_DAMAGED", f"{self.url} is not there", hint=hint)
 
     def upload(self, backup: Path, name: str) -> None:
-        """Copy a backup from a folder to this place, and read it back. It is a backup once its last object is written.
+        """Copy a backup from a folder to this place, and read the copy back. The copy counts as a backup when its last
+        object is written.
 
-        Raises BACKUP_FAILED if one with this name exists or another process uploads one, BACKUP_DAMAGED,
+        Raises BACKUP_FAILED if a backup with this name exists or another process uploads one, BACKUP_DAMAGED,
         OBJECT_STORE_UNAVAILABLE; OSError.
         """
         with self._answered():
@@ -531,8 +542,8 @@ class BucketPlace(BackupPlace):
 
 
 def _check_endpoint() -> None:
-    """Raise INVALID_CONFIGURATION, without the URL, for an endpoint in the environment with which the library would
-    panic, or that has user information: errors show URLs."""
+    """Raise INVALID_CONFIGURATION if an endpoint in the environment has user information, or would make the library
+    panic. The error does not show the URL."""
     for name in _ENDPOINT_VARIABLES:
         if (url := os.environ.get(name)) is None:
             continue
@@ -544,5 +555,5 @@ def _check_endpoint() -> None:
 
 
 def _said(failure: Exception) -> str:
-    """Return the text of an object store's failure, without its XML and the library's own trace."""
+    """Return the text of an object store's failure, without XML tags and without the library's trace."""
     return " ".join(re.sub(r"<[^>]*>", " ", str(failure).partition("\n\nDebug source:")[0]).split())

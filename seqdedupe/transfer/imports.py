@@ -1,7 +1,7 @@
-"""Imports into a topic that nobody has used yet: watermarks of producers, or a window of deduplication IDs.
+"""Import the watermarks of producers, or a window of deduplication IDs, into a topic that nobody has used yet.
 
-No part of an import is in force before its `finish`; then all of it is. `begin_import` begins an import of watermarks,
-`WindowImport` is the import of a window. Both are a `TopicImport`.
+No part of an import takes effect before `finish` is called. `finish` puts the whole import in force. `begin_import`
+begins an import of watermarks. `WindowImport` imports a window. Both imports are a `TopicImport`.
 """
 
 import asyncio
@@ -45,9 +45,10 @@ Imported = TypeVar("Imported", bound=TopicBase)
 
 
 class TopicImport(ABC, Generic[Imported]):
-    """An import into one topic. An earlier import that is not finished never will be. The caller must call `close`.
+    """An import into one topic. An earlier import into the topic that is not finished can no longer be finished. The
+    caller must call `close`.
 
-    All methods raise TOPIC_IN_USE, and the reason why the topic takes nothing now.
+    All methods raise TOPIC_IN_USE. If the topic is not serving, they raise the reason.
     """
 
     def __init__(self, topic: Imported) -> None:
@@ -78,7 +79,7 @@ class TopicImport(ABC, Generic[Imported]):
 
 
 class WatermarksImport(TopicImport[Imported]):
-    """An import of watermarks. No part of it is in force, or ever will be, unless `finish` is called."""
+    """An import of watermarks. No part of the import takes effect unless `finish` is called."""
 
     def __init__(self, topic: Imported) -> None:
         super().__init__(topic)
@@ -86,15 +87,15 @@ class WatermarksImport(TopicImport[Imported]):
 
     @abstractmethod
     async def add(self, names: list[bytes], persisted: Int64s) -> None:
-        """Add some producers. Names must ascend over all calls. Also raises INVALID_NAME, INVALID_SEQUENCE_ID,
-        INVALID_REQUEST."""
+        """Add producers. Their names must ascend within a call and from call to call. Also raises INVALID_NAME,
+        INVALID_SEQUENCE_ID, INVALID_REQUEST."""
 
     @abstractmethod
     async def finish(self) -> None:
-        """Put the import in force. On return it is in force and durable. If this raises, the import is not in force, or
-        it is as a whole.
+        """Put the import in force. On return, the import is in force and durable. If this method raises, either the
+        whole import is in force or no part of it.
 
-        It holds the event loop, about 40 ms for a million producers, 170 if it is repeated.
+        The call blocks the event loop for about 40 ms per million producers, or 170 ms if the import is repeated.
         """
 
     def _in_use(self, why: str) -> SeqdedupeError:
@@ -102,7 +103,7 @@ class WatermarksImport(TopicImport[Imported]):
 
 
 def begin_import(topic: TopicBase) -> WatermarksImport[Any]:
-    """Return an import into this topic. Raises as all of its methods."""
+    """Return an import into this topic. Raises the errors that all methods of the import raise."""
     if isinstance(topic, Topic):
         return _ImportIntoLog(topic)
     if isinstance(topic, AttachedTopic):
@@ -111,8 +112,9 @@ def begin_import(topic: TopicBase) -> WatermarksImport[Any]:
 
 
 class _ImportIntoLog(WatermarksImport[Topic]):
-    """An import as control records. Each part is appended when it arrives. The last one is written only if nobody has
-    opened the topic by then. A producer that opens it later waits until the earlier record has settled."""
+    """An import as control records. Each part is appended to the log when the part arrives. The last part is written
+    only if nobody has opened the topic by then. A producer that opens the topic later waits until the last part has
+    settled."""
 
     def __init__(self, topic: Topic) -> None:
         super().__init__(topic)
@@ -134,7 +136,8 @@ class _ImportIntoLog(WatermarksImport[Topic]):
         await self._topic.append_change(part)
 
     def close(self) -> None:
-        # The log may still complete these parts. Then they must count, as they will in a replay.
+        # Once `finish` was called, the log may still complete the import. Then these parts must count, as they will in
+        # a replay.
         if self._is_newest and not self._may_be_complete:
             self._topic.import_parts.clear()
         super().close()
@@ -149,7 +152,7 @@ class _ImportIntoLog(WatermarksImport[Topic]):
 
 
 class _ImportIntoStore(WatermarksImport[AttachedTopic]):
-    """An import into a topic whose log is a broker's own: the store alone holds the import."""
+    """An import into a topic whose log belongs to a broker: only the store holds the import."""
 
     def __init__(self, topic: AttachedTopic) -> None:
         super().__init__(topic)
@@ -180,7 +183,7 @@ class _ImportIntoStore(WatermarksImport[AttachedTopic]):
 
 
 class _Order:
-    """Checks names and IDs, and that the names ascend over all calls."""
+    """Checks names and IDs, and checks that the names ascend from call to call."""
 
     def __init__(self) -> None:
         self._last = b""
@@ -204,35 +207,36 @@ class _Order:
 
 # -- A window of deduplication IDs.
 #
-# Memory holds only a part of the IDs, for any number of them. Each part is sorted by hash and written to the store as a
-# run, and the runs are merged into one. When that is durable, a record in the log puts it in force. Before, an
-# unfinished import is a leftover that is removed.
+# Memory holds only one part of the IDs at a time. Each part is sorted by hash and written to the store as a run. Then
+# the runs are merged into one run. When the merged run is durable, a record in the log puts the import in force.
+# Without that record, the runs are leftovers of an unfinished import, and are removed.
 
 PART_BYTES = 32 * 1024 * 1024
-"""The bytes of blocks that make one run."""
+"""When the collected blocks have this number of bytes, they are written as one run."""
 MERGED_PAGES = 1024
-"""The number of pages merged in one step, with some of each run."""
+"""The approximate number of pages merged in one step. A step takes pages of all runs."""
 
 _NO_BYTES: Uint8s = np.zeros(0, np.uint8)
 
 
 class WindowImport(TopicImport[Topic]):
-    """An import of a window. No part of it is in force unless `finish` is called. All methods also raise
-    INVALID_REQUEST for data that is no window, and STORE_UNAVAILABLE."""
+    """An import of a window. No part of the window takes effect unless `finish` is called. All methods also raise
+    INVALID_REQUEST for data that is not a window, and STORE_UNAVAILABLE."""
 
     def __init__(self, topic: Topic, checksum: bytes) -> None:
         self._checksum = checksum
         super().__init__(topic)
         self._key = secrets.token_bytes(SECRET_BYTES)
         if topic.ids.imported.there is None:
-            # An unreadable import may name a run that is written again now, and would then pass for whole.
+            # The record of an unreadable import may name a run with a number that is used again now. That record would
+            # then seem valid.
             windows.remove_import(topic.store, topic.incarnation)
         self._digest = WindowChecksum()
         self._ids = self._id_bytes = 0
         self._first_ms, self._last_ms = LATEST_MS, 0
         self._last_id: Uint8s = _NO_BYTES
         self._part: list[WindowBlock] = []
-        """The blocks that have arrived and are in no run yet."""
+        """The blocks that have arrived and are not in a run yet."""
         self._part_bytes = 0
         self._runs: list[IdRun] = []
 
@@ -244,8 +248,8 @@ class WindowImport(TopicImport[Topic]):
             self._runs.append(await self._part_written(for_good=False))
 
     async def finish(self, ids: int) -> None:
-        """End the import, which has `ids` IDs. It is in force and durable on return. Raises why it is not, or
-        OUTCOME_UNKNOWN."""
+        """End the import, which has `ids` IDs. On return, the import is in force and durable. Raises the reason why it
+        is not in force, or OUTCOME_UNKNOWN."""
         self._check()
         if ids != self._ids:
             raise error("INVALID_REQUEST", f"ids is {ids}, but {self._ids} have come")
@@ -264,14 +268,14 @@ class WindowImport(TopicImport[Topic]):
             await self._put_in_force(ImportedWindow(self._checksum, self._ids, self._last_ms))
 
     def close(self) -> None:
-        """Release the topic, and remove runs that are not in force."""
+        """Release the topic, and remove the runs that are not in force."""
         was_newest = self._is_newest
         super().close()
         if was_newest and self._topic.state is not State.DRAINING:
             self._remove_other_runs()
 
     def _remove_other_runs(self) -> None:
-        """Remove the intermediate runs, and the record of a run that was never in force."""
+        """Remove the intermediate runs, and the record of an import that was never in force."""
         try:
             windows.keep_only_import(self._topic.store, self._topic.incarnation, self._topic.ids.imported.there)
         except UnavailableError as e:
@@ -330,10 +334,10 @@ class WindowImport(TopicImport[Topic]):
         self._part_bytes += len(raw)
 
     async def _part_written(self, *, for_good: bool) -> IdRun:
-        """Return a run of the blocks that are in no run yet."""
+        """Write the collected blocks as a run, and return the run."""
         entries = await asyncio.to_thread(self._entries)
         self._part, self._part_bytes = [], 0
-        # No IDs are looked up in a run that will be merged.
+        # A run that will be merged needs no lookup filter, since no IDs are looked up in it.
         writer = await self._begun(self._ids if for_good else 0)
         await writer.add(entries)
         return await self._finished(writer, self._ids if for_good else len(entries.hashes))

@@ -1,7 +1,8 @@
-"""A topic's numbers as messages of AdminService: its snapshot and its watermarks as they leave, and an incoming
-snapshot. That comes from a client that saved it or from another sidecar.
+"""Convert a topic's state to messages of AdminService, and read such messages.
 
-Begin with `saved`, the state of a topic at one moment; `SavedParts` makes the same from incoming parts.
+Outgoing messages hold a topic's snapshot or its watermarks. An incoming snapshot comes from a client that saved it, or
+from another sidecar. Begin with `saved`, which returns the state of a topic at one moment. `SavedParts` builds the same
+state from incoming parts.
 """
 
 from collections.abc import Iterator
@@ -32,15 +33,15 @@ from seqdedupe.v1 import admin_pb2
 # -- Outgoing messages.
 
 SAVED_AT_ONCE = 3072
-"""The number of producers in one part; with the longest names they take less than 1 MiB."""
+"""The number of producers in one part. Even with the longest names, a part has less than 1 MiB."""
 
 Producers = tuple[list[bytes], Int64s, Int64s, Int64s]
-"""Names, and persisted ID, durable epoch and `STATED` of each."""
+"""The names of producers, and the persisted ID, durable epoch and `STATED` of each producer."""
 
 
 def saved(topic: TopicBase) -> Loaded:
-    """Return the topic's snapshot as of this call. Raises RECOVERING, LOG_DAMAGED while it is not certain, DRAINING,
-    TOPIC_NOT_FOUND."""
+    """Return a snapshot of the topic at the time of this call. Raises RECOVERING or LOG_DAMAGED while the topic's state
+    is not certain; DRAINING, TOPIC_NOT_FOUND."""
     _check_is_certain(topic)
     names = topic.producers.copied_names()
     rows = topic.producers.numbers[: len(names)]
@@ -61,7 +62,7 @@ def saved(topic: TopicBase) -> Loaded:
 
 
 def parts(snapshot: Loaded) -> Iterator[Producers]:
-    """Yield the producers of a snapshot, some at a time."""
+    """Yield the producers of a snapshot, at most SAVED_AT_ONCE at a time."""
     for start in range(0, len(snapshot.names), SAVED_AT_ONCE):
         some = slice(start, start + SAVED_AT_ONCE)
         names = snapshot.names.some(start, SAVED_AT_ONCE)
@@ -69,16 +70,16 @@ def parts(snapshot: Loaded) -> Iterator[Producers]:
 
 
 EXPORTED_AT_ONCE = 4096
-"""The number of producers in one part; with the longest names they take about 1 MiB."""
+"""The number of producers in one part. With the longest names, a part has about 1 MiB."""
 
 Watermarks = tuple[list[bytes], Int64s]
-"""Names, and the highest persisted sequence ID of each."""
+"""The names of producers, and the highest persisted sequence ID of each producer."""
 
 
 def watermarks(topic: TopicBase) -> Iterator[Watermarks]:
-    """Yield the watermarks of all producers that have one, as of this call.
+    """Yield the watermarks at the time of this call, of all producers that have a watermark.
 
-    Raises RECOVERING, LOG_DAMAGED, NOT_ATTACHED while they are not certain, DRAINING, TOPIC_NOT_FOUND.
+    Raises RECOVERING, LOG_DAMAGED or NOT_ATTACHED while the watermarks are not certain; DRAINING, TOPIC_NOT_FOUND.
     """
     _check_is_certain(topic)
     if isinstance(topic, AttachedTopic) and topic.state is not State.SERVING:
@@ -102,7 +103,7 @@ def _check_is_certain(topic: TopicBase) -> None:
 
 
 def snapshot_answers(topic: TopicBase) -> Iterator[bytes]:
-    """Yield the messages of `ExportSnapshot`. Raises as `saved`."""
+    """Yield the response messages of `ExportSnapshot`. Raises the errors of `saved`."""
     snapshot = saved(topic)
     yield _head(topic, snapshot).SerializeToString()
     for names, persisted, epochs, stated in parts(snapshot):
@@ -133,7 +134,7 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
 
 
 def watermark_answers(topic: TopicBase) -> Iterator[bytes]:
-    """Yield the messages of `ExportWatermarks`. Raises as `watermarks`."""
+    """Yield the response messages of `ExportWatermarks`. Raises the errors of `watermarks`."""
     for names, persisted in watermarks(topic):
         answer = wire.ExportWatermarksResponse()
         _fill(answer, names, persisted=persisted)
@@ -141,7 +142,7 @@ def watermark_answers(topic: TopicBase) -> Iterator[bytes]:
 
 
 def _fill(message: Any, names: list[bytes], **numbers: Int64s) -> None:
-    """Fill in a column of names, and the columns of numbers."""
+    """Set the column of names and the columns of numbers in a message."""
     column = Binary.of_all(names)
     message.producer_name_offsets, message.producer_names = column.offsets.tobytes(), column.data
     for name, each in numbers.items():
@@ -152,7 +153,8 @@ def _fill(message: Any, names: list[bytes], **numbers: Int64s) -> None:
 
 
 class SavedParts:
-    """A snapshot that arrives in parts. Raises INVALID_REQUEST, INVALID_NAME for invalid parts."""
+    """A snapshot that arrives in parts. The constructor and methods raise INVALID_REQUEST, INVALID_NAME or
+    INVALID_POSITION for invalid parts."""
 
     def __init__(
         self,
@@ -221,8 +223,8 @@ class SavedParts:
 
 
 class SnapshotReader:
-    """A snapshot that arrives in parts of the alias schema. Raises INVALID_REQUEST, INVALID_NAME, INVALID_POSITION for
-    invalid parts."""
+    """A snapshot that arrives in parts of the alias schema. The methods raise INVALID_REQUEST, INVALID_NAME or
+    INVALID_POSITION for invalid parts."""
 
     def __init__(self) -> None:
         self._head: admin_pb2.SnapshotHead | None = None
@@ -232,7 +234,7 @@ class SnapshotReader:
         if self._head is None:
             if not part.HasField("head"):
                 raise error("INVALID_REQUEST", "the first message has the head of a snapshot")
-            # All fields of the head are the same in the alias schema.
+            # The head has the same fields in the alias schema as in the real schema.
             self._head = admin_pb2.SnapshotHead.FromString(part.head.SerializeToString())
             self._parts = _begun(self._head)
         if part.producer_names or part.persisted:
@@ -247,7 +249,8 @@ class SnapshotReader:
 
 
 def _begun(head: admin_pb2.SnapshotHead) -> SavedParts:
-    """Return the parts that this head begins. Raises INVALID_REQUEST, INVALID_POSITION."""
+    """Return the snapshot that begins with this head, still without producers. Raises INVALID_REQUEST,
+    INVALID_POSITION."""
     position = Position.from_proto(head.position)
     if len(head.cursors) > MAX_CURSORS:
         raise error("INVALID_REQUEST", f"the snapshot has {len(head.cursors)} cursors: more than a topic can have")

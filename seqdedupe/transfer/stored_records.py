@@ -1,8 +1,8 @@
-"""Everything that a store has of a topic except its record, on its way to another store. The other store is in this
-process (`copy`), or another sidecar's. To another sidecar the records go one after the other, each after two lengths
-(`row_bytes`). `IncomingSnapshot` takes both.
+"""Copy everything that a store holds about a topic, except the topic's record, to another store.
 
-All records count in the new store as they counted in the old one: no content is made again.
+The other store is in this process (`copy`), or belongs to another sidecar. To another sidecar, each record of the store
+is sent after its two lengths (`row_bytes`). `IncomingSnapshot` receives the records in both cases. The records are
+copied unchanged.
 """
 
 import struct
@@ -15,11 +15,11 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.parts import IMPORTED, MAX_NUMBER, part_key, part_number, seal, snapshot_range, unseal
 
 BATCH_BYTES = 256 * 1024
-"""The size of one write: other threads wait for it."""
+"""The size of one write. It is limited because other threads wait for a write."""
 
 MAX_ROW_BYTES = 256 * 1024 * 1024
-"""The most bytes of a record of the store, which is held as a whole. A snapshot has this size if nine million producers
-have all changed since the snapshot before."""
+"""The most bytes of one record of the store. Memory holds the whole record. A snapshot has this size if nine million
+producers have changed since the previous snapshot."""
 
 _LENGTHS = struct.Struct("<II")
 
@@ -30,11 +30,11 @@ def row_bytes(key: bytes, value: bytes) -> bytes:
 
 
 class IncomingSnapshot:
-    """Replaces everything that is stored of a topic here. Until `finish` has returned, nobody may read it or write to
-    the topic. It belongs to the store's event loop.
+    """Replaces everything that is stored about a topic here. Until `finish` has returned, nobody may read these records
+    or write to the topic. All methods must be called on the store's event loop.
 
-    Everything raises STORE_UNAVAILABLE; MOVE_FAILED for data that is no records, INVALID_REQUEST for records of
-    something else.
+    All methods raise STORE_UNAVAILABLE, MOVE_FAILED for data that cannot be split into records, and INVALID_REQUEST for
+    records that do not belong to this topic.
     """
 
     def __init__(self, store: Store, incarnation: int) -> None:
@@ -48,7 +48,8 @@ class IncomingSnapshot:
         self._batch.delete_range(self._start, self._stop)
 
     async def add(self, data: bytes) -> None:
-        """Add the next piece. The store receives no more than it can process: all of the sidecar's topics share it."""
+        """Add the next piece of the data. Wait while the store is busy, since all topics of the sidecar share the
+        store."""
         self._rest += data
         at = 0
         while len(self._rest) - at >= _LENGTHS.size:
@@ -68,7 +69,7 @@ class IncomingSnapshot:
         if not (self._start <= key < self._stop):
             what = f"a record {key.hex()[:100]} is no part of a snapshot of {self._incarnation}"
             raise error("INVALID_REQUEST", what)
-        # All records must go to one opening of RocksDB.
+        # All records must be written during one opening of RocksDB: see `finish`.
         self._opening = self._opening or self._store.opening
         self._batch.put(key, value)
         self._batch_bytes += len(key) + len(value)
@@ -80,12 +81,12 @@ class IncomingSnapshot:
         await self._store.write_when_idle(batch)
 
     async def finish(self) -> None:
-        """End the snapshot, when everything has arrived. It is durable on return."""
+        """End the snapshot when everything has arrived. The snapshot is durable on return."""
         if self._rest:
             raise _are_none(len(self._rest))
         self._opening = self._opening or self._store.opening
         await self._write()
-        # This fails if RocksDB was opened again meanwhile: then some records may be lost.
+        # `flush` fails if RocksDB was reopened since the first record: then some records may be lost.
         await self._store.flush(self._opening)
 
 
@@ -93,18 +94,18 @@ def _are_none(size: int) -> Exception:
     return error("MOVE_FAILED", f"the snapshot that came has a record of {size} bytes, and ends")
 
 
-# -- Within one process: to change the number of workers, and to keep the readable part of a damaged directory.
+# -- Within one process: when the number of workers changes, and when the readable part of a damaged directory is saved.
 
 
 async def copy(old: Store, new: Store, incarnation: int) -> None:
-    """Make the new store's data of a topic equal to the old store's; durable on return. Raises STORE_UNAVAILABLE, and
-    STORE_DAMAGED for a record that differs from what was written."""
+    """Make the new store's data of a topic equal to the old store's data. Durable on return. Raises STORE_UNAVAILABLE,
+    and STORE_DAMAGED for a record that differs from what was written."""
     await put_all(new, incarnation, _checked(old, *snapshot_range(incarnation)))
 
 
 async def put_all(store: Store, incarnation: int, records: Iterator[tuple[bytes, bytes]]) -> None:
-    """Make these the only records of a topic in the store; durable on return. Raises as `IncomingSnapshot`, and the
-    errors of `records`."""
+    """Replace all records of a topic in the store by `records`. Durable on return. Raises the errors of
+    `IncomingSnapshot` and of `records`."""
     incoming = IncomingSnapshot(store, incarnation)
     for key, value in records:
         await incoming.put(key, value)
@@ -112,12 +113,13 @@ async def put_all(store: Store, incarnation: int, records: Iterator[tuple[bytes,
 
 
 def without_imported(store: Store, incarnation: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield a topic's records except those that were imported into it. Raises as `copy`."""
+    """Yield a topic's records, without the records that were imported into the topic. Raises the errors of `copy`."""
     return _checked(store, snapshot_range(incarnation)[0], part_key(incarnation, IMPORTED, 0))
 
 
 def imported_as(store: Store, incarnation: int, as_incarnation: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the records imported into a topic, as those of another incarnation, or the same. Raises as `copy`."""
+    """Yield the records that were imported into a topic, changed to belong to the incarnation `as_incarnation`. Raises
+    the errors of `copy`."""
     for key, value in store.scan(part_key(incarnation, IMPORTED, 0), part_key(incarnation, IMPORTED, MAX_NUMBER)):
         as_key = part_key(as_incarnation, IMPORTED, part_number(key))
         yield as_key, seal(as_key, unseal(key, value))

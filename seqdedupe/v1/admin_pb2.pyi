@@ -29,23 +29,25 @@ class _TopicStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TopicState
     TOPIC_STATE_UNSPECIFIED: _TopicState.ValueType  # 0
     """Never sent."""
     TOPIC_STATE_RECOVERING: _TopicState.ValueType  # 1
-    """Its log is being read, or cannot be read now; publishes are refused with `RECOVERING`, and readers get what is
-    certain. Or, as `why` says, nobody has used it since a start with very many topics: its first use opens it, and its
-    content is not shown until then.
+    """The topic's log is being read, or cannot be read at the moment. Publishes are refused with `RECOVERING`, and
+    readers receive the messages that are certain. Or nobody has used the topic since a start with very many topics, as
+    `why` then says. Such a topic is opened at its first use, and its content is not shown before.
     """
     TOPIC_STATE_SERVING: _TopicState.ValueType  # 2
-    """It takes and gives messages."""
+    """The topic accepts messages, and readers can read them."""
     TOPIC_STATE_READ_ONLY: _TopicState.ValueType  # 3
-    """Its log refuses writes. Reading is as before, and writing is retried automatically."""
+    """The topic's log refuses writes. Readers can still read, and writing is retried automatically."""
     TOPIC_STATE_DRAINING: _TopicState.ValueType  # 4
     """The sidecar is shutting down."""
     TOPIC_STATE_DAMAGED: _TopicState.ValueType  # 5
-    """Permanent, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
+    """Permanent: the topic's log or record is damaged, with the reason in `why`. No other topic can have the name."""
     TOPIC_STATE_STANDBY: _TopicState.ValueType  # 6
-    """Another sidecar owns its log: publishes are refused with `NOT_OWNER`, and readers get what is certain here."""
+    """Another sidecar owns the topic's log. Publishes are refused with `NOT_OWNER`, and readers receive the messages that
+    are certain in this sidecar.
+    """
     TOPIC_STATE_TERMINATED: _TopicState.ValueType  # 7
-    """Permanent: an operator of Pulsar has terminated the topic that is its log. Publishes are refused with
-    `TOPIC_TERMINATED`; readers get all that it holds.
+    """Permanent: an operator of Pulsar has terminated the Pulsar topic that is the log. Publishes are refused with
+    `TOPIC_TERMINATED`. Readers receive all stored messages.
     """
 
 class TopicState(_TopicState, metaclass=_TopicStateEnumTypeWrapper):
@@ -54,23 +56,25 @@ class TopicState(_TopicState, metaclass=_TopicStateEnumTypeWrapper):
 TOPIC_STATE_UNSPECIFIED: TopicState.ValueType  # 0
 """Never sent."""
 TOPIC_STATE_RECOVERING: TopicState.ValueType  # 1
-"""Its log is being read, or cannot be read now; publishes are refused with `RECOVERING`, and readers get what is
-certain. Or, as `why` says, nobody has used it since a start with very many topics: its first use opens it, and its
-content is not shown until then.
+"""The topic's log is being read, or cannot be read at the moment. Publishes are refused with `RECOVERING`, and
+readers receive the messages that are certain. Or nobody has used the topic since a start with very many topics, as
+`why` then says. Such a topic is opened at its first use, and its content is not shown before.
 """
 TOPIC_STATE_SERVING: TopicState.ValueType  # 2
-"""It takes and gives messages."""
+"""The topic accepts messages, and readers can read them."""
 TOPIC_STATE_READ_ONLY: TopicState.ValueType  # 3
-"""Its log refuses writes. Reading is as before, and writing is retried automatically."""
+"""The topic's log refuses writes. Readers can still read, and writing is retried automatically."""
 TOPIC_STATE_DRAINING: TopicState.ValueType  # 4
 """The sidecar is shutting down."""
 TOPIC_STATE_DAMAGED: TopicState.ValueType  # 5
-"""Permanent, with the reason in `why`: its log or its record is not what was written. Its name stays taken."""
+"""Permanent: the topic's log or record is damaged, with the reason in `why`. No other topic can have the name."""
 TOPIC_STATE_STANDBY: TopicState.ValueType  # 6
-"""Another sidecar owns its log: publishes are refused with `NOT_OWNER`, and readers get what is certain here."""
+"""Another sidecar owns the topic's log. Publishes are refused with `NOT_OWNER`, and readers receive the messages that
+are certain in this sidecar.
+"""
 TOPIC_STATE_TERMINATED: TopicState.ValueType  # 7
-"""Permanent: an operator of Pulsar has terminated the topic that is its log. Publishes are refused with
-`TOPIC_TERMINATED`; readers get all that it holds.
+"""Permanent: an operator of Pulsar has terminated the Pulsar topic that is the log. Publishes are refused with
+`TOPIC_TERMINATED`. Readers receive all stored messages.
 """
 Global___TopicState: _TypeAlias = TopicState  # noqa: Y015
 
@@ -83,21 +87,21 @@ class _OverlapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Overlap
     OVERLAP_POLICY_UNSPECIFIED: _OverlapPolicy.ValueType  # 0
     """Never sent."""
     OVERLAP_POLICY_PULSAR: _OverlapPolicy.ValueType  # 1
-    """Pulsar's answer: `DUP`. The new IDs are lost."""
+    """Pulsar's answer, `DUP`. The messages with new IDs are lost."""
     OVERLAP_POLICY_REJECT: _OverlapPolicy.ValueType  # 2
-    """It is refused with `OVERLAP`: the broker or its producer must split it."""
+    """The range is refused with `OVERLAP`. The broker or its producer must split the range."""
 
 class OverlapPolicy(_OverlapPolicy, metaclass=_OverlapPolicyEnumTypeWrapper):
-    """The treatment of a range of sequence IDs that begins at or below `persisted` and ends above it, if the log is a
-    broker's own (see `DedupeService`).
+    """If the log belongs to a broker (see `DedupeService`): the answer to a range of sequence IDs that begins at or below
+    `persisted` and ends above it.
     """
 
 OVERLAP_POLICY_UNSPECIFIED: OverlapPolicy.ValueType  # 0
 """Never sent."""
 OVERLAP_POLICY_PULSAR: OverlapPolicy.ValueType  # 1
-"""Pulsar's answer: `DUP`. The new IDs are lost."""
+"""Pulsar's answer, `DUP`. The messages with new IDs are lost."""
 OVERLAP_POLICY_REJECT: OverlapPolicy.ValueType  # 2
-"""It is refused with `OVERLAP`: the broker or its producer must split it."""
+"""The range is refused with `OVERLAP`. The broker or its producer must split the range."""
 Global___OverlapPolicy: _TypeAlias = OverlapPolicy  # noqa: Y015
 
 class _GapPolicy:
@@ -109,24 +113,24 @@ class _GapPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GapPolicy.V
     GAP_POLICY_UNSPECIFIED: _GapPolicy.ValueType  # 0
     """Never sent."""
     GAP_POLICY_ALLOW: _GapPolicy.ValueType  # 1
-    """It is taken."""
+    """The message is accepted."""
     GAP_POLICY_REJECT: _GapPolicy.ValueType  # 2
-    """Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin
-    anywhere.
+    """The message's frame, or a broker's check, is refused with `GAP`. The first ID of a producer that is new to the
+    topic may be any ID.
     """
 
 class GapPolicy(_GapPolicy, metaclass=_GapPolicyEnumTypeWrapper):
-    """The treatment of a message whose sequence ID is above all of its producer, and is not the next one. If the log is a
-    broker's own, the lowest ID of a range counts.
+    """The answer to a message whose sequence ID is above all earlier IDs of its producer, but is not the next ID. If the
+    log belongs to a broker, the lowest ID of a range counts.
     """
 
 GAP_POLICY_UNSPECIFIED: GapPolicy.ValueType  # 0
 """Never sent."""
 GAP_POLICY_ALLOW: GapPolicy.ValueType  # 1
-"""It is taken."""
+"""The message is accepted."""
 GAP_POLICY_REJECT: GapPolicy.ValueType  # 2
-"""Its frame, or a broker's check, is refused with `GAP`. A producer of which the topic has nothing may begin
-anywhere.
+"""The message's frame, or a broker's check, is refused with `GAP`. The first ID of a producer that is new to the
+topic may be any ID.
 """
 Global___GapPolicy: _TypeAlias = GapPolicy  # noqa: Y015
 
@@ -137,21 +141,21 @@ class _DeduplicationMode:
 class _DeduplicationModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeduplicationMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DEDUPLICATION_MODE_UNSPECIFIED: _DeduplicationMode.ValueType  # 0
-    """The default when a topic is created. In a topic: not known yet."""
+    """When a topic is created: the default. In a `Topic`: not known yet."""
     DEDUPLICATION_MODE_SEQUENCE_ID: _DeduplicationMode.ValueType  # 1
-    """A producer's name and a sequence ID, in rising order."""
+    """The producer's name and an ascending sequence ID."""
     DEDUPLICATION_MODE_DEDUPLICATION_ID: _DeduplicationMode.ValueType  # 2
-    """An ID of each message, in no order. There are no producers, sessions or links."""
+    """An ID per message, in any order. There are no producers, sessions or links."""
 
 class DeduplicationMode(_DeduplicationMode, metaclass=_DeduplicationModeEnumTypeWrapper):
-    """What identifies the messages of a topic: chosen permanently when it is created."""
+    """What identifies the messages of a topic. It is chosen when the topic is created, and never changes."""
 
 DEDUPLICATION_MODE_UNSPECIFIED: DeduplicationMode.ValueType  # 0
-"""The default when a topic is created. In a topic: not known yet."""
+"""When a topic is created: the default. In a `Topic`: not known yet."""
 DEDUPLICATION_MODE_SEQUENCE_ID: DeduplicationMode.ValueType  # 1
-"""A producer's name and a sequence ID, in rising order."""
+"""The producer's name and an ascending sequence ID."""
 DEDUPLICATION_MODE_DEDUPLICATION_ID: DeduplicationMode.ValueType  # 2
-"""An ID of each message, in no order. There are no producers, sessions or links."""
+"""An ID per message, in any order. There are no producers, sessions or links."""
 Global___DeduplicationMode: _TypeAlias = DeduplicationMode  # noqa: Y015
 
 class _DeduplicationRoute:
@@ -161,26 +165,30 @@ class _DeduplicationRoute:
 class _DeduplicationRouteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeduplicationRoute.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DEDUPLICATION_ROUTE_UNSPECIFIED: _DeduplicationRoute.ValueType  # 0
-    """In a topic: it has no partitions, or is one of sequence IDs, or that is not known yet."""
+    """In a `Topic`: the topic has no partitions, or is a topic of sequence IDs, or the route is not known yet."""
     DEDUPLICATION_ROUTE_ID: _DeduplicationRoute.ValueType  # 1
-    """By its deduplication ID: a copy always meets its original, and there is no order by key. The default."""
+    """The message's deduplication ID. This is the default. A copy is always in the same partition as its original.
+    Messages with the same key are not in order.
+    """
     DEDUPLICATION_ROUTE_KEY: _DeduplicationRoute.ValueType  # 2
-    """By its key, which every message must have. All messages with a key are in one partition. A copy must have the key
-    of its original, or it is new.
+    """The message's key, which every message must have. All messages with the same key are in one partition. A copy with
+    another key than its original is treated as new.
     """
 
 class DeduplicationRoute(_DeduplicationRoute, metaclass=_DeduplicationRouteEnumTypeWrapper):
-    """What selects the partition of a message in a partitioned topic of deduplication IDs: chosen permanently when it is
-    created.
+    """What selects the partition of a message in a partitioned topic of deduplication IDs. It is chosen when the topic is
+    created, and never changes.
     """
 
 DEDUPLICATION_ROUTE_UNSPECIFIED: DeduplicationRoute.ValueType  # 0
-"""In a topic: it has no partitions, or is one of sequence IDs, or that is not known yet."""
+"""In a `Topic`: the topic has no partitions, or is a topic of sequence IDs, or the route is not known yet."""
 DEDUPLICATION_ROUTE_ID: DeduplicationRoute.ValueType  # 1
-"""By its deduplication ID: a copy always meets its original, and there is no order by key. The default."""
+"""The message's deduplication ID. This is the default. A copy is always in the same partition as its original.
+Messages with the same key are not in order.
+"""
 DEDUPLICATION_ROUTE_KEY: DeduplicationRoute.ValueType  # 2
-"""By its key, which every message must have. All messages with a key are in one partition. A copy must have the key
-of its original, or it is new.
+"""The message's key, which every message must have. All messages with the same key are in one partition. A copy with
+another key than its original is treated as new.
 """
 Global___DeduplicationRoute: _TypeAlias = DeduplicationRoute  # noqa: Y015
 
@@ -191,7 +199,9 @@ class _EntryFormat:
 class _EntryFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EntryFormat.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ENTRY_FORMAT_UNSPECIFIED: _EntryFormat.ValueType  # 0
-    """The sidecar's default when a topic is created. In a topic: its log is not Pulsar's, or that is not known yet."""
+    """When a topic is created: the sidecar's default. In a `Topic`: the log is not in Pulsar, or the layout is not known
+    yet.
+    """
     ENTRY_FORMAT_PLAIN: _EntryFormat.ValueType  # 1
     """An entry is a message, which every consumer can read."""
     ENTRY_FORMAT_PACKED: _EntryFormat.ValueType  # 2
@@ -200,10 +210,12 @@ class _EntryFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EntryForm
     """An entry is a batch of Pulsar's, of one producer, which every consumer can read."""
 
 class EntryFormat(_EntryFormat, metaclass=_EntryFormatEnumTypeWrapper):
-    """The layout of entries of a Pulsar topic, see docs/internals/formats-pulsar.md."""
+    """The layout of the entries of a Pulsar topic: see docs/internals/formats-pulsar.md."""
 
 ENTRY_FORMAT_UNSPECIFIED: EntryFormat.ValueType  # 0
-"""The sidecar's default when a topic is created. In a topic: its log is not Pulsar's, or that is not known yet."""
+"""When a topic is created: the sidecar's default. In a `Topic`: the log is not in Pulsar, or the layout is not known
+yet.
+"""
 ENTRY_FORMAT_PLAIN: EntryFormat.ValueType  # 1
 """An entry is a message, which every consumer can read."""
 ENTRY_FORMAT_PACKED: EntryFormat.ValueType  # 2
@@ -221,39 +233,47 @@ class _MessageStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MessageS
     MESSAGE_STATE_UNSPECIFIED: _MessageState.ValueType  # 0
     """Never sent."""
     MESSAGE_STATE_NOT_SEEN: _MessageState.ValueType  # 1
-    """Its sequence ID is above all that its producer has sent. Sent now, it is `NOT_DUP`."""
+    """The message's sequence ID is above all IDs that its producer has sent. If the message is sent now, it is `NOT_DUP`."""
     MESSAGE_STATE_IN_FLIGHT: _MessageState.ValueType  # 2
-    """It was handed to the log, and its outcome is not known yet. Sent now, it is `UNKNOWN`."""
+    """The message was handed to the log, and its outcome is not known yet. If the message is sent now, it is `UNKNOWN`."""
     MESSAGE_STATE_PASSED_OVER: _MessageState.ValueType  # 3
-    """It is not in flight, but a higher ID of its producer is. Sent now, it is `UNKNOWN`."""
+    """The message is not in flight, but a message of its producer with a higher ID is. If the message is sent now, it is
+    `UNKNOWN`.
+    """
     MESSAGE_STATE_STORED: _MessageState.ValueType  # 4
-    """It is in the log, or was until retention dropped it. Sent now, it is `DUP`."""
+    """The message is in the log, or was in the log until retention dropped it. If the message is sent now, it is `DUP`."""
     MESSAGE_STATE_BELOW_WATERMARK: _MessageState.ValueType  # 5
-    """Its ID is not above the producer's highest persisted one, and it was not found among the last messages of the
-    topic: it may have been stored, or never sent. Sent now, it is `DUP`.
+    """The message's ID is not above the producer's highest persisted ID, and the message was not found among the last
+    messages of the topic. It may have been stored, or never sent. If the message is sent now, it is `DUP`.
     """
     MESSAGE_STATE_IMPORTED: _MessageState.ValueType  # 6
-    """Its deduplication ID came with an imported window: the system before this one had it. Sent now, it is `DUP`."""
+    """The message's deduplication ID is from an imported window: the system that exported the window had the message. If
+    the message is sent now, it is `DUP`.
+    """
 
 class MessageState(_MessageState, metaclass=_MessageStateEnumTypeWrapper):
-    """What is known of a message."""
+    """The state of a message."""
 
 MESSAGE_STATE_UNSPECIFIED: MessageState.ValueType  # 0
 """Never sent."""
 MESSAGE_STATE_NOT_SEEN: MessageState.ValueType  # 1
-"""Its sequence ID is above all that its producer has sent. Sent now, it is `NOT_DUP`."""
+"""The message's sequence ID is above all IDs that its producer has sent. If the message is sent now, it is `NOT_DUP`."""
 MESSAGE_STATE_IN_FLIGHT: MessageState.ValueType  # 2
-"""It was handed to the log, and its outcome is not known yet. Sent now, it is `UNKNOWN`."""
+"""The message was handed to the log, and its outcome is not known yet. If the message is sent now, it is `UNKNOWN`."""
 MESSAGE_STATE_PASSED_OVER: MessageState.ValueType  # 3
-"""It is not in flight, but a higher ID of its producer is. Sent now, it is `UNKNOWN`."""
+"""The message is not in flight, but a message of its producer with a higher ID is. If the message is sent now, it is
+`UNKNOWN`.
+"""
 MESSAGE_STATE_STORED: MessageState.ValueType  # 4
-"""It is in the log, or was until retention dropped it. Sent now, it is `DUP`."""
+"""The message is in the log, or was in the log until retention dropped it. If the message is sent now, it is `DUP`."""
 MESSAGE_STATE_BELOW_WATERMARK: MessageState.ValueType  # 5
-"""Its ID is not above the producer's highest persisted one, and it was not found among the last messages of the
-topic: it may have been stored, or never sent. Sent now, it is `DUP`.
+"""The message's ID is not above the producer's highest persisted ID, and the message was not found among the last
+messages of the topic. It may have been stored, or never sent. If the message is sent now, it is `DUP`.
 """
 MESSAGE_STATE_IMPORTED: MessageState.ValueType  # 6
-"""Its deduplication ID came with an imported window: the system before this one had it. Sent now, it is `DUP`."""
+"""The message's deduplication ID is from an imported window: the system that exported the window had the message. If
+the message is sent now, it is `DUP`.
+"""
 Global___MessageState: _TypeAlias = MessageState  # noqa: Y015
 
 class _StatisticsOrder:
@@ -263,39 +283,44 @@ class _StatisticsOrder:
 class _StatisticsOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StatisticsOrder.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     STATISTICS_ORDER_UNSPECIFIED: _StatisticsOrder.ValueType  # 0
-    """As `STATISTICS_ORDER_RATE`."""
+    """The same as `STATISTICS_ORDER_RATE`."""
     STATISTICS_ORDER_RATE: _StatisticsOrder.ValueType  # 1
-    """The most rows of all verdicts in the last interval come first, then in all intervals."""
+    """The topics with the most rows, of all verdicts, in the last interval are first. If topics are equal, those with the
+    most rows in all intervals are first.
+    """
     STATISTICS_ORDER_NAME: _StatisticsOrder.ValueType  # 2
-    """By name."""
+    """Sorted by name."""
     STATISTICS_ORDER_STATE: _StatisticsOrder.ValueType  # 3
-    """Topics that do not serve come first."""
+    """Topics that do not serve are first."""
     STATISTICS_ORDER_TROUBLE: _StatisticsOrder.ValueType  # 4
-    """The most rows `UNKNOWN` and frames refused in all intervals come first."""
+    """The topics with the most `UNKNOWN` rows and refused frames in all intervals are first."""
     STATISTICS_ORDER_SNAPSHOT: _StatisticsOrder.ValueType  # 5
-    """The most messages that no durable snapshot covers come first."""
+    """The topics with the most messages that no durable snapshot covers are first."""
 
 class StatisticsOrder(_StatisticsOrder, metaclass=_StatisticsOrderEnumTypeWrapper):
-    """The order in which topics are listed; by name if they are equal."""
+    """The order of topics. Topics that are equal in this order are sorted by name."""
 
 STATISTICS_ORDER_UNSPECIFIED: StatisticsOrder.ValueType  # 0
-"""As `STATISTICS_ORDER_RATE`."""
+"""The same as `STATISTICS_ORDER_RATE`."""
 STATISTICS_ORDER_RATE: StatisticsOrder.ValueType  # 1
-"""The most rows of all verdicts in the last interval come first, then in all intervals."""
+"""The topics with the most rows, of all verdicts, in the last interval are first. If topics are equal, those with the
+most rows in all intervals are first.
+"""
 STATISTICS_ORDER_NAME: StatisticsOrder.ValueType  # 2
-"""By name."""
+"""Sorted by name."""
 STATISTICS_ORDER_STATE: StatisticsOrder.ValueType  # 3
-"""Topics that do not serve come first."""
+"""Topics that do not serve are first."""
 STATISTICS_ORDER_TROUBLE: StatisticsOrder.ValueType  # 4
-"""The most rows `UNKNOWN` and frames refused in all intervals come first."""
+"""The topics with the most `UNKNOWN` rows and refused frames in all intervals are first."""
 STATISTICS_ORDER_SNAPSHOT: StatisticsOrder.ValueType  # 5
-"""The most messages that no durable snapshot covers come first."""
+"""The topics with the most messages that no durable snapshot covers are first."""
 Global___StatisticsOrder: _TypeAlias = StatisticsOrder  # noqa: Y015
 
 @_typing.final
 class TopicPolicy(_message.Message):
-    """What an operator may set for a topic, for a namespace and, by its configuration, for a sidecar. A topic's value
-    precedes its namespace's, which precedes the sidecar's. What is omitted is not set.
+    """The values that an operator may set for a topic, for a namespace and, in the configuration, for a sidecar. A topic's
+    value has precedence over its namespace's value, and a namespace's value over the sidecar's value. An omitted value
+    is not set.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -314,46 +339,51 @@ class TopicPolicy(_message.Message):
     DEDUPLICATION_WINDOW_MAX_BYTES_FIELD_NUMBER: _builtins.int
     DEDUPLICATION_WINDOW_MAX_MINUTES_FIELD_NUMBER: _builtins.int
     deduplication_enabled: _builtins.bool
-    """False: rows that would be `DUP` or `UNKNOWN` are appended as `NOT_DUP`. Sessions, links and numbers stay."""
+    """False: rows that would be `DUP` or `UNKNOWN` are appended as `NOT_DUP`. Sessions, links and numbers work as before."""
     overlap: Global___OverlapPolicy.ValueType
-    """The treatment of ranges that are persisted in part. It can be set only if the log is a broker's own."""
+    """The answer to ranges of which a part is persisted. It can be set only if the log belongs to a broker."""
     deduplication_entries_interval: _builtins.int
     """The number of stored batches after which a snapshot is taken, 1 or more."""
     deduplication_snapshot_interval_seconds: _builtins.int
-    """The number of seconds between the first news since the last snapshot and the next snapshot; 0: not by time."""
+    """The number of seconds from the first change after a snapshot to the next snapshot; 0: no limit."""
     retention_size_in_mb: _builtins.int
-    """The most MB of messages that are kept; control records do not count. -1: no limit. If the log is a broker's own,
-    its retention is the broker's, and this cannot be set.
+    """The most MB of messages that are kept; control records do not count. -1: no limit. If the log belongs to a broker,
+    the broker controls its retention, and this cannot be set.
     """
     retention_time_in_minutes: _builtins.int
     """The number of minutes for which messages are kept; -1: no limit. See `retention_size_in_mb`."""
     gap: Global___GapPolicy.ValueType
-    """The treatment of gaps."""
+    """The answer to gaps."""
     deduplication_producer_inactivity_timeout_minutes: _builtins.int
-    """The number of minutes of the sidecar's running time after which an unused producer is forgotten; 0: never. What it
-    then sends again is new. A producer with a connected stream that used it, or with something in flight, stays.
+    """The number of minutes of the sidecar's running time after which an unused producer is forgotten; 0: never. Messages
+    that a forgotten producer sends again are new. A producer is not forgotten while a stream that has used it is
+    connected, or while it has messages in flight.
     """
     log_flush_interval_messages: _builtins.int
-    """The log is synced as soon as this number of messages is written and not synced, 1 or more, or
-    `log_flush_interval_ms` is over. With 1, the default, every commit is synced. Otherwise publishers that ask for
-    `early_receipts` get them before the sync, and a power cut may take what has such a receipt, if its producer has
-    ended: fewer messages than this number, of the last `log_flush_interval_ms`. If the log is not the sidecar's own,
-    this cannot be set.
+    """The log is synced when this number of messages (1 or more) is written and not synced, or when
+    `log_flush_interval_ms` has passed. With 1, the default, every commit is synced. With other values, publishers that
+    request `early_receipts` receive receipts before the sync. A power cut may then remove messages with early
+    receipts, and if their producer has ended, these messages are lost. They are fewer messages than this number, from
+    the last `log_flush_interval_ms`. This cannot be set if the log is not the sidecar's own.
     """
     log_flush_interval_ms: _builtins.int
-    """The log is also synced as soon as the first of these messages was written this number of milliseconds ago, 0 to
-    10,000. With 0, the default, every commit is synced. See `log_flush_interval_messages`.
+    """The log is also synced when the oldest of these messages was written this number of milliseconds ago, 0 to 10,000.
+    With 0, the default, every commit is synced. See `log_flush_interval_messages`.
     """
     deduplication_window_max_messages: _builtins.int
-    """In a topic of deduplication IDs: a copy is known at least while fewer messages than this came after its original, 1
-    or more. The window of known IDs moves forward by a part at a time, by this limit or one of the next two, the first
-    that is reached. They cannot be set for a topic of sequence IDs, which ignores them, nor if the log is not the
-    sidecar's own.
+    """In a topic of deduplication IDs: a copy is recognized at least while fewer messages than this (1 or more) have
+    arrived after its original. When this limit or one of the next two limits is reached, the window of known IDs moves
+    forward by one part. The three limits cannot be set for a topic of sequence IDs, which ignores them, nor if the log
+    is not the sidecar's own.
     """
     deduplication_window_max_bytes: _builtins.int
-    """And while the IDs that came after it have fewer bytes than this together, 1 or more; -1: no limit."""
+    """A copy is recognized at least while all IDs that arrived after its original have fewer bytes than this (1 or more);
+    -1: no limit.
+    """
     deduplication_window_max_minutes: _builtins.int
-    """And while its original was published less than this number of minutes ago, 1 or more; -1: no limit."""
+    """A copy is recognized at least while its original was published less than this number of minutes (1 or more) ago;
+    -1: no limit.
+    """
     def __init__(
         self,
         *,
@@ -481,111 +511,120 @@ class Topic(_message.Message):
     name: _builtins.str
     """The full name."""
     incarnation: _builtins.int
-    """Which creation of it this is: microseconds since 1970."""
+    """The topic's incarnation: the time of its creation in microseconds since 1970."""
     term: _builtins.int
-    """The term of its owner."""
+    """The term of the topic's owner."""
     state: Global___TopicState.ValueType
-    """Its state."""
+    """The topic's state."""
     first_index: _builtins.int
-    """The first index that is left in the log."""
+    """The first index that is still in the log."""
     producers: _builtins.int
-    """The number of producer names known."""
+    """The number of known producer names."""
     log_bytes: _builtins.int
-    """The bytes of the log on disk."""
+    """The size of the log on disk, in bytes."""
     snapshot_index: _builtins.int
-    """The next index at the last durable snapshot; recovery starts there."""
+    """The index at which the next recovery starts: the index after the messages that the last durable snapshot covers."""
     not_dup: _builtins.int
-    """Rows since the topic was opened (by the start, or again by an import or a rebuilding), by verdict."""
+    """The number of rows with this verdict since the topic was opened, which a start, an import and a rebuild do."""
     dup: _builtins.int
     """See `not_dup`."""
     unknown: _builtins.int
     """See `not_dup`."""
     refused: _builtins.int
-    """Frames refused since the topic was opened."""
+    """The number of frames refused since the topic was opened."""
     why: _builtins.str
-    """Why it does not serve; empty when it does."""
+    """The reason why the topic does not serve; empty if it serves."""
     resets: _builtins.int
-    """Producers reset since the topic was opened."""
+    """The number of producers reset since the topic was opened."""
     purged: _builtins.int
-    """Producers forgotten by the inactivity policy since the topic was opened."""
+    """The number of producers that the inactivity policy has forgotten since the topic was opened."""
     resumed_after_purge: _builtins.int
-    """Sessions that were resumed since then although nothing was left of them: what they send again is new."""
+    """The number of sessions that were resumed since the topic was opened although the topic had forgotten their
+    producers. Messages that such sessions send again are new.
+    """
     damaged_places: _builtins.int
-    """Damaged places of the log that the scrub in the background has found since the topic was opened. The topic serves;
-    readers that meet one get `LOG_DAMAGED`, or skip it.
+    """The number of damaged places in the log that the background scrub has found since the topic was opened. The topic
+    continues to serve. Readers that reach such a place receive `LOG_DAMAGED`, or skip it.
     """
     damaged_messages: _builtins.int
-    """The messages there, which cannot be read."""
+    """The number of messages that cannot be read because of these damaged places."""
     entry_format: Global___EntryFormat.ValueType
-    """The layout of its entries, permanently."""
+    """The layout of the topic's entries. Never changes."""
     deduplication_mode: Global___DeduplicationMode.ValueType
-    """What identifies its messages, permanently."""
+    """What identifies the topic's messages. Never changes."""
     window_first_index: _builtins.int
-    """Of a topic of deduplication IDs: the IDs of all messages from this index on are known."""
+    """For a topic of deduplication IDs: the IDs of all messages at or after this index are known."""
     window_first_publish_time_ms: _builtins.int
-    """When the first of these was published, in milliseconds since 1970; 0 if there never was one. If all have been
-    forgotten, the time of the answer. In a partitioned topic, the latest value of the partitions that have forgotten
-    any, so that all of them know what was published since; 0 if none has.
+    """The time when the first of these messages was published, in milliseconds since 1970; 0 if there never was a
+    message. If all IDs have been forgotten, the time of the answer. In a partitioned topic, the latest value of the
+    partitions that have forgotten IDs, so that all partitions know the IDs published since; 0 if no partition has
+    forgotten IDs.
     """
     window_messages: _builtins.int
     """The number of known IDs of stored messages."""
     window_forgotten: _builtins.int
-    """The number of IDs forgotten since the topic was created: copies of these are new."""
+    """The number of IDs forgotten since the topic was created. Copies of their messages are new."""
     window_memory_bytes: _builtins.int
-    """The memory that the window takes."""
+    """The memory that the window uses, in bytes."""
     deduplication_route: Global___DeduplicationRoute.ValueType
-    """What selects the partition of its messages, permanently; also in each partition."""
+    """What selects the partition of the topic's messages. Never changes. Each partition has the same value."""
     window_messages_on_disk: _builtins.int
-    """The number of known IDs that are on disk, not in memory."""
+    """The number of known IDs that are on disk instead of in memory."""
     window_imported: _builtins.int
     """The number of imported deduplication IDs (`ImportWindow`), until all of them have expired."""
     window_imported_missing: _builtins.bool
-    """Whether these are missing: frames are refused (`WINDOW_MISSING`) until the same window is imported again."""
+    """Whether the imported IDs are missing. Frames are then refused with `WINDOW_MISSING` until the same window is
+    imported again.
+    """
     partitions: _builtins.int
-    """The number of its partitions; 0 if it is not partitioned. Each is a separate topic, `name-partition-0` and on. A
-    partitioned topic shows its name, the worst state of its partitions with the reason, and the sums of their numbers
-    of bytes, rows, frames, resets, producers forgotten, damage and entries that do not count. Its policy is that of
-    its partitions, or of one that has deduplication off. Calls that are for one log answer `TOPIC_IS_PARTITIONED` to
-    its name.
+    """The number of partitions; 0 if the topic is not partitioned. Each partition is a separate topic:
+    `name-partition-0`, `name-partition-1` and so on. A partitioned topic shows its name, and the worst state of its
+    partitions with the reason. Bytes, rows, frames, resets, forgotten producers, damage and ignored entries are the
+    sums of all partitions. Its policy is the policy of its partitions, or of a partition that has deduplication off.
+    Calls that need a single log answer the name of a partitioned topic with `TOPIC_IS_PARTITIONED`.
     """
     partition_of: _builtins.str
-    """The name of the partitioned topic that it belongs to; empty if it is no partition."""
+    """The name of the partitioned topic to which this topic belongs; empty if this topic is not a partition."""
     unused_partitions: _builtins.int
-    """The number of partitions that Pulsar has added to the topic later. They are not used: the number is permanent."""
+    """The number of partitions that were added later in Pulsar. They are not used, because the number of partitions never
+    changes.
+    """
     log_void: _builtins.int
-    """Entries of a Pulsar topic that are no part of the log, as far as they were met since it was opened: those of an
-    owner that had lost the topic.
+    """The number of ignored entries of a Pulsar topic, found since the topic was opened: entries of an owner that had
+    lost the topic.
     """
     log_repeats: _builtins.int
-    """The same: stored twice, and skipped once."""
+    """The number of entries that were stored twice. The second copy is ignored."""
     log_foreign: _builtins.int
-    """The same: of a producer that is no sidecar, after the topic had an owner. They are not shown to readers."""
+    """The number of entries of a producer that is not a sidecar, stored after the topic had an owner. Readers do not
+    receive them.
+    """
     log_earlier: _builtins.int
-    """The same, before the topic had an owner. The highest sequence IDs of their producers count, as far as Pulsar's
-    client shows them.
+    """The number of such entries that were stored before the topic had an owner. The highest sequence IDs of their
+    producers count, as far as Pulsar's client shows the IDs.
     """
     may_lose_messages: _builtins.int
-    """The most messages that have an early receipt and are not durable, so that a power cut may take them: fewer than
-    `log_flush_interval_messages`. 0 if every commit is synced. Their producers send them again, unless they have
-    ended.
+    """The most messages that can have an early receipt and not be durable, so that a power cut may remove them: fewer
+    than `log_flush_interval_messages`. 0 if every commit is synced. Producers that are still running send such
+    messages again.
     """
     may_lose_ms: _builtins.int
     """The longest time, in addition to the time of a sync, for which a message with an early receipt is not durable."""
     not_durable_messages: _builtins.int
-    """The number of messages that have an early receipt and are not durable now."""
+    """The number of messages that have an early receipt and are not durable yet."""
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """What is in force, each value of it."""
+        """All values in force."""
 
     @_builtins.property
     def last(self) -> _batch_pb2.Position:
-        """The position of the last message. While the topic's end is not known, that of the last certain one. Its index is -1
-        if there is none.
+        """The position of the last message. While the topic's end is unknown, the position of the last certain message. The
+        position's index is -1 if there is no message.
         """
 
     @_builtins.property
     def set_policy(self) -> Global___TopicPolicy:
-        """The values of the policy that were set for this topic; the rest is inherited."""
+        """The values of the policy that are set for this topic. Other values are inherited."""
 
     def __init__(
         self,
@@ -652,13 +691,13 @@ class Producer(_message.Message):
     PERSISTED_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """The producer's name."""
     pushed: _builtins.int
-    """Its highest sequence ID handed to the log, -1 if there is none."""
+    """The producer's highest sequence ID handed to the log, -1 if there is none."""
     persisted: _builtins.int
-    """Its highest sequence ID confirmed by the log, -1 if there is none."""
+    """The producer's highest sequence ID confirmed by the log, -1 if there is none."""
     epoch: _builtins.int
-    """The epoch that owns the name; 0 if nobody ever opened it."""
+    """The epoch that owns the producer name; 0 if nobody has ever opened the name."""
     def __init__(
         self,
         *,
@@ -691,27 +730,29 @@ class CreateTopicRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     partitions: _builtins.int
-    """0: it is not partitioned. Otherwise the number of its partitions, permanently: 1 to 1,024."""
+    """The number of partitions, 1 to 1,024, which never changes. 0: the topic is not partitioned."""
     entry_format: Global___EntryFormat.ValueType
-    """The layout of its entries, permanently. It can be chosen only if the log is Pulsar's: `INVALID_REQUEST` elsewhere."""
+    """The layout of the topic's entries, which never changes. It can be chosen only if the log is in Pulsar (otherwise
+    `INVALID_REQUEST`).
+    """
     deduplication_mode: Global___DeduplicationMode.ValueType
-    """What identifies its messages, permanently; omitted: sequence IDs. Deduplication IDs only if the log is the
-    sidecar's own: `INVALID_REQUEST` elsewhere.
+    """What identifies the topic's messages, which never changes; omitted: sequence IDs. Deduplication IDs are possible
+    only if the log is the sidecar's own (otherwise `INVALID_REQUEST`).
     """
     deduplication_route: Global___DeduplicationRoute.ValueType
-    """What selects the partition of its messages, permanently; omitted: their IDs. Only for a topic of deduplication IDs
-    with partitions: `INVALID_REQUEST` elsewhere.
+    """What selects the partition of the topic's messages, which never changes; omitted: the deduplication ID. Only for a
+    partitioned topic of deduplication IDs (otherwise `INVALID_REQUEST`).
     """
     schema: _builtins.str
-    """The schema by which consumers of Pulsar's own clients decode its messages: the JSON object that
-    `pulsar-admin schemas upload` takes, with `type`, `schema` and `properties`. Only if the log is Pulsar's and
-    entries are `ENTRY_FORMAT_PLAIN`: `INVALID_REQUEST` elsewhere. Publishers must encode their payloads by it: the
-    sidecar does not check them.
+    """The schema with which consumers of Pulsar's own clients decode the topic's messages: the JSON object that
+    `pulsar-admin schemas upload` accepts, with `type`, `schema` and `properties`. Only if the log is in Pulsar and
+    entries are `ENTRY_FORMAT_PLAIN` (otherwise `INVALID_REQUEST`). Publishers must encode their payloads with this
+    schema. The sidecar does not check the payloads.
     """
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """Its policy, or that of each partition. Omitted: all of it is inherited. Partitions cannot have `GAP_POLICY_REJECT`:
-        sequence IDs count over all of them, so that each has gaps.
+        """The policy of the topic, or of each partition. Omitted: all values are inherited. Partitions cannot have
+        `GAP_POLICY_REJECT`: producers number their messages across all partitions, so each partition has gaps.
         """
 
     def __init__(
@@ -742,7 +783,7 @@ class CreateTopicResponse(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def topic(self) -> Global___Topic:
-        """As it is now."""
+        """The topic's current state."""
 
     def __init__(
         self,
@@ -781,7 +822,7 @@ Global___DeleteTopicRequest: _TypeAlias = DeleteTopicRequest  # noqa: Y015
 
 @_typing.final
 class DeleteTopicResponse(_message.Message):
-    """It is gone."""
+    """The topic is deleted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -805,9 +846,9 @@ class ListTopicsRequest(_message.Message):
     AFTER_FIELD_NUMBER: _builtins.int
     ONLY_HERE_FIELD_NUMBER: _builtins.int
     after: _builtins.str
-    """List names after this one. Empty: from the first."""
+    """List topics whose names are after this name. Empty: begin with the first topic."""
     only_here: _builtins.bool
-    """Only topics of this process. Otherwise the topics of all shards are listed, or there is an error."""
+    """List only topics of this process. Otherwise the answer has the topics of all shards, or the call fails."""
     def __init__(
         self,
         *,
@@ -831,10 +872,10 @@ class ListTopicsResponse(_message.Message):
     TOPICS_FIELD_NUMBER: _builtins.int
     NEXT_FIELD_NUMBER: _builtins.int
     next: _builtins.str
-    """What to give as `after` for the next page; empty if this is the last."""
+    """The `after` for the next page; empty if this is the last page."""
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Topic]:
-        """By name."""
+        """Sorted by name."""
 
     def __init__(
         self,
@@ -852,7 +893,7 @@ Global___ListTopicsResponse: _TypeAlias = ListTopicsResponse  # noqa: Y015
 
 @_typing.final
 class GetTopicRequest(_message.Message):
-    """A topic to show."""
+    """A request for a topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -881,7 +922,7 @@ class GetTopicResponse(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def topic(self) -> Global___Topic:
-        """As it is now."""
+        """The topic's current state."""
 
     def __init__(
         self,
@@ -898,7 +939,7 @@ Global___GetTopicResponse: _TypeAlias = GetTopicResponse  # noqa: Y015
 
 @_typing.final
 class SetTopicPolicyRequest(_message.Message):
-    """A policy to set."""
+    """A request to set a policy."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -933,7 +974,7 @@ class SetTopicPolicyResponse(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def topic(self) -> Global___Topic:
-        """The topic as it is now."""
+        """The topic's current state."""
 
     def __init__(
         self,
@@ -950,7 +991,7 @@ Global___SetTopicPolicyResponse: _TypeAlias = SetTopicPolicyResponse  # noqa: Y0
 
 @_typing.final
 class GetTopicPolicyRequest(_message.Message):
-    """A policy to show."""
+    """A request for a policy."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -980,11 +1021,11 @@ class GetTopicPolicyResponse(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """What is set for this topic."""
+        """The values that are set for this topic."""
 
     @_builtins.property
     def applied(self) -> Global___TopicPolicy:
-        """What is in force, each value of it."""
+        """All values in force."""
 
     def __init__(
         self,
@@ -1002,7 +1043,7 @@ Global___GetTopicPolicyResponse: _TypeAlias = GetTopicPolicyResponse  # noqa: Y0
 
 @_typing.final
 class RemoveTopicPolicyRequest(_message.Message):
-    """Values to be inherited again."""
+    """A request to remove values, which are then inherited."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1012,7 +1053,7 @@ class RemoveTopicPolicyRequest(_message.Message):
     """The topic, see `OpenRequest.topic`."""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Fields of `TopicPolicy` by name; none: all of them."""
+        """The names of fields of `TopicPolicy`; empty: all fields."""
 
     def __init__(
         self,
@@ -1037,7 +1078,7 @@ class RemoveTopicPolicyResponse(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def topic(self) -> Global___Topic:
-        """The topic as it is now."""
+        """The topic's current state."""
 
     def __init__(
         self,
@@ -1054,7 +1095,7 @@ Global___RemoveTopicPolicyResponse: _TypeAlias = RemoveTopicPolicyResponse  # no
 
 @_typing.final
 class SetNamespacePolicyRequest(_message.Message):
-    """A policy to set."""
+    """A request to set a policy."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1064,7 +1105,9 @@ class SetNamespacePolicyRequest(_message.Message):
     namespace: _builtins.str
     """The namespace: `tenant/namespace`."""
     only_here: _builtins.bool
-    """Only in this process. Otherwise, if topics are spread over several, all of them set it."""
+    """Change the policy only in this process. Otherwise, if topics are spread over several processes, all processes
+    change it.
+    """
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """The values to set, at least one."""
@@ -1094,11 +1137,11 @@ class SetNamespacePolicyResponse(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """What is set for this namespace now."""
+        """The values that are now set for this namespace."""
 
     @_builtins.property
     def applied(self) -> Global___TopicPolicy:
-        """What its topics inherit, each value of it."""
+        """All values that the namespace's topics inherit."""
 
     def __init__(
         self,
@@ -1116,7 +1159,7 @@ Global___SetNamespacePolicyResponse: _TypeAlias = SetNamespacePolicyResponse  # 
 
 @_typing.final
 class GetNamespacePolicyRequest(_message.Message):
-    """A policy to show."""
+    """A request for a policy."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1146,11 +1189,11 @@ class GetNamespacePolicyResponse(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """What is set for this namespace."""
+        """The values that are set for this namespace."""
 
     @_builtins.property
     def applied(self) -> Global___TopicPolicy:
-        """What its topics inherit, each value of it."""
+        """All values that the namespace's topics inherit."""
 
     def __init__(
         self,
@@ -1168,7 +1211,7 @@ Global___GetNamespacePolicyResponse: _TypeAlias = GetNamespacePolicyResponse  # 
 
 @_typing.final
 class RemoveNamespacePolicyRequest(_message.Message):
-    """Values to be inherited again."""
+    """A request to remove values, which are then inherited."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1181,7 +1224,7 @@ class RemoveNamespacePolicyRequest(_message.Message):
     """See `SetNamespacePolicyRequest.only_here`."""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Fields of `TopicPolicy` by name; none: all of them."""
+        """The names of fields of `TopicPolicy`; empty: all fields."""
 
     def __init__(
         self,
@@ -1208,11 +1251,11 @@ class RemoveNamespacePolicyResponse(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """What is set for this namespace now."""
+        """The values that are now set for this namespace."""
 
     @_builtins.property
     def applied(self) -> Global___TopicPolicy:
-        """What its topics inherit, each value of it."""
+        """All values that the namespace's topics inherit."""
 
     def __init__(
         self,
@@ -1240,9 +1283,9 @@ class ListProducersRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     offset: _builtins.int
-    """0 for the first page, else the `next_offset` of the page before: it is opaque."""
+    """0 for the first page, else the `next_offset` of the previous page, which is an opaque value."""
     limit: _builtins.int
-    """The most producers to answer, up to 1,000; 0: 1,000."""
+    """The most producers in the answer, up to 1,000; 0: 1,000."""
     def __init__(
         self,
         *,
@@ -1267,13 +1310,13 @@ class ListProducersResponse(_message.Message):
     PRODUCERS_FIELD_NUMBER: _builtins.int
     NEXT_OFFSET_FIELD_NUMBER: _builtins.int
     next_offset: _builtins.int
-    """What to give as `offset` for the next page; 0 if this is the last. If names of forgotten producers have been freed
-    since, or the sidecar has started again, the next page is the first one again: a name may come twice, none is
-    omitted.
+    """The `offset` for the next page; 0 if this is the last page. If names of forgotten producers have been freed
+    meanwhile, or the sidecar has restarted, the next page is the first page again. So a name may be returned twice,
+    but no name is omitted.
     """
     @_builtins.property
     def producers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Producer]:
-        """In the order in which they first came."""
+        """The producers, in the order of their first use."""
 
     def __init__(
         self,
@@ -1291,7 +1334,7 @@ Global___ListProducersResponse: _TypeAlias = ListProducersResponse  # noqa: Y015
 
 @_typing.final
 class GetProducerRequest(_message.Message):
-    """A producer to show."""
+    """A request for a producer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1300,7 +1343,7 @@ class GetProducerRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     producer_name: _builtins.str
-    """Its name."""
+    """The producer's name."""
     def __init__(
         self,
         *,
@@ -1324,7 +1367,7 @@ class GetProducerResponse(_message.Message):
     PRODUCER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def producer(self) -> Global___Producer:
-        """As it is now."""
+        """The producer's current state."""
 
     def __init__(
         self,
@@ -1341,7 +1384,7 @@ Global___GetProducerResponse: _TypeAlias = GetProducerResponse  # noqa: Y015
 
 @_typing.final
 class GetMessageStateRequest(_message.Message):
-    """A message to look for."""
+    """A request for the state of a message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1352,11 +1395,11 @@ class GetMessageStateRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     producer_name: _builtins.str
-    """The producer's name; one that is not known has seen nothing."""
+    """The producer's name. All messages of an unknown producer are `MESSAGE_STATE_NOT_SEEN`."""
     sequence_id: _builtins.int
     """The sequence ID, 0 or higher."""
     deduplication_id: _builtins.bytes
-    """In a topic of deduplication IDs the message's ID, instead of the two before."""
+    """In a topic of deduplication IDs: the message's ID, instead of `producer_name` and `sequence_id`."""
     def __init__(
         self,
         *,
@@ -1375,7 +1418,7 @@ Global___GetMessageStateRequest: _TypeAlias = GetMessageStateRequest  # noqa: Y0
 
 @_typing.final
 class GetMessageStateResponse(_message.Message):
-    """What is known of it. The answers to sending it now hold if the topic deduplicates."""
+    """The state of the message. The verdicts for sending it now apply if the topic deduplicates."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1386,12 +1429,12 @@ class GetMessageStateResponse(_message.Message):
     PUSHED_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
     state: Global___MessageState.ValueType
-    """Its state."""
+    """The message's state."""
     in_flight_ms: _builtins.int
-    """How long it has been in flight, in milliseconds, if it is."""
+    """If the message is in flight: the time for which it has been in flight, in milliseconds."""
     publish_time_ms: _builtins.int
-    """When the log took it, in milliseconds since 1970, if it is `MESSAGE_STATE_STORED` and still there; 0 if that is not
-    known.
+    """With `MESSAGE_STATE_STORED`, if the log still has the message: the time when the log accepted it, in milliseconds
+    since 1970; 0 if the time is unknown.
     """
     pushed: _builtins.int
     """The producer's highest sequence ID handed to the log, -1 if there is none."""
@@ -1399,7 +1442,7 @@ class GetMessageStateResponse(_message.Message):
     """The producer's highest sequence ID confirmed by the log, -1 if there is none."""
     @_builtins.property
     def position(self) -> _batch_pb2.Position:
-        """Its position, if it is `MESSAGE_STATE_STORED`. If several have this ID, it is the newest."""
+        """With `MESSAGE_STATE_STORED`: the message's position. If several messages have this ID, the position of the newest."""
 
     def __init__(
         self,
@@ -1421,7 +1464,7 @@ Global___GetMessageStateResponse: _TypeAlias = GetMessageStateResponse  # noqa: 
 
 @_typing.final
 class ListInFlightRequest(_message.Message):
-    """A topic in which to look for messages in flight."""
+    """A request for the messages in flight of a topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1430,7 +1473,7 @@ class ListInFlightRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     longer_than_ms: _builtins.int
-    """Only messages that have been in flight for at least this time, 0 or higher."""
+    """Count only messages that have been in flight for at least this time, 0 or higher."""
     def __init__(
         self,
         *,
@@ -1447,7 +1490,7 @@ Global___ListInFlightRequest: _TypeAlias = ListInFlightRequest  # noqa: Y015
 
 @_typing.final
 class InFlight(_message.Message):
-    """What a producer has in flight."""
+    """The messages that a producer has in flight."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1456,13 +1499,13 @@ class InFlight(_message.Message):
     LAST_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_MS_FIELD_NUMBER: _builtins.int
     producer_name: _builtins.str
-    """Its name."""
+    """The producer's name."""
     first_sequence_id: _builtins.int
     """The lowest sequence ID in flight for at least that time."""
     last_sequence_id: _builtins.int
     """The highest sequence ID in flight for at least that time."""
     in_flight_ms: _builtins.int
-    """How long the oldest of them has been in flight, in milliseconds."""
+    """The time for which the oldest of these messages has been in flight, in milliseconds."""
     def __init__(
         self,
         *,
@@ -1481,17 +1524,19 @@ Global___InFlight: _TypeAlias = InFlight  # noqa: Y015
 
 @_typing.final
 class ListInFlightResponse(_message.Message):
-    """What is in flight."""
+    """The producers with messages in flight."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     PRODUCERS_FIELD_NUMBER: _builtins.int
     producers: _builtins.int
-    """The number of producers that have something in flight for at least that time, including those that are not listed."""
+    """The number of producers that have had messages in flight for at least that time, including producers that are not
+    listed.
+    """
     @_builtins.property
     def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___InFlight]:
-        """The longest first."""
+        """The producers, the longest time in flight first."""
 
     def __init__(
         self,
@@ -1521,7 +1566,9 @@ class ResetProducerRequest(_message.Message):
     producer_name: _builtins.str
     """The producer's name."""
     persisted: _builtins.int
-    """Its highest persisted sequence ID from now on, -1 for none. Not above what it has sent."""
+    """The producer's new highest persisted sequence ID, -1 for none. It must not be above the IDs that the producer has
+    sent.
+    """
     def __init__(
         self,
         *,
@@ -1546,10 +1593,10 @@ class ResetProducerResponse(_message.Message):
     PRODUCER_FIELD_NUMBER: _builtins.int
     PERSISTED_BEFORE_FIELD_NUMBER: _builtins.int
     persisted_before: _builtins.int
-    """Its highest persisted sequence ID before."""
+    """The producer's highest persisted sequence ID before the reset."""
     @_builtins.property
     def producer(self) -> Global___Producer:
-        """As it is now."""
+        """The producer's current state."""
 
     def __init__(
         self,
@@ -1613,7 +1660,7 @@ Global___SnapshotResponse: _TypeAlias = SnapshotResponse  # noqa: Y015
 
 @_typing.final
 class ExportWatermarksRequest(_message.Message):
-    """A topic whose watermarks are wanted."""
+    """A request for the watermarks of a topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1635,7 +1682,7 @@ Global___ExportWatermarksRequest: _TypeAlias = ExportWatermarksRequest  # noqa: 
 
 @_typing.final
 class ExportWatermarksResponse(_message.Message):
-    """Some producers, in columns. All answers together have each producer once, in no order."""
+    """Some producers, in columns. All answers together have each producer once, in any order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1643,10 +1690,10 @@ class ExportWatermarksResponse(_message.Message):
     PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
     producer_names: _builtins.bytes
-    """The names one after the other, UTF-8."""
+    """The names, one after the other, in UTF-8."""
     @_builtins.property
     def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where each name starts and the last one ends: one value more than there are names, from 0."""
+        """The offset at which each name starts, and the offset at which the last name ends. The first offset is 0."""
 
     @_builtins.property
     def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1669,8 +1716,8 @@ Global___ExportWatermarksResponse: _TypeAlias = ExportWatermarksResponse  # noqa
 
 @_typing.final
 class ImportWatermarksRequest(_message.Message):
-    """Some watermarks, in columns, at most 1 MiB in all. Over all messages of a call the names rise, compared as unsigned
-    bytes, and none comes twice.
+    """Some watermarks, in columns. A message has at most 1 MiB. Over all messages of a call, the names are strictly
+    ascending, compared as unsigned bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1683,12 +1730,12 @@ class ImportWatermarksRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`; in the first message."""
     producer_names: _builtins.bytes
-    """The names, without control characters."""
+    """The names, one after the other, in UTF-8 without control characters."""
     producers: _builtins.int
-    """In the last message, the number of producers in all messages. Without it nothing is imported."""
+    """In the last message: the number of producers in all messages. Without this number, nothing is imported."""
     @_builtins.property
     def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See `ExportWatermarksResponse`. None in a message without producers."""
+        """See `ExportWatermarksResponse`. Empty in a message without producers."""
 
     @_builtins.property
     def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1721,7 +1768,7 @@ class ImportWatermarksResponse(_message.Message):
 
     PRODUCERS_FIELD_NUMBER: _builtins.int
     producers: _builtins.int
-    """How many producers were imported."""
+    """The number of imported producers."""
     def __init__(
         self,
         *,
@@ -1737,8 +1784,8 @@ Global___ImportWatermarksResponse: _TypeAlias = ImportWatermarksResponse  # noqa
 
 @_typing.final
 class ImportWindowRequest(_message.Message):
-    """A part of a file of deduplication IDs (`docs/internals/formats-window.md`). Its blocks come unchanged and in their
-    order, one or none per message.
+    """A part of a file of deduplication IDs (`docs/internals/formats-window.md`). The file's blocks are sent unchanged and
+    in their order, at most one block per message.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1754,7 +1801,7 @@ class ImportWindowRequest(_message.Message):
     block: _builtins.bytes
     """A block."""
     ids: _builtins.int
-    """In the last message, the number of IDs in all blocks. Without it nothing is imported."""
+    """In the last message: the number of IDs in all blocks. Without this number, nothing is imported."""
     def __init__(
         self,
         *,
@@ -1781,7 +1828,7 @@ class ImportWindowResponse(_message.Message):
 
     IDS_FIELD_NUMBER: _builtins.int
     ids: _builtins.int
-    """How many IDs were imported."""
+    """The number of imported IDs."""
     def __init__(
         self,
         *,
@@ -1797,7 +1844,7 @@ Global___ImportWindowResponse: _TypeAlias = ImportWindowResponse  # noqa: Y015
 
 @_typing.final
 class SnapshotHead(_message.Message):
-    """The topic of a snapshot, and its moment."""
+    """The topic of a snapshot, and the topic's state as of the snapshot's moment."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1812,28 +1859,28 @@ class SnapshotHead(_message.Message):
     topic: _builtins.str
     """The full name of the topic."""
     term: _builtins.int
-    """The term of its owner."""
+    """The term of the topic's owner."""
     broker_position: _builtins.bytes
-    """The position of the last entry in a broker's own log, empty if there is none. For a Pulsar topic its place
-    (docs/internals/formats-pulsar.md). Empty for the embedded log.
+    """If the log belongs to a broker: the position of the log's last entry; empty if there is no entry. For a Pulsar
+    topic: the place in its log (docs/internals/formats-pulsar.md). Empty for the embedded log.
     """
     producers: _builtins.int
-    """How many producers it has."""
+    """The number of producers in the snapshot."""
     has_forgotten: _builtins.bool
-    """Whether producers were ever forgotten, by the inactivity policy."""
+    """Whether the inactivity policy has ever forgotten producers."""
     @_builtins.property
     def position(self) -> _batch_pb2.Position:
-        """The position of the last message that it covers, with the topic's incarnation. If the log is a broker's own, its
-        index counts that log's entries.
+        """The position of the last message that the snapshot covers, with the topic's incarnation. If the log belongs to a
+        broker, the position's index counts the entries of that log.
         """
 
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
-        """What is set for the topic there."""
+        """The values that were set for the topic."""
 
     @_builtins.property
     def cursors(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.ControlCursor]:
-        """The named cursors of the topic there."""
+        """The named cursors of the topic."""
 
     def __init__(
         self,
@@ -1857,7 +1904,9 @@ Global___SnapshotHead: _TypeAlias = SnapshotHead  # noqa: Y015
 
 @_typing.final
 class SnapshotPart(_message.Message):
-    """A part of a snapshot: its head, only in the first part, and some producers in columns, in the order of their numbers."""
+    """A part of a snapshot: the head (only in the first part), and some producers in columns, in the order of their
+    numbers.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1868,14 +1917,14 @@ class SnapshotPart(_message.Message):
     EPOCHS_FIELD_NUMBER: _builtins.int
     STATED_FIELD_NUMBER: _builtins.int
     producer_names: _builtins.bytes
-    """The names one after the other, UTF-8."""
+    """The names, one after the other, in UTF-8."""
     @_builtins.property
     def head(self) -> Global___SnapshotHead:
         """In the first part."""
 
     @_builtins.property
     def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where each name starts and the last one ends: one value more than there are names, from 0."""
+        """The offset at which each name starts, and the offset at which the last name ends. The first offset is 0."""
 
     @_builtins.property
     def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1883,11 +1932,11 @@ class SnapshotPart(_message.Message):
 
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The newest epoch of each that its log confirms, 0 if there is none."""
+        """For each producer, the newest epoch that the topic's log confirms, 0 if there is none."""
 
     @_builtins.property
     def stated(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The index from which on the log states both of each, -1 if that is not known."""
+        """For each producer, the index from which on the log has records with both numbers, -1 if this index is unknown."""
 
     def __init__(
         self,
@@ -1909,7 +1958,7 @@ Global___SnapshotPart: _TypeAlias = SnapshotPart  # noqa: Y015
 
 @_typing.final
 class ExportSnapshotRequest(_message.Message):
-    """A topic whose snapshot is wanted."""
+    """A request for the snapshot of a topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1938,7 +1987,7 @@ class ExportSnapshotResponse(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def part(self) -> Global___SnapshotPart:
-        """It."""
+        """The part of the snapshot."""
 
     def __init__(
         self,
@@ -1965,7 +2014,7 @@ class ImportSnapshotRequest(_message.Message):
     """The topic, see `OpenRequest.topic`; in the first message."""
     @_builtins.property
     def part(self) -> Global___SnapshotPart:
-        """As it was exported."""
+        """A part, unchanged since it was exported."""
 
     def __init__(
         self,
@@ -1990,7 +2039,7 @@ class ImportSnapshotResponse(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def topic(self) -> Global___Topic:
-        """The topic as it is now."""
+        """The topic's current state."""
 
     def __init__(
         self,
@@ -2007,7 +2056,7 @@ Global___ImportSnapshotResponse: _TypeAlias = ImportSnapshotResponse  # noqa: Y0
 
 @_typing.final
 class RebuildTopicRequest(_message.Message):
-    """A topic whose records are to be built again."""
+    """A request to rebuild the store's records of a topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2036,7 +2085,7 @@ class RebuildTopicResponse(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def topic(self) -> Global___Topic:
-        """The topic as it is now."""
+        """The topic's current state."""
 
     def __init__(
         self,
@@ -2053,7 +2102,7 @@ Global___RebuildTopicResponse: _TypeAlias = RebuildTopicResponse  # noqa: Y015
 
 @_typing.final
 class ListSidecarsRequest(_message.Message):
-    """A question for the sidecars."""
+    """A request for the sidecars."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2077,7 +2126,7 @@ class ListSidecarsResponse(_message.Message):
     SIDECARS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sidecars(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClusterSidecar]:
-        """By name."""
+        """Sorted by name."""
 
     def __init__(
         self,
@@ -2107,22 +2156,24 @@ class ClusterSidecar(_message.Message):
     IS_THIS_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its instance name."""
+    """The sidecar's instance name."""
     topics_owned: _builtins.int
-    """The topics that it owns."""
+    """The number of topics that the sidecar owns."""
     subscriptions: _builtins.int
-    """The topics on which it has a subscription."""
+    """The number of topics on which the sidecar has a subscription."""
     kept_entries: _builtins.int
-    """The entries that its subscriptions keep, in all topics."""
+    """The number of entries that the sidecar's subscriptions keep, in all topics."""
     kept_bytes: _builtins.int
-    """Their bytes."""
+    """The bytes of these entries."""
     is_this: _builtins.bool
-    """Whether it is the one that was asked."""
+    """Whether this is the sidecar that answers."""
     shards: _builtins.str
-    """The shards that it has, as `0-15,20`, if its log is its own. Then its name is its address."""
+    """If topics are spread over several processes: the shards of this process, such as `0-15,20`. The process's name is
+    then its address.
+    """
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Its known addresses. Two addresses may be two sidecars that have one name, which must not be."""
+        """The sidecar's known addresses. Two addresses may mean that two sidecars have the same name, which is not allowed."""
 
     def __init__(
         self,
@@ -2146,13 +2197,13 @@ Global___ClusterSidecar: _TypeAlias = ClusterSidecar  # noqa: Y015
 
 @_typing.final
 class ForgetSidecarRequest(_message.Message):
-    """A sidecar that is gone permanently."""
+    """A request to forget a sidecar that will never run again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its instance name."""
+    """The sidecar's instance name."""
     def __init__(
         self,
         *,
@@ -2168,14 +2219,14 @@ Global___ForgetSidecarRequest: _TypeAlias = ForgetSidecarRequest  # noqa: Y015
 
 @_typing.final
 class ForgetSidecarResponse(_message.Message):
-    """Its subscriptions are removed."""
+    """The sidecar's subscriptions are removed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOPICS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def topics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The topics on which it had one."""
+        """The topics on which the sidecar had a subscription."""
 
     def __init__(
         self,
@@ -2192,7 +2243,7 @@ Global___ForgetSidecarResponse: _TypeAlias = ForgetSidecarResponse  # noqa: Y015
 
 @_typing.final
 class MoveTopicRequest(_message.Message):
-    """A topic that another sidecar is to have."""
+    """A request to move a topic to another sidecar."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2201,7 +2252,7 @@ class MoveTopicRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     to: _builtins.str
-    """The address of the sidecar; empty: the first one that takes it."""
+    """The address of the other sidecar; empty: the first sidecar that takes the topic."""
     def __init__(
         self,
         *,
@@ -2218,13 +2269,13 @@ Global___MoveTopicRequest: _TypeAlias = MoveTopicRequest  # noqa: Y015
 
 @_typing.final
 class MoveTopicResponse(_message.Message):
-    """The topic is served there."""
+    """The other sidecar serves the topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OWNER_ADDRESS_FIELD_NUMBER: _builtins.int
     owner_address: _builtins.str
-    """The address of its new owner."""
+    """The address of the topic's new owner."""
     def __init__(
         self,
         *,
@@ -2240,7 +2291,7 @@ Global___MoveTopicResponse: _TypeAlias = MoveTopicResponse  # noqa: Y015
 
 @_typing.final
 class TakeTopicRequest(_message.Message):
-    """A topic that the asked sidecar is to have."""
+    """A request to take a topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2291,13 +2342,13 @@ class MovedTopic(_message.Message):
     topic: _builtins.str
     """The full name."""
     incarnation: _builtins.int
-    """The topic's incarnation, which stays."""
+    """The topic's incarnation, which does not change."""
     secret: _builtins.bytes
-    """The key of its records' tags."""
+    """The key of the tags in the log's records."""
     log_format_version: _builtins.int
-    """The version of the log's records. The receiver must have the same."""
+    """The format version of the log's records. The receiver must use the same version."""
     store_format_version: _builtins.int
-    """The version of the store's records. The receiver must have the same."""
+    """The format version of the store's records. The receiver must use the same version."""
     def __init__(
         self,
         *,
@@ -2317,7 +2368,7 @@ Global___MovedTopic: _TypeAlias = MovedTopic  # noqa: Y015
 
 @_typing.final
 class LogPart(_message.Message):
-    """A part of a segment of a log. It continues where the part before it ended."""
+    """A part of a segment of a log. It continues where the previous part ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2327,9 +2378,9 @@ class LogPart(_message.Message):
     base_index: _builtins.int
     """The index with which the segment begins."""
     offset: _builtins.int
-    """The place in the segment's file."""
+    """The offset in the segment's file."""
     data: _builtins.bytes
-    """The bytes there."""
+    """The bytes at this offset."""
     def __init__(
         self,
         *,
@@ -2357,13 +2408,13 @@ class ReceiveTopicRequest(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     SNAPSHOT_END_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.bytes
-    """A piece, of any size, of a durable snapshot from which the log continues: all its records in the store, one after
-    the other. Each record has the lengths of key and value, as 32 bits (little-endian), then key and value as they are
-    in the store.
+    """A piece, of any size, of a durable snapshot that the log continues: all records of the snapshot in the store, one
+    after the other. Each record has the lengths of its key and value, as 32 bits (little-endian), then the key and the
+    value as they are in the store.
     """
     snapshot_end: _builtins.bool
-    """All of the snapshot has come. It is answered when the asked sidecar has read the snapshot. Only for a sidecar whose
-    first answer has `reads_snapshot`; any other one reads it at the end.
+    """The whole snapshot was sent. The receiver answers this message when it has read the snapshot. Send it only to a
+    receiver whose first answer has `reads_snapshot`. Other receivers read the snapshot at the end.
     """
     @_builtins.property
     def head(self) -> Global___MovedTopic:
@@ -2371,11 +2422,11 @@ class ReceiveTopicRequest(_message.Message):
 
     @_builtins.property
     def log(self) -> Global___LogPart:
-        """Of the log."""
+        """A part of the log."""
 
     @_builtins.property
     def end(self) -> Global___MovedEnd:
-        """In the last message: it may serve."""
+        """In the last message: the receiver may serve the topic."""
 
     def __init__(
         self,
@@ -2396,13 +2447,13 @@ Global___ReceiveTopicRequest: _TypeAlias = ReceiveTopicRequest  # noqa: Y015
 
 @_typing.final
 class MovedEnd(_message.Message):
-    """All of a topic that is moved has come."""
+    """The end of a moved topic: all data was sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
     next_index: _builtins.int
-    """The index after its last message."""
+    """The index after the topic's last message."""
     def __init__(
         self,
         *,
@@ -2418,16 +2469,18 @@ Global___MovedEnd: _TypeAlias = MovedEnd  # noqa: Y015
 
 @_typing.final
 class ReceiveTopicResponse(_message.Message):
-    """First: it takes the topic. After `snapshot_end`: it has read the snapshot. Last: it has the topic."""
+    """First answer: the receiver accepts the topic. Answer to `snapshot_end`: the receiver has read the snapshot. Last
+    answer: the receiver has the topic.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RECEIVER_FIELD_NUMBER: _builtins.int
     READS_SNAPSHOT_FIELD_NUMBER: _builtins.int
     receiver: _builtins.bytes
-    """The data directory that takes it, 16 bytes, and the move, 16 bytes."""
+    """The ID of the receiving data directory, 16 bytes, and the ID of the move, 16 bytes."""
     reads_snapshot: _builtins.bool
-    """Whether it answers `snapshot_end`."""
+    """Whether the receiver answers `snapshot_end`."""
     def __init__(
         self,
         *,
@@ -2444,7 +2497,7 @@ Global___ReceiveTopicResponse: _TypeAlias = ReceiveTopicResponse  # noqa: Y015
 
 @_typing.final
 class SettleMoveRequest(_message.Message):
-    """A topic that was to be moved to the asked sidecar."""
+    """A request for the outcome of a move to the called sidecar."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2455,11 +2508,11 @@ class SettleMoveRequest(_message.Message):
     topic: _builtins.str
     """The full name."""
     incarnation: _builtins.int
-    """Its incarnation."""
+    """The topic's incarnation."""
     receiver: _builtins.bytes
-    """As `ReceiveTopicResponse` said."""
+    """The value of `ReceiveTopicResponse.receiver`."""
     is_known: _builtins.bool
-    """Whether the caller knows that the asked sidecar has the topic, durably."""
+    """Whether the caller knows durably that the called sidecar has the topic."""
     def __init__(
         self,
         *,
@@ -2485,11 +2538,12 @@ class SettleMoveResponse(_message.Message):
     HAS_IT_FIELD_NUMBER: _builtins.int
     IS_SERVING_FIELD_NUMBER: _builtins.int
     has_it: _builtins.bool
-    """Whether it has the topic, or, if the caller knows that, had it and has moved it on. It neither deletes nor moves
-    the topic before the caller has said that it knows.
+    """Whether the called sidecar has the topic or, if the caller knows of the move, had the topic and has moved it to
+    another sidecar. The called sidecar neither deletes nor moves the topic before the caller has confirmed that it
+    knows.
     """
     is_serving: _builtins.bool
-    """Whether it serves the topic, or has moved it on."""
+    """Whether the called sidecar serves the topic, or has moved it to another sidecar."""
     def __init__(
         self,
         *,
@@ -2506,7 +2560,7 @@ Global___SettleMoveResponse: _TypeAlias = SettleMoveResponse  # noqa: Y015
 
 @_typing.final
 class GetShardsRequest(_message.Message):
-    """Empty."""
+    """A request for the shards of a process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2523,7 +2577,7 @@ Global___GetShardsRequest: _TypeAlias = GetShardsRequest  # noqa: Y015
 
 @_typing.final
 class GetShardsResponse(_message.Message):
-    """What a process has."""
+    """The shards and state of a process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2533,15 +2587,15 @@ class GetShardsResponse(_message.Message):
     IS_SERVING_FIELD_NUMBER: _builtins.int
     TOPICS_FIELD_NUMBER: _builtins.int
     cluster_id: _builtins.str
-    """Its cluster."""
+    """The ID of the process's cluster."""
     shards: _builtins.str
-    """The shards, as `0-15,20`."""
+    """The process's shards, such as `0-15,20`."""
     process_id: _builtins.str
-    """An ID of this process alone, since it began."""
+    """A unique ID of this process, which changes at every start."""
     is_serving: _builtins.bool
-    """Whether it serves its topics, as its health says."""
+    """Whether the process serves its topics, as in its health."""
     topics: _builtins.int
-    """The number of its topics."""
+    """The number of topics of the process."""
     def __init__(
         self,
         *,
@@ -2561,7 +2615,7 @@ Global___GetShardsResponse: _TypeAlias = GetShardsResponse  # noqa: Y015
 
 @_typing.final
 class GetVersionRequest(_message.Message):
-    """A question for the version."""
+    """A request for the version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2590,17 +2644,17 @@ class GetVersionResponse(_message.Message):
     INSTANCE_NAME_FIELD_NUMBER: _builtins.int
     PULSAR_URL_FIELD_NUMBER: _builtins.int
     version: _builtins.str
-    """Of the sidecar, as its package has it."""
+    """The version of the sidecar's package."""
     record_format_version: _builtins.int
-    """The version of the stored record form that it writes."""
+    """The version of the record format that the sidecar writes."""
     uptime_seconds: _builtins.int
     """Seconds since this process began to serve."""
     max_batch_bytes: _builtins.int
-    """The most bytes an encoded batch may have."""
+    """The most bytes of an encoded batch."""
     max_batch_rows: _builtins.int
-    """The most rows a batch may have."""
+    """The most rows of a batch."""
     instance_name: _builtins.str
-    """The instance name of the sidecar, where its log is a cluster's."""
+    """The instance name of the sidecar, if its log is in a Pulsar cluster."""
     pulsar_url: _builtins.str
     """The URL of its door for clients of Apache Pulsar, `pulsar://host:port` or `pulsar+ssl://host:port`; empty without a
     door, or if the door's address is not known.
@@ -2626,7 +2680,7 @@ Global___GetVersionResponse: _TypeAlias = GetVersionResponse  # noqa: Y015
 
 @_typing.final
 class GetStatisticsRequest(_message.Message):
-    """A question for statistics. Those of the whole process are always answered."""
+    """A request for statistics. The answer always has the statistics of the whole process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2636,15 +2690,15 @@ class GetStatisticsRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     TOPIC_FIELD_NUMBER: _builtins.int
     search: _builtins.str
-    """Only topics whose full name contains this, ignoring capitals; empty: all."""
+    """Return only topics whose full names contain this text, ignoring case; empty: all topics."""
     order: Global___StatisticsOrder.ValueType
-    """The order of the topics."""
+    """The order of the topics in the answer."""
     offset: _builtins.int
     """The number of topics to skip at the beginning."""
     limit: _builtins.int
-    """The most topics to answer, up to 500; 0: 50."""
+    """The most topics in the answer, up to 500; 0: 50."""
     topic: _builtins.str
-    """Only this topic, see `OpenRequest.topic`; empty: all."""
+    """Return only this topic, see `OpenRequest.topic`; empty: all topics."""
     def __init__(
         self,
         *,
@@ -2681,38 +2735,38 @@ class GetStatisticsResponse(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     REPLAY_LEFT_MESSAGES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
-    """Of the sidecar, as its package has it."""
+    """The version of the sidecar's package."""
     uptime_seconds: _builtins.int
     """Seconds since this process began to serve."""
     is_serving: _builtins.bool
-    """Whether it serves, as the health of the whole says."""
+    """Whether the process serves, as in its overall health."""
     now_ms: _builtins.int
-    """When it was asked, in milliseconds since 1970, by the sidecar's clock."""
+    """The time of the answer, in milliseconds since 1970, by the sidecar's clock."""
     interval_ms: _builtins.int
-    """The length of an interval."""
+    """The length of an interval, in milliseconds."""
     topics_found: _builtins.int
     """The number of topics that match `search`, on all pages."""
     replay_left_messages: _builtins.int
     """The number of messages that topics must still read before they serve, as far as their logs' extents are known."""
     @_builtins.property
     def activity(self) -> Global___Activity:
-        """What all topics did."""
+        """The activity of all topics together."""
 
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCount]:
-        """How many topics there are in each state."""
+        """The number of topics in each state."""
 
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicStatistics]:
-        """The topics that were asked for."""
+        """The requested topics."""
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Warning]:
-        """Its last warnings, the newest first, at most 50."""
+        """The last warnings of the process, the newest first, at most 50."""
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReasonCount]:
-        """The errors that callers received in all intervals, from any call, the most frequent first."""
+        """The errors that callers received from all calls in all intervals, the most frequent error first."""
 
     def __init__(
         self,
@@ -2740,9 +2794,9 @@ Global___GetStatisticsResponse: _TypeAlias = GetStatisticsResponse  # noqa: Y015
 
 @_typing.final
 class Activity(_message.Message):
-    """What happened in each of the last intervals, the oldest first, at most 200: each list has the same number of values.
-    The lists are empty before the first interval has ended. They are also empty for a topic in which nothing has
-    happened in any of them, and for active topics beyond the first 5,000.
+    """The activity in each of the last intervals, the oldest first, at most 200. All lists have the same number of values.
+    The lists are empty before the first interval has ended. They are also empty for a topic without activity in these
+    intervals, and for active topics beyond the first 5,000.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2754,23 +2808,23 @@ class Activity(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def not_dup(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rows `NOT_DUP`, which were stored."""
+        """The numbers of `NOT_DUP` rows, which were stored."""
 
     @_builtins.property
     def dup(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rows `DUP`."""
+        """The numbers of `DUP` rows."""
 
     @_builtins.property
     def unknown(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rows `UNKNOWN`."""
+        """The numbers of `UNKNOWN` rows."""
 
     @_builtins.property
     def refused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Frames refused."""
+        """The numbers of refused frames."""
 
     @_builtins.property
     def stored_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Bytes stored, where the log is not a broker's own."""
+        """The numbers of stored bytes, if the log does not belong to a broker."""
 
     def __init__(
         self,
@@ -2791,7 +2845,7 @@ Global___Activity: _TypeAlias = Activity  # noqa: Y015
 
 @_typing.final
 class ReasonCount(_message.Message):
-    """How often callers received an error."""
+    """The number of times that callers received an error."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2800,7 +2854,7 @@ class ReasonCount(_message.Message):
     reason: _builtins.str
     """The reason, see docs/reference/errors.md."""
     count: _builtins.int
-    """How often."""
+    """The number of times."""
     def __init__(
         self,
         *,
@@ -2817,7 +2871,7 @@ Global___ReasonCount: _TypeAlias = ReasonCount  # noqa: Y015
 
 @_typing.final
 class StateCount(_message.Message):
-    """How many topics are in a state."""
+    """The number of topics in a state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2826,7 +2880,7 @@ class StateCount(_message.Message):
     state: Global___TopicState.ValueType
     """The state."""
     topics: _builtins.int
-    """How many."""
+    """The number of topics."""
     def __init__(
         self,
         *,
@@ -2843,7 +2897,7 @@ Global___StateCount: _TypeAlias = StateCount  # noqa: Y015
 
 @_typing.final
 class TopicStatistics(_message.Message):
-    """A topic and what happened in it."""
+    """A topic and its recent activity."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2852,18 +2906,18 @@ class TopicStatistics(_message.Message):
     REPLAY_LEFT_MESSAGES_FIELD_NUMBER: _builtins.int
     SNAPSHOT_AGE_MS_FIELD_NUMBER: _builtins.int
     replay_left_messages: _builtins.int
-    """The number of messages that it must still read before it serves, as far as its log's extent is known."""
+    """The number of messages that the topic must still read before it serves, as far as the extent of its log is known."""
     snapshot_age_ms: _builtins.int
-    """If there are messages that no durable snapshot covers: milliseconds since the last one became durable, or since the
-    topic was opened; else 0.
+    """If there are messages that no durable snapshot covers: the milliseconds since the last snapshot became durable, or
+    since the topic was opened; else 0.
     """
     @_builtins.property
     def topic(self) -> Global___Topic:
-        """As it is now."""
+        """The topic's current state."""
 
     @_builtins.property
     def activity(self) -> Global___Activity:
-        """What happened in it."""
+        """The topic's recent activity."""
 
     def __init__(
         self,
@@ -2891,11 +2945,11 @@ class Warning(_message.Message):
     LEVEL_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     time_ms: _builtins.int
-    """When, in milliseconds since 1970."""
+    """The time of the warning, in milliseconds since 1970."""
     level: _builtins.str
-    """How bad it is, as Python names it: warning, error or critical, in capitals."""
+    """The level, in Python's names: WARNING, ERROR or CRITICAL."""
     message: _builtins.str
-    """What was logged; often it names a reason, see docs/reference/errors.md. It may contain names that users have
+    """The logged message. It often has a reason, see docs/reference/errors.md. It may contain names that users have
     chosen.
     """
     def __init__(
@@ -2921,7 +2975,7 @@ class BackupRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """1 to 100 ASCII letters, digits and any of `._-`, of which the first is a letter or digit."""
+    """The name of the backup: 1 to 100 ASCII letters, digits and `._-`, beginning with a letter or digit."""
     def __init__(
         self,
         *,
@@ -2937,7 +2991,7 @@ Global___BackupRequest: _TypeAlias = BackupRequest  # noqa: Y015
 
 @_typing.final
 class BackupResponse(_message.Message):
-    """The progress of a backup; the last answer says that it is complete."""
+    """The progress of a backup. In the last answer, the backup is complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2949,22 +3003,24 @@ class BackupResponse(_message.Message):
     DAMAGED_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
-    """The bytes of logs and store that are in it."""
+    """The bytes of logs and store that are in the backup so far."""
     linked_bytes: _builtins.int
-    """The bytes that it shares with an earlier backup."""
+    """The bytes of files that the backup shares with an earlier backup."""
     directory: _builtins.str
-    """In the last answer, its folder on the sidecar's machine. Until then empty, as all that follows."""
+    """In the last answer: the backup's folder on the sidecar's machine. This field and all following fields are empty in
+    the other answers.
+    """
     made_at_us: _builtins.int
-    """Its moment, in microseconds since 1970."""
+    """The time of the backed-up state, in microseconds since 1970."""
     topics: _builtins.int
-    """The number of topics in it, including damaged ones."""
+    """The number of topics in the backup, including damaged topics."""
     @_builtins.property
     def damaged(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackupFault]:
-        """Damaged places of logs, in the backup as in the original."""
+        """Damaged places in logs, which are damaged in the backup and in the original."""
 
     @_builtins.property
     def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackupFault]:
-        """Topics that are not in it, because their logs cannot be read or believed."""
+        """Topics whose logs are not in the backup, because the logs cannot be read or trusted."""
 
     def __init__(
         self,
@@ -2993,7 +3049,7 @@ class ConfirmBackupRequest(_message.Message):
 
     MADE_AT_US_FIELD_NUMBER: _builtins.int
     made_at_us: _builtins.int
-    """The moment that the backup is of, as `BackupResponse.made_at_us` says."""
+    """The time of the backed-up state: the value of `BackupResponse.made_at_us`."""
     def __init__(
         self,
         *,
@@ -3034,11 +3090,11 @@ class BackupFault(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     WHAT_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
-    """Its full name."""
+    """The topic's full name."""
     incarnation: _builtins.int
-    """Its incarnation."""
+    """The topic's incarnation."""
     what: _builtins.str
-    """The problem, in words."""
+    """A description of the problem."""
     def __init__(
         self,
         *,
@@ -3056,7 +3112,7 @@ Global___BackupFault: _TypeAlias = BackupFault  # noqa: Y015
 
 @_typing.final
 class ListCursorsRequest(_message.Message):
-    """A question for the cursors of a topic."""
+    """A request for the cursors of a topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3085,7 +3141,7 @@ class ListCursorsResponse(_message.Message):
     CURSORS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicCursor]:
-        """By name."""
+        """Sorted by name."""
 
     def __init__(
         self,
@@ -3111,14 +3167,16 @@ class TopicCursor(_message.Message):
     NOTE_FIELD_NUMBER: _builtins.int
     HOLD_RETENTION_IN_MB_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """The cursor's name."""
     note: _builtins.str
-    """Its owner's note."""
+    """The note of the cursor's owner."""
     hold_retention_in_mb: _builtins.int
-    """Retention keeps the messages after this position while the log is not larger than this; 0: it does not."""
+    """Retention keeps the messages after this cursor's position while the log has at most this number of MB; 0: retention
+    ignores the cursor.
+    """
     @_builtins.property
     def position(self) -> _batch_pb2.Position:
-        """The position that it keeps."""
+        """The cursor's position."""
 
     def __init__(
         self,
@@ -3138,7 +3196,7 @@ Global___TopicCursor: _TypeAlias = TopicCursor  # noqa: Y015
 
 @_typing.final
 class SetCursorHoldRequest(_message.Message):
-    """A request that retention waits for a cursor."""
+    """A request to change how retention treats a cursor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3168,7 +3226,7 @@ Global___SetCursorHoldRequest: _TypeAlias = SetCursorHoldRequest  # noqa: Y015
 
 @_typing.final
 class SetCursorHoldResponse(_message.Message):
-    """It is in force."""
+    """The setting is in force."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3211,7 +3269,7 @@ Global___DeleteCursorRequest: _TypeAlias = DeleteCursorRequest  # noqa: Y015
 
 @_typing.final
 class DeleteCursorResponse(_message.Message):
-    """It is gone."""
+    """The cursor is removed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

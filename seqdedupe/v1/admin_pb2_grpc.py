@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """For operators.
+    """The service for operators.
     """
 
     def __init__(self, channel):
@@ -218,323 +218,336 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """For operators.
+    """The service for operators.
     """
 
     def CreateTopic(self, request, context):
-        """Creates a topic, with partitions or without. The partitions are topics, `name-partition-0` and on, and all of them
-        are created or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`,
-        `LOG_DAMAGED` if a topic of that name is damaged; `RECOVERING` if the creation takes more than 20 seconds; it
-        continues.
+        """Creates a topic, with or without partitions. The partitions are topics with the names `name-partition-0`,
+        `name-partition-1` and so on. Either all partitions are created or none. Errors: `INVALID_TOPIC_NAME`,
+        `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`; `LOG_DAMAGED` if a topic with that name is damaged;
+        `RECOVERING` if the creation takes more than 20 seconds; the creation then continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteTopic(self, request, context):
-        """Deletes a topic, its log and its producers permanently. A later topic of the name has another incarnation. The
-        topic takes nothing more from now on. A deletion that was begun continues if the call is given up. A partitioned
-        topic is deleted with all of its partitions; a single partition cannot be deleted. Errors: `TOPIC_NOT_FOUND`,
-        `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
+        """Deletes a topic, its log and its producers permanently. From the call on, the topic accepts no messages. A later
+        topic with the same name has another incarnation. If the call is cancelled, a deletion that has begun continues. A
+        partitioned topic is deleted with all its partitions. A single partition cannot be deleted. Errors:
+        `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the topic then still exists).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTopics(self, request, context):
-        """All topics, by name, 1,000 per page: partitioned ones, and also each of their partitions. If topics are spread over
-        processes, those of all. Errors: `SHARDS_INCOMPLETE` if one does not answer, `SHARD_CLAIMED_TWICE`.
+        """Returns all topics, sorted by name, 1,000 per page. The list has partitioned topics and also each of their
+        partitions. If topics are spread over several processes, the list has the topics of all processes. Errors:
+        `SHARDS_INCOMPLETE` if a process does not answer, `SHARD_CLAIMED_TWICE`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTopic(self, request, context):
-        """One topic.
+        """Returns one topic.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetTopicPolicy(self, request, context):
-        """Sets values of a topic's policy; omitted values stay as they are. When it is answered, the values are durable, and
-        in force between two frames. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and the error of a topic that takes
-        nothing now.
+        """Sets values of a topic's policy. Omitted values do not change. When the call is answered, the values are durable
+        and in force. They take effect between two frames. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and the error of a
+        topic that accepts no messages at the moment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTopicPolicy(self, request, context):
-        """What is set for a topic, and what is in force.
+        """Returns the values that are set for a topic, and the values in force.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveTopicPolicy(self, request, context):
-        """Removes values of a topic's policy, which are then inherited. As `SetTopicPolicy`.
+        """Removes values of a topic's policy, which are then inherited. Otherwise like `SetTopicPolicy`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetNamespacePolicy(self, request, context):
-        """Sets values for all topics of a namespace, also for later ones; omitted values stay as they are. When it is
-        answered, they are durable, and in force in every topic. They are in the store, not in a log: after a loss of the
-        store, set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then nothing has
-        changed). If topics are spread over processes, the process that has the namespace's shard passes the values on, and
-        others answer `NOT_OWNER`. If one does not answer, some may have them: repeat the call.
+        """Sets values for all present and future topics of a namespace. Omitted values do not change. When the call is
+        answered, the values are durable, and in force in every topic. The values are in the store, not in a log. After a
+        loss of the store, set them again. If topics are spread over several processes, the process that has the
+        namespace's shard forwards the values to the others; other processes answer `NOT_OWNER`. If a process does not
+        answer, only some processes may have the values: repeat the call. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`,
+        `STORE_UNAVAILABLE` (then nothing has changed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetNamespacePolicy(self, request, context):
-        """What is set for a namespace, and what its topics inherit.
+        """Returns the values that are set for a namespace, and the values that its topics inherit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveNamespacePolicy(self, request, context):
-        """Removes values of a namespace's policy, which are then inherited. As `SetNamespacePolicy`.
+        """Removes values of a namespace's policy, which are then inherited. Otherwise like `SetNamespacePolicy`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListProducers(self, request, context):
-        """The producers of a topic in the order in which they first came, 1,000 per page.
+        """Returns the producers of a topic in the order of their first use, 1,000 per page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetProducer(self, request, context):
-        """One producer. Error: `PRODUCER_NOT_FOUND`.
+        """Returns one producer. Error: `PRODUCER_NOT_FOUND`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMessageState(self, request, context):
-        """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
-        `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
+        """Returns the state of one message of a producer. Only for topics on the sidecar's own log. Errors:
+        `TOPIC_NOT_FOUND`, `RECOVERING` while the state is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListInFlight(self, request, context):
-        """The producers that have messages in flight for a long time, the longest first: at most 1,000. Only for topics on
-        the sidecar's own log.
+        """Returns at most 1,000 producers that have had messages in flight for a long time, the longest time first. Only for
+        topics on the sidecar's own log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetProducer(self, request, context):
-        """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
-        holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
-        answered. A client that continues under the name opens a new session, which learns the new number. Only for topics
-        on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower, or for a
-        topic of deduplication IDs; `LOG_REFUSED`: then nothing has changed, and nobody is fenced.
+        """Sets a producer's highest persisted sequence ID to a lower one. IDs above it are then new again, even if the log
+        has messages with these IDs. The call fences the producer's sessions at once, and waits until their messages in
+        flight are settled. When the call is answered, the change is durable. A client that continues under the name opens
+        a new session, and receives the new number. Only for topics on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`;
+        `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`: then nothing has
+        changed, and no session is fenced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCursors(self, request, context):
-        """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two calls.
+        """Returns the named cursors of a topic, sorted by name. This call and the next two calls are only for topics on the
+        sidecar's own log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetCursorHold(self, request, context):
-        """Makes retention keep the messages that a cursor has not passed, or stops that. Durable, and in force, when it is
-        answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+        """Sets whether retention keeps the messages after a cursor. When the call is answered, the setting is durable and in
+        force. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteCursor(self, request, context):
-        """Removes a cursor: it keeps nothing more. Error: `CURSOR_NOT_FOUND`.
+        """Removes a cursor with its position and hold. Error: `CURSOR_NOT_FOUND`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Snapshot(self, request, context):
-        """Takes a snapshot of a topic now and answers when it is durable.
+        """Takes a snapshot of a topic, and answers when the snapshot is durable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExportWatermarks(self, request, context):
-        """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
-        these producers move to. Errors: `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of
-        deduplication IDs.
+        """Returns the highest persisted sequence IDs (watermarks) of all producers of a topic, as of one moment. Producers
+        without a persisted ID are omitted. The watermarks can be imported into a new topic for these producers. Errors:
+        `RECOVERING` while the watermarks are not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportWatermarks(self, request_iterator, context):
-        """Imports watermarks into an unused topic: it has no message, and no producer has ever opened it (if the log is a
-        broker's own: it has no entry, and no broker is attached). They merge by maximum with those of an earlier import.
-        When it is answered, all of them are in force and durable. Before that, and if it is not answered, none is, or all
-        are: repeating it does no harm. If a client opens the topic meanwhile, the import fails. Errors: `TOPIC_IN_USE`,
-        `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and the error of a topic that takes nothing now.
+        """Imports watermarks into an unused topic. Unused means that the topic has no message, and no producer has ever
+        opened it. If the log belongs to a broker, it means that the log has no entry, and no broker is attached. If an
+        earlier import has a watermark for the same producer, the higher watermark counts. When the call is answered, all
+        watermarks are in force and durable. Until then, or if the call fails, either all or none are in force. The call
+        can be repeated. If a client opens the topic meanwhile, the import fails. Errors: `TOPIC_IN_USE`,
+        `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and the error of a topic that accepts no messages at the
+        moment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportWindow(self, request_iterator, context):
-        """Imports a window of deduplication IDs into a topic of such IDs that has no message yet. From then on they are
-        `DUP`, until `deduplication_window_max_minutes` after they were published. When it is answered, all of it is in
-        force and durable, or nothing is. The same window may be imported again at any time: that repairs a window of which
-        the store has lost something (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE`
-        if the topic has messages or another window, `INVALID_REQUEST` for a topic of sequence IDs, and for an invalid
-        window.
+        """Imports a window of deduplication IDs into a topic of deduplication IDs that has no message yet. Messages with
+        these IDs are then `DUP`, until `deduplication_window_max_minutes` after the IDs were published. When the call is
+        answered, the whole window is in force and durable. After an error, either the whole window is in force or no part
+        of it. The same window may be imported again at any time, which repairs a window if the store has lost a part of it
+        (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE` if the topic has messages or
+        another window; `INVALID_REQUEST` for a topic of sequence IDs, and for an invalid window.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExportSnapshot(self, request, context):
-        """A topic's snapshot as of one moment, to be saved elsewhere. Errors: as those of `ExportWatermarks`.
+        """Returns a snapshot of a topic, as of one moment, so that the caller can save it. Errors: those of
+        `ExportWatermarks`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportSnapshot(self, request_iterator, context):
-        """Replaces the snapshot in the store by a saved one, and opens the topic from it: its log is replayed from there, so
-        that everything later counts, resets included. The topic may be in any state, also `TOPIC_STATE_DAMAGED`; its
-        clients connect again. It is durable when it is answered. Until then either may be in force: repeating it does no
-        harm. If the log is a broker's own, a missing topic is created. Errors: `POSITION_OF_ANOTHER_INCARNATION`,
-        `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it does not belong to the topic's log as it is,
-        `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
+        """Replaces the snapshot in the store by a saved snapshot, and opens the topic from it. The log is replayed after the
+        snapshot's position, so later records count, including resets. The topic may be in any state, even
+        `TOPIC_STATE_DAMAGED`. Its clients connect again. When the call is answered, the snapshot is durable. Until then,
+        the old or the new snapshot may be in force. The call can be repeated. If the log belongs to a broker, a missing
+        topic is created. Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and
+        `POSITION_DIVERGED` if the snapshot does not belong to the topic's present log; `INVALID_REQUEST`, `INVALID_NAME`,
+        `STORE_UNAVAILABLE`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RebuildTopic(self, request, context):
-        """Builds the store's records of a topic again from all that is left in its log, while the other topics serve. For a
-        topic whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics
-        on the sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not state again,
-        `STORE_UNAVAILABLE`; repeating it does no harm.
+        """Rebuilds the store's records of a topic from the topic's log, while the other topics serve. Use this call if the
+        records are suspect or cannot be read. Verdicts and sessions are the same afterwards. The call can be repeated.
+        Only for topics on the sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped records that the log
+        does not repeat later, `STORE_UNAVAILABLE`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSidecars(self, request, context):
-        """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All
-        or an error. Only if the log is a cluster's, as the three calls that follow, or if topics are spread over
-        processes.
+        """Returns the sidecars of a cluster, sorted by name: all sidecars with a subscription or a producer in a topic of
+        `pulsar.namespaces`. The call returns all of them or an error. This call works only if the log is in a Pulsar
+        cluster, or if topics are spread over several processes. `ForgetSidecar` and `TakeTopic` work only if the log is in
+        a Pulsar cluster.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetSidecar(self, request, context):
-        """Removes the subscriptions of a sidecar that is gone permanently, so that the cluster keeps nothing for it. Errors:
-        `SIDECAR_NOT_FOUND` if it has none, `SIDECAR_ALIVE` if it is connected or answers; `LOG_REFUSED` if some could not
-        be removed: the others are, and the same call removes the rest.
+        """Removes the subscriptions of a sidecar that will never run again, so that the cluster keeps no entries for it.
+        Errors: `SIDECAR_NOT_FOUND` if the sidecar has no subscriptions; `SIDECAR_ALIVE` if it is connected or answers;
+        `LOG_REFUSED` if some subscriptions could not be removed. Then repeat the call to remove the rest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MoveTopic(self, request, context):
-        """Moves a topic from the sidecar that owns it to another one, and answers when the other one serves it: repeating it
-        does no harm. Nothing is taken meanwhile. What is in flight settles, or is sent again to the new owner, which knows
-        the outcome. From a sidecar with an embedded log the whole log is copied, most of it while messages are taken, and
-        `to` is required. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before,
-        or takes it again as soon as it is certain that the other one does not have it.
+        """Moves a topic from the sidecar that owns it to another sidecar, and answers when the other sidecar serves the
+        topic. The call can be repeated. Neither sidecar accepts messages during the handover. Messages in flight are
+        settled, or are sent again to the new owner, which knows their outcome. From a sidecar with an embedded log, the
+        whole log is copied, most of it while the topic still accepts messages. Then `to` is required. Errors: `NOT_OWNER`,
+        `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it back as soon as it is
+        certain that the other sidecar does not have it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeTopic(self, request, context):
-        """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other this. Error:
-        `NOT_OWNER` if the topic has an owner.
+        """Takes a topic that has no owner, and answers when this sidecar serves the topic. Sidecars call this on each other.
+        Error: `NOT_OWNER` if the topic has an owner.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveTopic(self, request_iterator, context):
-        """Receives a topic of another sidecar with an embedded log, which has the topic until this one says that it has it.
-        First comes the head, which is answered. Then come the log from its beginning and a snapshot, in parts, whose end
-        may be answered. Last comes the end, which is answered when the topic is this sidecar's, durably, and is served.
-        Sidecars call each other. Errors: `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`,
-        `MOVE_FAILED`, and any other reason why it cannot serve the topic: then nothing of it is here. `SettleMove` answers
-        the outcome of a call that breaks.
+        """Receives a topic from another sidecar with an embedded log. The sending sidecar has the topic until this sidecar
+        answers that it has the topic. The sender first sends the head, which this sidecar answers. Then the sender sends
+        the log from its beginning and a snapshot, in parts. This sidecar may answer the end of the snapshot. Last, the
+        sender sends the end, which this sidecar answers when it has the topic durably and serves it. Sidecars call this on
+        each other. If the call breaks, `SettleMove` returns the outcome. Errors: `TOPIC_EXISTS`, `TOO_MANY_TOPICS`,
+        `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and every other reason why this sidecar cannot serve
+        the topic. After an error, this sidecar has no data of the topic.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SettleMove(self, request, context):
-        """Whether a topic that another sidecar was moving to this one is here now. If not, what is still under way never will
-        be. Sidecars ask each other this. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it was
-        moved to another data directory than this one.
+        """Returns whether this sidecar has a topic that another sidecar was moving to it. If not, data of this move that is
+        still on its way will never be accepted. Sidecars call this on each other. Errors: `STORE_UNAVAILABLE` while the
+        outcome is not certain, `MOVE_FAILED` if the topic was moved to another data directory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetShards(self, request, context):
-        """Which shards of its cluster's topics this process has, permanently. Processes ask each other this. Error:
-        `INVALID_REQUEST` if topics are not spread over processes.
+        """Returns the shards that this process has permanently. Processes call this on each other. Error: `INVALID_REQUEST`
+        if topics are not spread over several processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatistics(self, request, context):
-        """The state of this process now and in the last ten minutes: what its topics took and refused, which of them do not
-        serve, and its warnings. Counting costs the topics nothing. Samples are taken every few seconds, from the start if
-        `metrics_listen` is set, else from the first such call. Other processes are not included. Errors:
-        `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
+        """Returns the state of this process now and in the last ten minutes: the messages that its topics accepted and
+        refused, the topics that do not serve, and the process's warnings. Counting does not slow the topics down. Samples
+        are taken every few seconds, from the start of the process if `metrics_listen` is set, else from the first call.
+        Other processes are not included. Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` if this process does not have
+        `topic`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Backup(self, request, context):
-        """Makes a backup of all that the sidecar has, as of one moment, in a new folder of this name below its
-        `backup_directory`, while it serves. It answers its progress, and at the end what the backup holds. Files of logs
-        that the newest backup there has too are linked to it. The name does not exist until all of it is durable; if the
-        call is given up, nothing is left. One backup is made at a time, the others wait. Errors: `INVALID_REQUEST` for an
-        invalid name, or without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is a backup of that name;
-        `BACKUP_FAILED` if it cannot be written; `STORE_DAMAGED`.
+        """Makes a backup of all data of the sidecar, as of one moment, in a new folder with this name in the sidecar's
+        `backup_directory`. The sidecar continues to serve. The answers have the progress, and the last answer describes
+        the backup. Files of logs that are also in the newest existing backup are hard links to that backup's files. The
+        folder does not have its name until the whole backup is durable. If the call is cancelled, nothing is left. Only
+        one backup is made at a time. Other calls wait. Errors: `INVALID_REQUEST` for an invalid name, or without a
+        `backup_directory`; `DIRECTORY_NOT_EMPTY` if a backup with that name exists; `BACKUP_FAILED` if the backup cannot
+        be written; `STORE_DAMAGED`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmBackup(self, request, context):
-        """Records that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it
-        is kept. Durable when it is answered. Metrics show the newest confirmed moment. An older one changes
-        nothing, unless the newest is in the future, because the clock was ahead.
-        Errors: `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
+        """Records that a backup of this sidecar was verified: after `Backup`, the caller has read every byte of it where it
+        is stored. When the call is answered, the record is durable. Metrics show the time of the newest confirmed backup.
+        Confirming an older backup changes nothing, unless the time of the newest one is in the future because the clock
+        was ahead. Errors: `INVALID_REQUEST` for a time that is not in the past; `STORE_UNAVAILABLE`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVersion(self, request, context):
-        """The version of the sidecar and its limits and name.
+        """Returns the sidecar's version, limits and name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -732,7 +745,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """For operators.
+    """The service for operators.
     """
 
     @staticmethod

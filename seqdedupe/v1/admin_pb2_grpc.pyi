@@ -27,347 +27,377 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """For operators."""
+    """The service for operators."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     CreateTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateTopicRequest, _admin_pb2.CreateTopicResponse]
-    """Creates a topic, with partitions or without. The partitions are topics, `name-partition-0` and on, and all of them
-    are created or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`,
-    `LOG_DAMAGED` if a topic of that name is damaged; `RECOVERING` if the creation takes more than 20 seconds; it
-    continues.
+    """Creates a topic, with or without partitions. The partitions are topics with the names `name-partition-0`,
+    `name-partition-1` and so on. Either all partitions are created or none. Errors: `INVALID_TOPIC_NAME`,
+    `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`; `LOG_DAMAGED` if a topic with that name is damaged;
+    `RECOVERING` if the creation takes more than 20 seconds; the creation then continues.
     """
     DeleteTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteTopicRequest, _admin_pb2.DeleteTopicResponse]
-    """Deletes a topic, its log and its producers permanently. A later topic of the name has another incarnation. The
-    topic takes nothing more from now on. A deletion that was begun continues if the call is given up. A partitioned
-    topic is deleted with all of its partitions; a single partition cannot be deleted. Errors: `TOPIC_NOT_FOUND`,
-    `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
+    """Deletes a topic, its log and its producers permanently. From the call on, the topic accepts no messages. A later
+    topic with the same name has another incarnation. If the call is cancelled, a deletion that has begun continues. A
+    partitioned topic is deleted with all its partitions. A single partition cannot be deleted. Errors:
+    `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the topic then still exists).
     """
     ListTopics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListTopicsRequest, _admin_pb2.ListTopicsResponse]
-    """All topics, by name, 1,000 per page: partitioned ones, and also each of their partitions. If topics are spread over
-    processes, those of all. Errors: `SHARDS_INCOMPLETE` if one does not answer, `SHARD_CLAIMED_TWICE`.
+    """Returns all topics, sorted by name, 1,000 per page. The list has partitioned topics and also each of their
+    partitions. If topics are spread over several processes, the list has the topics of all processes. Errors:
+    `SHARDS_INCOMPLETE` if a process does not answer, `SHARD_CLAIMED_TWICE`.
     """
     GetTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTopicRequest, _admin_pb2.GetTopicResponse]
-    """One topic."""
+    """Returns one topic."""
     SetTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetTopicPolicyRequest, _admin_pb2.SetTopicPolicyResponse]
-    """Sets values of a topic's policy; omitted values stay as they are. When it is answered, the values are durable, and
-    in force between two frames. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and the error of a topic that takes
-    nothing now.
+    """Sets values of a topic's policy. Omitted values do not change. When the call is answered, the values are durable
+    and in force. They take effect between two frames. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and the error of a
+    topic that accepts no messages at the moment.
     """
     GetTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTopicPolicyRequest, _admin_pb2.GetTopicPolicyResponse]
-    """What is set for a topic, and what is in force."""
+    """Returns the values that are set for a topic, and the values in force."""
     RemoveTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveTopicPolicyRequest, _admin_pb2.RemoveTopicPolicyResponse]
-    """Removes values of a topic's policy, which are then inherited. As `SetTopicPolicy`."""
+    """Removes values of a topic's policy, which are then inherited. Otherwise like `SetTopicPolicy`."""
     SetNamespacePolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetNamespacePolicyRequest, _admin_pb2.SetNamespacePolicyResponse]
-    """Sets values for all topics of a namespace, also for later ones; omitted values stay as they are. When it is
-    answered, they are durable, and in force in every topic. They are in the store, not in a log: after a loss of the
-    store, set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then nothing has
-    changed). If topics are spread over processes, the process that has the namespace's shard passes the values on, and
-    others answer `NOT_OWNER`. If one does not answer, some may have them: repeat the call.
+    """Sets values for all present and future topics of a namespace. Omitted values do not change. When the call is
+    answered, the values are durable, and in force in every topic. The values are in the store, not in a log. After a
+    loss of the store, set them again. If topics are spread over several processes, the process that has the
+    namespace's shard forwards the values to the others; other processes answer `NOT_OWNER`. If a process does not
+    answer, only some processes may have the values: repeat the call. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`,
+    `STORE_UNAVAILABLE` (then nothing has changed).
     """
     GetNamespacePolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetNamespacePolicyRequest, _admin_pb2.GetNamespacePolicyResponse]
-    """What is set for a namespace, and what its topics inherit."""
+    """Returns the values that are set for a namespace, and the values that its topics inherit."""
     RemoveNamespacePolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveNamespacePolicyRequest, _admin_pb2.RemoveNamespacePolicyResponse]
-    """Removes values of a namespace's policy, which are then inherited. As `SetNamespacePolicy`."""
+    """Removes values of a namespace's policy, which are then inherited. Otherwise like `SetNamespacePolicy`."""
     ListProducers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListProducersRequest, _admin_pb2.ListProducersResponse]
-    """The producers of a topic in the order in which they first came, 1,000 per page."""
+    """Returns the producers of a topic in the order of their first use, 1,000 per page."""
     GetProducer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetProducerRequest, _admin_pb2.GetProducerResponse]
-    """One producer. Error: `PRODUCER_NOT_FOUND`."""
+    """Returns one producer. Error: `PRODUCER_NOT_FOUND`."""
     GetMessageState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetMessageStateRequest, _admin_pb2.GetMessageStateResponse]
-    """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
-    `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
+    """Returns the state of one message of a producer. Only for topics on the sidecar's own log. Errors:
+    `TOPIC_NOT_FOUND`, `RECOVERING` while the state is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
     """
     ListInFlight: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListInFlightRequest, _admin_pb2.ListInFlightResponse]
-    """The producers that have messages in flight for a long time, the longest first: at most 1,000. Only for topics on
-    the sidecar's own log.
+    """Returns at most 1,000 producers that have had messages in flight for a long time, the longest time first. Only for
+    topics on the sidecar's own log.
     """
     ResetProducer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetProducerRequest, _admin_pb2.ResetProducerResponse]
-    """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
-    holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
-    answered. A client that continues under the name opens a new session, which learns the new number. Only for topics
-    on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower, or for a
-    topic of deduplication IDs; `LOG_REFUSED`: then nothing has changed, and nobody is fenced.
+    """Sets a producer's highest persisted sequence ID to a lower one. IDs above it are then new again, even if the log
+    has messages with these IDs. The call fences the producer's sessions at once, and waits until their messages in
+    flight are settled. When the call is answered, the change is durable. A client that continues under the name opens
+    a new session, and receives the new number. Only for topics on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`;
+    `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`: then nothing has
+    changed, and no session is fenced.
     """
     ListCursors: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListCursorsRequest, _admin_pb2.ListCursorsResponse]
-    """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two calls."""
+    """Returns the named cursors of a topic, sorted by name. This call and the next two calls are only for topics on the
+    sidecar's own log.
+    """
     SetCursorHold: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetCursorHoldRequest, _admin_pb2.SetCursorHoldResponse]
-    """Makes retention keep the messages that a cursor has not passed, or stops that. Durable, and in force, when it is
-    answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+    """Sets whether retention keeps the messages after a cursor. When the call is answered, the setting is durable and in
+    force. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
     """
     DeleteCursor: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteCursorRequest, _admin_pb2.DeleteCursorResponse]
-    """Removes a cursor: it keeps nothing more. Error: `CURSOR_NOT_FOUND`."""
+    """Removes a cursor with its position and hold. Error: `CURSOR_NOT_FOUND`."""
     Snapshot: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]
-    """Takes a snapshot of a topic now and answers when it is durable."""
+    """Takes a snapshot of a topic, and answers when the snapshot is durable."""
     ExportWatermarks: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportWatermarksRequest, _admin_pb2.ExportWatermarksResponse]
-    """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
-    these producers move to. Errors: `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of
-    deduplication IDs.
+    """Returns the highest persisted sequence IDs (watermarks) of all producers of a topic, as of one moment. Producers
+    without a persisted ID are omitted. The watermarks can be imported into a new topic for these producers. Errors:
+    `RECOVERING` while the watermarks are not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
     """
     ImportWatermarks: _grpc.StreamUnaryMultiCallable[_admin_pb2.ImportWatermarksRequest, _admin_pb2.ImportWatermarksResponse]
-    """Imports watermarks into an unused topic: it has no message, and no producer has ever opened it (if the log is a
-    broker's own: it has no entry, and no broker is attached). They merge by maximum with those of an earlier import.
-    When it is answered, all of them are in force and durable. Before that, and if it is not answered, none is, or all
-    are: repeating it does no harm. If a client opens the topic meanwhile, the import fails. Errors: `TOPIC_IN_USE`,
-    `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and the error of a topic that takes nothing now.
+    """Imports watermarks into an unused topic. Unused means that the topic has no message, and no producer has ever
+    opened it. If the log belongs to a broker, it means that the log has no entry, and no broker is attached. If an
+    earlier import has a watermark for the same producer, the higher watermark counts. When the call is answered, all
+    watermarks are in force and durable. Until then, or if the call fails, either all or none are in force. The call
+    can be repeated. If a client opens the topic meanwhile, the import fails. Errors: `TOPIC_IN_USE`,
+    `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and the error of a topic that accepts no messages at the
+    moment.
     """
     ImportWindow: _grpc.StreamUnaryMultiCallable[_admin_pb2.ImportWindowRequest, _admin_pb2.ImportWindowResponse]
-    """Imports a window of deduplication IDs into a topic of such IDs that has no message yet. From then on they are
-    `DUP`, until `deduplication_window_max_minutes` after they were published. When it is answered, all of it is in
-    force and durable, or nothing is. The same window may be imported again at any time: that repairs a window of which
-    the store has lost something (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE`
-    if the topic has messages or another window, `INVALID_REQUEST` for a topic of sequence IDs, and for an invalid
-    window.
+    """Imports a window of deduplication IDs into a topic of deduplication IDs that has no message yet. Messages with
+    these IDs are then `DUP`, until `deduplication_window_max_minutes` after the IDs were published. When the call is
+    answered, the whole window is in force and durable. After an error, either the whole window is in force or no part
+    of it. The same window may be imported again at any time, which repairs a window if the store has lost a part of it
+    (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE` if the topic has messages or
+    another window; `INVALID_REQUEST` for a topic of sequence IDs, and for an invalid window.
     """
     ExportSnapshot: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportSnapshotRequest, _admin_pb2.ExportSnapshotResponse]
-    """A topic's snapshot as of one moment, to be saved elsewhere. Errors: as those of `ExportWatermarks`."""
+    """Returns a snapshot of a topic, as of one moment, so that the caller can save it. Errors: those of
+    `ExportWatermarks`.
+    """
     ImportSnapshot: _grpc.StreamUnaryMultiCallable[_admin_pb2.ImportSnapshotRequest, _admin_pb2.ImportSnapshotResponse]
-    """Replaces the snapshot in the store by a saved one, and opens the topic from it: its log is replayed from there, so
-    that everything later counts, resets included. The topic may be in any state, also `TOPIC_STATE_DAMAGED`; its
-    clients connect again. It is durable when it is answered. Until then either may be in force: repeating it does no
-    harm. If the log is a broker's own, a missing topic is created. Errors: `POSITION_OF_ANOTHER_INCARNATION`,
-    `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it does not belong to the topic's log as it is,
-    `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
+    """Replaces the snapshot in the store by a saved snapshot, and opens the topic from it. The log is replayed after the
+    snapshot's position, so later records count, including resets. The topic may be in any state, even
+    `TOPIC_STATE_DAMAGED`. Its clients connect again. When the call is answered, the snapshot is durable. Until then,
+    the old or the new snapshot may be in force. The call can be repeated. If the log belongs to a broker, a missing
+    topic is created. Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and
+    `POSITION_DIVERGED` if the snapshot does not belong to the topic's present log; `INVALID_REQUEST`, `INVALID_NAME`,
+    `STORE_UNAVAILABLE`.
     """
     RebuildTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RebuildTopicRequest, _admin_pb2.RebuildTopicResponse]
-    """Builds the store's records of a topic again from all that is left in its log, while the other topics serve. For a
-    topic whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics
-    on the sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not state again,
-    `STORE_UNAVAILABLE`; repeating it does no harm.
+    """Rebuilds the store's records of a topic from the topic's log, while the other topics serve. Use this call if the
+    records are suspect or cannot be read. Verdicts and sessions are the same afterwards. The call can be repeated.
+    Only for topics on the sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped records that the log
+    does not repeat later, `STORE_UNAVAILABLE`.
     """
     ListSidecars: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListSidecarsRequest, _admin_pb2.ListSidecarsResponse]
-    """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All
-    or an error. Only if the log is a cluster's, as the three calls that follow, or if topics are spread over
-    processes.
+    """Returns the sidecars of a cluster, sorted by name: all sidecars with a subscription or a producer in a topic of
+    `pulsar.namespaces`. The call returns all of them or an error. This call works only if the log is in a Pulsar
+    cluster, or if topics are spread over several processes. `ForgetSidecar` and `TakeTopic` work only if the log is in
+    a Pulsar cluster.
     """
     ForgetSidecar: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForgetSidecarRequest, _admin_pb2.ForgetSidecarResponse]
-    """Removes the subscriptions of a sidecar that is gone permanently, so that the cluster keeps nothing for it. Errors:
-    `SIDECAR_NOT_FOUND` if it has none, `SIDECAR_ALIVE` if it is connected or answers; `LOG_REFUSED` if some could not
-    be removed: the others are, and the same call removes the rest.
+    """Removes the subscriptions of a sidecar that will never run again, so that the cluster keeps no entries for it.
+    Errors: `SIDECAR_NOT_FOUND` if the sidecar has no subscriptions; `SIDECAR_ALIVE` if it is connected or answers;
+    `LOG_REFUSED` if some subscriptions could not be removed. Then repeat the call to remove the rest.
     """
     MoveTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveTopicRequest, _admin_pb2.MoveTopicResponse]
-    """Moves a topic from the sidecar that owns it to another one, and answers when the other one serves it: repeating it
-    does no harm. Nothing is taken meanwhile. What is in flight settles, or is sent again to the new owner, which knows
-    the outcome. From a sidecar with an embedded log the whole log is copied, most of it while messages are taken, and
-    `to` is required. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before,
-    or takes it again as soon as it is certain that the other one does not have it.
+    """Moves a topic from the sidecar that owns it to another sidecar, and answers when the other sidecar serves the
+    topic. The call can be repeated. Neither sidecar accepts messages during the handover. Messages in flight are
+    settled, or are sent again to the new owner, which knows their outcome. From a sidecar with an embedded log, the
+    whole log is copied, most of it while the topic still accepts messages. Then `to` is required. Errors: `NOT_OWNER`,
+    `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it back as soon as it is
+    certain that the other sidecar does not have it.
     """
     TakeTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]
-    """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other this. Error:
-    `NOT_OWNER` if the topic has an owner.
+    """Takes a topic that has no owner, and answers when this sidecar serves the topic. Sidecars call this on each other.
+    Error: `NOT_OWNER` if the topic has an owner.
     """
     ReceiveTopic: _grpc.StreamStreamMultiCallable[_admin_pb2.ReceiveTopicRequest, _admin_pb2.ReceiveTopicResponse]
-    """Receives a topic of another sidecar with an embedded log, which has the topic until this one says that it has it.
-    First comes the head, which is answered. Then come the log from its beginning and a snapshot, in parts, whose end
-    may be answered. Last comes the end, which is answered when the topic is this sidecar's, durably, and is served.
-    Sidecars call each other. Errors: `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`,
-    `MOVE_FAILED`, and any other reason why it cannot serve the topic: then nothing of it is here. `SettleMove` answers
-    the outcome of a call that breaks.
+    """Receives a topic from another sidecar with an embedded log. The sending sidecar has the topic until this sidecar
+    answers that it has the topic. The sender first sends the head, which this sidecar answers. Then the sender sends
+    the log from its beginning and a snapshot, in parts. This sidecar may answer the end of the snapshot. Last, the
+    sender sends the end, which this sidecar answers when it has the topic durably and serves it. Sidecars call this on
+    each other. If the call breaks, `SettleMove` returns the outcome. Errors: `TOPIC_EXISTS`, `TOO_MANY_TOPICS`,
+    `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and every other reason why this sidecar cannot serve
+    the topic. After an error, this sidecar has no data of the topic.
     """
     SettleMove: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SettleMoveRequest, _admin_pb2.SettleMoveResponse]
-    """Whether a topic that another sidecar was moving to this one is here now. If not, what is still under way never will
-    be. Sidecars ask each other this. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it was
-    moved to another data directory than this one.
+    """Returns whether this sidecar has a topic that another sidecar was moving to it. If not, data of this move that is
+    still on its way will never be accepted. Sidecars call this on each other. Errors: `STORE_UNAVAILABLE` while the
+    outcome is not certain, `MOVE_FAILED` if the topic was moved to another data directory.
     """
     GetShards: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetShardsRequest, _admin_pb2.GetShardsResponse]
-    """Which shards of its cluster's topics this process has, permanently. Processes ask each other this. Error:
-    `INVALID_REQUEST` if topics are not spread over processes.
+    """Returns the shards that this process has permanently. Processes call this on each other. Error: `INVALID_REQUEST`
+    if topics are not spread over several processes.
     """
     GetStatistics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatisticsRequest, _admin_pb2.GetStatisticsResponse]
-    """The state of this process now and in the last ten minutes: what its topics took and refused, which of them do not
-    serve, and its warnings. Counting costs the topics nothing. Samples are taken every few seconds, from the start if
-    `metrics_listen` is set, else from the first such call. Other processes are not included. Errors:
-    `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
+    """Returns the state of this process now and in the last ten minutes: the messages that its topics accepted and
+    refused, the topics that do not serve, and the process's warnings. Counting does not slow the topics down. Samples
+    are taken every few seconds, from the start of the process if `metrics_listen` is set, else from the first call.
+    Other processes are not included. Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` if this process does not have
+    `topic`.
     """
     Backup: _grpc.UnaryStreamMultiCallable[_admin_pb2.BackupRequest, _admin_pb2.BackupResponse]
-    """Makes a backup of all that the sidecar has, as of one moment, in a new folder of this name below its
-    `backup_directory`, while it serves. It answers its progress, and at the end what the backup holds. Files of logs
-    that the newest backup there has too are linked to it. The name does not exist until all of it is durable; if the
-    call is given up, nothing is left. One backup is made at a time, the others wait. Errors: `INVALID_REQUEST` for an
-    invalid name, or without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is a backup of that name;
-    `BACKUP_FAILED` if it cannot be written; `STORE_DAMAGED`.
+    """Makes a backup of all data of the sidecar, as of one moment, in a new folder with this name in the sidecar's
+    `backup_directory`. The sidecar continues to serve. The answers have the progress, and the last answer describes
+    the backup. Files of logs that are also in the newest existing backup are hard links to that backup's files. The
+    folder does not have its name until the whole backup is durable. If the call is cancelled, nothing is left. Only
+    one backup is made at a time. Other calls wait. Errors: `INVALID_REQUEST` for an invalid name, or without a
+    `backup_directory`; `DIRECTORY_NOT_EMPTY` if a backup with that name exists; `BACKUP_FAILED` if the backup cannot
+    be written; `STORE_DAMAGED`.
     """
     ConfirmBackup: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ConfirmBackupRequest, _admin_pb2.ConfirmBackupResponse]
-    """Records that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it
-    is kept. Durable when it is answered. Metrics show the newest confirmed moment. An older one changes
-    nothing, unless the newest is in the future, because the clock was ahead.
-    Errors: `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
+    """Records that a backup of this sidecar was verified: after `Backup`, the caller has read every byte of it where it
+    is stored. When the call is answered, the record is durable. Metrics show the time of the newest confirmed backup.
+    Confirming an older backup changes nothing, unless the time of the newest one is in the future because the clock
+    was ahead. Errors: `INVALID_REQUEST` for a time that is not in the past; `STORE_UNAVAILABLE`.
     """
     GetVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]
-    """The version of the sidecar and its limits and name."""
+    """Returns the sidecar's version, limits and name."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """For operators."""
+    """The service for operators."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateTopicRequest, _admin_pb2.CreateTopicResponse]  # type: ignore[assignment]
-    """Creates a topic, with partitions or without. The partitions are topics, `name-partition-0` and on, and all of them
-    are created or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`,
-    `LOG_DAMAGED` if a topic of that name is damaged; `RECOVERING` if the creation takes more than 20 seconds; it
-    continues.
+    """Creates a topic, with or without partitions. The partitions are topics with the names `name-partition-0`,
+    `name-partition-1` and so on. Either all partitions are created or none. Errors: `INVALID_TOPIC_NAME`,
+    `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`; `LOG_DAMAGED` if a topic with that name is damaged;
+    `RECOVERING` if the creation takes more than 20 seconds; the creation then continues.
     """
     DeleteTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteTopicRequest, _admin_pb2.DeleteTopicResponse]  # type: ignore[assignment]
-    """Deletes a topic, its log and its producers permanently. A later topic of the name has another incarnation. The
-    topic takes nothing more from now on. A deletion that was begun continues if the call is given up. A partitioned
-    topic is deleted with all of its partitions; a single partition cannot be deleted. Errors: `TOPIC_NOT_FOUND`,
-    `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
+    """Deletes a topic, its log and its producers permanently. From the call on, the topic accepts no messages. A later
+    topic with the same name has another incarnation. If the call is cancelled, a deletion that has begun continues. A
+    partitioned topic is deleted with all its partitions. A single partition cannot be deleted. Errors:
+    `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the topic then still exists).
     """
     ListTopics: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTopicsRequest, _admin_pb2.ListTopicsResponse]  # type: ignore[assignment]
-    """All topics, by name, 1,000 per page: partitioned ones, and also each of their partitions. If topics are spread over
-    processes, those of all. Errors: `SHARDS_INCOMPLETE` if one does not answer, `SHARD_CLAIMED_TWICE`.
+    """Returns all topics, sorted by name, 1,000 per page. The list has partitioned topics and also each of their
+    partitions. If topics are spread over several processes, the list has the topics of all processes. Errors:
+    `SHARDS_INCOMPLETE` if a process does not answer, `SHARD_CLAIMED_TWICE`.
     """
     GetTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTopicRequest, _admin_pb2.GetTopicResponse]  # type: ignore[assignment]
-    """One topic."""
+    """Returns one topic."""
     SetTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetTopicPolicyRequest, _admin_pb2.SetTopicPolicyResponse]  # type: ignore[assignment]
-    """Sets values of a topic's policy; omitted values stay as they are. When it is answered, the values are durable, and
-    in force between two frames. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and the error of a topic that takes
-    nothing now.
+    """Sets values of a topic's policy. Omitted values do not change. When the call is answered, the values are durable
+    and in force. They take effect between two frames. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and the error of a
+    topic that accepts no messages at the moment.
     """
     GetTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTopicPolicyRequest, _admin_pb2.GetTopicPolicyResponse]  # type: ignore[assignment]
-    """What is set for a topic, and what is in force."""
+    """Returns the values that are set for a topic, and the values in force."""
     RemoveTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveTopicPolicyRequest, _admin_pb2.RemoveTopicPolicyResponse]  # type: ignore[assignment]
-    """Removes values of a topic's policy, which are then inherited. As `SetTopicPolicy`."""
+    """Removes values of a topic's policy, which are then inherited. Otherwise like `SetTopicPolicy`."""
     SetNamespacePolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetNamespacePolicyRequest, _admin_pb2.SetNamespacePolicyResponse]  # type: ignore[assignment]
-    """Sets values for all topics of a namespace, also for later ones; omitted values stay as they are. When it is
-    answered, they are durable, and in force in every topic. They are in the store, not in a log: after a loss of the
-    store, set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then nothing has
-    changed). If topics are spread over processes, the process that has the namespace's shard passes the values on, and
-    others answer `NOT_OWNER`. If one does not answer, some may have them: repeat the call.
+    """Sets values for all present and future topics of a namespace. Omitted values do not change. When the call is
+    answered, the values are durable, and in force in every topic. The values are in the store, not in a log. After a
+    loss of the store, set them again. If topics are spread over several processes, the process that has the
+    namespace's shard forwards the values to the others; other processes answer `NOT_OWNER`. If a process does not
+    answer, only some processes may have the values: repeat the call. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`,
+    `STORE_UNAVAILABLE` (then nothing has changed).
     """
     GetNamespacePolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetNamespacePolicyRequest, _admin_pb2.GetNamespacePolicyResponse]  # type: ignore[assignment]
-    """What is set for a namespace, and what its topics inherit."""
+    """Returns the values that are set for a namespace, and the values that its topics inherit."""
     RemoveNamespacePolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveNamespacePolicyRequest, _admin_pb2.RemoveNamespacePolicyResponse]  # type: ignore[assignment]
-    """Removes values of a namespace's policy, which are then inherited. As `SetNamespacePolicy`."""
+    """Removes values of a namespace's policy, which are then inherited. Otherwise like `SetNamespacePolicy`."""
     ListProducers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListProducersRequest, _admin_pb2.ListProducersResponse]  # type: ignore[assignment]
-    """The producers of a topic in the order in which they first came, 1,000 per page."""
+    """Returns the producers of a topic in the order of their first use, 1,000 per page."""
     GetProducer: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetProducerRequest, _admin_pb2.GetProducerResponse]  # type: ignore[assignment]
-    """One producer. Error: `PRODUCER_NOT_FOUND`."""
+    """Returns one producer. Error: `PRODUCER_NOT_FOUND`."""
     GetMessageState: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetMessageStateRequest, _admin_pb2.GetMessageStateResponse]  # type: ignore[assignment]
-    """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
-    `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
+    """Returns the state of one message of a producer. Only for topics on the sidecar's own log. Errors:
+    `TOPIC_NOT_FOUND`, `RECOVERING` while the state is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
     """
     ListInFlight: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListInFlightRequest, _admin_pb2.ListInFlightResponse]  # type: ignore[assignment]
-    """The producers that have messages in flight for a long time, the longest first: at most 1,000. Only for topics on
-    the sidecar's own log.
+    """Returns at most 1,000 producers that have had messages in flight for a long time, the longest time first. Only for
+    topics on the sidecar's own log.
     """
     ResetProducer: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetProducerRequest, _admin_pb2.ResetProducerResponse]  # type: ignore[assignment]
-    """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
-    holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
-    answered. A client that continues under the name opens a new session, which learns the new number. Only for topics
-    on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower, or for a
-    topic of deduplication IDs; `LOG_REFUSED`: then nothing has changed, and nobody is fenced.
+    """Sets a producer's highest persisted sequence ID to a lower one. IDs above it are then new again, even if the log
+    has messages with these IDs. The call fences the producer's sessions at once, and waits until their messages in
+    flight are settled. When the call is answered, the change is durable. A client that continues under the name opens
+    a new session, and receives the new number. Only for topics on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`;
+    `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`: then nothing has
+    changed, and no session is fenced.
     """
     ListCursors: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListCursorsRequest, _admin_pb2.ListCursorsResponse]  # type: ignore[assignment]
-    """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two calls."""
+    """Returns the named cursors of a topic, sorted by name. This call and the next two calls are only for topics on the
+    sidecar's own log.
+    """
     SetCursorHold: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetCursorHoldRequest, _admin_pb2.SetCursorHoldResponse]  # type: ignore[assignment]
-    """Makes retention keep the messages that a cursor has not passed, or stops that. Durable, and in force, when it is
-    answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+    """Sets whether retention keeps the messages after a cursor. When the call is answered, the setting is durable and in
+    force. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
     """
     DeleteCursor: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteCursorRequest, _admin_pb2.DeleteCursorResponse]  # type: ignore[assignment]
-    """Removes a cursor: it keeps nothing more. Error: `CURSOR_NOT_FOUND`."""
+    """Removes a cursor with its position and hold. Error: `CURSOR_NOT_FOUND`."""
     Snapshot: _aio.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]  # type: ignore[assignment]
-    """Takes a snapshot of a topic now and answers when it is durable."""
+    """Takes a snapshot of a topic, and answers when the snapshot is durable."""
     ExportWatermarks: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportWatermarksRequest, _admin_pb2.ExportWatermarksResponse]  # type: ignore[assignment]
-    """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
-    these producers move to. Errors: `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of
-    deduplication IDs.
+    """Returns the highest persisted sequence IDs (watermarks) of all producers of a topic, as of one moment. Producers
+    without a persisted ID are omitted. The watermarks can be imported into a new topic for these producers. Errors:
+    `RECOVERING` while the watermarks are not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
     """
     ImportWatermarks: _aio.StreamUnaryMultiCallable[_admin_pb2.ImportWatermarksRequest, _admin_pb2.ImportWatermarksResponse]  # type: ignore[assignment]
-    """Imports watermarks into an unused topic: it has no message, and no producer has ever opened it (if the log is a
-    broker's own: it has no entry, and no broker is attached). They merge by maximum with those of an earlier import.
-    When it is answered, all of them are in force and durable. Before that, and if it is not answered, none is, or all
-    are: repeating it does no harm. If a client opens the topic meanwhile, the import fails. Errors: `TOPIC_IN_USE`,
-    `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and the error of a topic that takes nothing now.
+    """Imports watermarks into an unused topic. Unused means that the topic has no message, and no producer has ever
+    opened it. If the log belongs to a broker, it means that the log has no entry, and no broker is attached. If an
+    earlier import has a watermark for the same producer, the higher watermark counts. When the call is answered, all
+    watermarks are in force and durable. Until then, or if the call fails, either all or none are in force. The call
+    can be repeated. If a client opens the topic meanwhile, the import fails. Errors: `TOPIC_IN_USE`,
+    `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and the error of a topic that accepts no messages at the
+    moment.
     """
     ImportWindow: _aio.StreamUnaryMultiCallable[_admin_pb2.ImportWindowRequest, _admin_pb2.ImportWindowResponse]  # type: ignore[assignment]
-    """Imports a window of deduplication IDs into a topic of such IDs that has no message yet. From then on they are
-    `DUP`, until `deduplication_window_max_minutes` after they were published. When it is answered, all of it is in
-    force and durable, or nothing is. The same window may be imported again at any time: that repairs a window of which
-    the store has lost something (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE`
-    if the topic has messages or another window, `INVALID_REQUEST` for a topic of sequence IDs, and for an invalid
-    window.
+    """Imports a window of deduplication IDs into a topic of deduplication IDs that has no message yet. Messages with
+    these IDs are then `DUP`, until `deduplication_window_max_minutes` after the IDs were published. When the call is
+    answered, the whole window is in force and durable. After an error, either the whole window is in force or no part
+    of it. The same window may be imported again at any time, which repairs a window if the store has lost a part of it
+    (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE` if the topic has messages or
+    another window; `INVALID_REQUEST` for a topic of sequence IDs, and for an invalid window.
     """
     ExportSnapshot: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportSnapshotRequest, _admin_pb2.ExportSnapshotResponse]  # type: ignore[assignment]
-    """A topic's snapshot as of one moment, to be saved elsewhere. Errors: as those of `ExportWatermarks`."""
+    """Returns a snapshot of a topic, as of one moment, so that the caller can save it. Errors: those of
+    `ExportWatermarks`.
+    """
     ImportSnapshot: _aio.StreamUnaryMultiCallable[_admin_pb2.ImportSnapshotRequest, _admin_pb2.ImportSnapshotResponse]  # type: ignore[assignment]
-    """Replaces the snapshot in the store by a saved one, and opens the topic from it: its log is replayed from there, so
-    that everything later counts, resets included. The topic may be in any state, also `TOPIC_STATE_DAMAGED`; its
-    clients connect again. It is durable when it is answered. Until then either may be in force: repeating it does no
-    harm. If the log is a broker's own, a missing topic is created. Errors: `POSITION_OF_ANOTHER_INCARNATION`,
-    `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it does not belong to the topic's log as it is,
-    `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
+    """Replaces the snapshot in the store by a saved snapshot, and opens the topic from it. The log is replayed after the
+    snapshot's position, so later records count, including resets. The topic may be in any state, even
+    `TOPIC_STATE_DAMAGED`. Its clients connect again. When the call is answered, the snapshot is durable. Until then,
+    the old or the new snapshot may be in force. The call can be repeated. If the log belongs to a broker, a missing
+    topic is created. Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and
+    `POSITION_DIVERGED` if the snapshot does not belong to the topic's present log; `INVALID_REQUEST`, `INVALID_NAME`,
+    `STORE_UNAVAILABLE`.
     """
     RebuildTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.RebuildTopicRequest, _admin_pb2.RebuildTopicResponse]  # type: ignore[assignment]
-    """Builds the store's records of a topic again from all that is left in its log, while the other topics serve. For a
-    topic whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics
-    on the sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not state again,
-    `STORE_UNAVAILABLE`; repeating it does no harm.
+    """Rebuilds the store's records of a topic from the topic's log, while the other topics serve. Use this call if the
+    records are suspect or cannot be read. Verdicts and sessions are the same afterwards. The call can be repeated.
+    Only for topics on the sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped records that the log
+    does not repeat later, `STORE_UNAVAILABLE`.
     """
     ListSidecars: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListSidecarsRequest, _admin_pb2.ListSidecarsResponse]  # type: ignore[assignment]
-    """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All
-    or an error. Only if the log is a cluster's, as the three calls that follow, or if topics are spread over
-    processes.
+    """Returns the sidecars of a cluster, sorted by name: all sidecars with a subscription or a producer in a topic of
+    `pulsar.namespaces`. The call returns all of them or an error. This call works only if the log is in a Pulsar
+    cluster, or if topics are spread over several processes. `ForgetSidecar` and `TakeTopic` work only if the log is in
+    a Pulsar cluster.
     """
     ForgetSidecar: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForgetSidecarRequest, _admin_pb2.ForgetSidecarResponse]  # type: ignore[assignment]
-    """Removes the subscriptions of a sidecar that is gone permanently, so that the cluster keeps nothing for it. Errors:
-    `SIDECAR_NOT_FOUND` if it has none, `SIDECAR_ALIVE` if it is connected or answers; `LOG_REFUSED` if some could not
-    be removed: the others are, and the same call removes the rest.
+    """Removes the subscriptions of a sidecar that will never run again, so that the cluster keeps no entries for it.
+    Errors: `SIDECAR_NOT_FOUND` if the sidecar has no subscriptions; `SIDECAR_ALIVE` if it is connected or answers;
+    `LOG_REFUSED` if some subscriptions could not be removed. Then repeat the call to remove the rest.
     """
     MoveTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveTopicRequest, _admin_pb2.MoveTopicResponse]  # type: ignore[assignment]
-    """Moves a topic from the sidecar that owns it to another one, and answers when the other one serves it: repeating it
-    does no harm. Nothing is taken meanwhile. What is in flight settles, or is sent again to the new owner, which knows
-    the outcome. From a sidecar with an embedded log the whole log is copied, most of it while messages are taken, and
-    `to` is required. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before,
-    or takes it again as soon as it is certain that the other one does not have it.
+    """Moves a topic from the sidecar that owns it to another sidecar, and answers when the other sidecar serves the
+    topic. The call can be repeated. Neither sidecar accepts messages during the handover. Messages in flight are
+    settled, or are sent again to the new owner, which knows their outcome. From a sidecar with an embedded log, the
+    whole log is copied, most of it while the topic still accepts messages. Then `to` is required. Errors: `NOT_OWNER`,
+    `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it back as soon as it is
+    certain that the other sidecar does not have it.
     """
     TakeTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]  # type: ignore[assignment]
-    """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other this. Error:
-    `NOT_OWNER` if the topic has an owner.
+    """Takes a topic that has no owner, and answers when this sidecar serves the topic. Sidecars call this on each other.
+    Error: `NOT_OWNER` if the topic has an owner.
     """
     ReceiveTopic: _aio.StreamStreamMultiCallable[_admin_pb2.ReceiveTopicRequest, _admin_pb2.ReceiveTopicResponse]  # type: ignore[assignment]
-    """Receives a topic of another sidecar with an embedded log, which has the topic until this one says that it has it.
-    First comes the head, which is answered. Then come the log from its beginning and a snapshot, in parts, whose end
-    may be answered. Last comes the end, which is answered when the topic is this sidecar's, durably, and is served.
-    Sidecars call each other. Errors: `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`,
-    `MOVE_FAILED`, and any other reason why it cannot serve the topic: then nothing of it is here. `SettleMove` answers
-    the outcome of a call that breaks.
+    """Receives a topic from another sidecar with an embedded log. The sending sidecar has the topic until this sidecar
+    answers that it has the topic. The sender first sends the head, which this sidecar answers. Then the sender sends
+    the log from its beginning and a snapshot, in parts. This sidecar may answer the end of the snapshot. Last, the
+    sender sends the end, which this sidecar answers when it has the topic durably and serves it. Sidecars call this on
+    each other. If the call breaks, `SettleMove` returns the outcome. Errors: `TOPIC_EXISTS`, `TOO_MANY_TOPICS`,
+    `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and every other reason why this sidecar cannot serve
+    the topic. After an error, this sidecar has no data of the topic.
     """
     SettleMove: _aio.UnaryUnaryMultiCallable[_admin_pb2.SettleMoveRequest, _admin_pb2.SettleMoveResponse]  # type: ignore[assignment]
-    """Whether a topic that another sidecar was moving to this one is here now. If not, what is still under way never will
-    be. Sidecars ask each other this. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it was
-    moved to another data directory than this one.
+    """Returns whether this sidecar has a topic that another sidecar was moving to it. If not, data of this move that is
+    still on its way will never be accepted. Sidecars call this on each other. Errors: `STORE_UNAVAILABLE` while the
+    outcome is not certain, `MOVE_FAILED` if the topic was moved to another data directory.
     """
     GetShards: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetShardsRequest, _admin_pb2.GetShardsResponse]  # type: ignore[assignment]
-    """Which shards of its cluster's topics this process has, permanently. Processes ask each other this. Error:
-    `INVALID_REQUEST` if topics are not spread over processes.
+    """Returns the shards that this process has permanently. Processes call this on each other. Error: `INVALID_REQUEST`
+    if topics are not spread over several processes.
     """
     GetStatistics: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatisticsRequest, _admin_pb2.GetStatisticsResponse]  # type: ignore[assignment]
-    """The state of this process now and in the last ten minutes: what its topics took and refused, which of them do not
-    serve, and its warnings. Counting costs the topics nothing. Samples are taken every few seconds, from the start if
-    `metrics_listen` is set, else from the first such call. Other processes are not included. Errors:
-    `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
+    """Returns the state of this process now and in the last ten minutes: the messages that its topics accepted and
+    refused, the topics that do not serve, and the process's warnings. Counting does not slow the topics down. Samples
+    are taken every few seconds, from the start of the process if `metrics_listen` is set, else from the first call.
+    Other processes are not included. Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` if this process does not have
+    `topic`.
     """
     Backup: _aio.UnaryStreamMultiCallable[_admin_pb2.BackupRequest, _admin_pb2.BackupResponse]  # type: ignore[assignment]
-    """Makes a backup of all that the sidecar has, as of one moment, in a new folder of this name below its
-    `backup_directory`, while it serves. It answers its progress, and at the end what the backup holds. Files of logs
-    that the newest backup there has too are linked to it. The name does not exist until all of it is durable; if the
-    call is given up, nothing is left. One backup is made at a time, the others wait. Errors: `INVALID_REQUEST` for an
-    invalid name, or without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is a backup of that name;
-    `BACKUP_FAILED` if it cannot be written; `STORE_DAMAGED`.
+    """Makes a backup of all data of the sidecar, as of one moment, in a new folder with this name in the sidecar's
+    `backup_directory`. The sidecar continues to serve. The answers have the progress, and the last answer describes
+    the backup. Files of logs that are also in the newest existing backup are hard links to that backup's files. The
+    folder does not have its name until the whole backup is durable. If the call is cancelled, nothing is left. Only
+    one backup is made at a time. Other calls wait. Errors: `INVALID_REQUEST` for an invalid name, or without a
+    `backup_directory`; `DIRECTORY_NOT_EMPTY` if a backup with that name exists; `BACKUP_FAILED` if the backup cannot
+    be written; `STORE_DAMAGED`.
     """
     ConfirmBackup: _aio.UnaryUnaryMultiCallable[_admin_pb2.ConfirmBackupRequest, _admin_pb2.ConfirmBackupResponse]  # type: ignore[assignment]
-    """Records that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it
-    is kept. Durable when it is answered. Metrics show the newest confirmed moment. An older one changes
-    nothing, unless the newest is in the future, because the clock was ahead.
-    Errors: `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
+    """Records that a backup of this sidecar was verified: after `Backup`, the caller has read every byte of it where it
+    is stored. When the call is answered, the record is durable. Metrics show the time of the newest confirmed backup.
+    Confirming an older backup changes nothing, unless the time of the newest one is in the future because the clock
+    was ahead. Errors: `INVALID_REQUEST` for a time that is not in the past; `STORE_UNAVAILABLE`.
     """
     GetVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetVersionRequest, _admin_pb2.GetVersionResponse]  # type: ignore[assignment]
-    """The version of the sidecar and its limits and name."""
+    """Returns the sidecar's version, limits and name."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """For operators."""
+    """The service for operators."""
 
     @_abc_1.abstractmethod
     def CreateTopic(
@@ -375,10 +405,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.CreateTopicRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CreateTopicResponse, _abc.Awaitable[_admin_pb2.CreateTopicResponse]]:
-        """Creates a topic, with partitions or without. The partitions are topics, `name-partition-0` and on, and all of them
-        are created or none. Errors: `INVALID_TOPIC_NAME`, `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`,
-        `LOG_DAMAGED` if a topic of that name is damaged; `RECOVERING` if the creation takes more than 20 seconds; it
-        continues.
+        """Creates a topic, with or without partitions. The partitions are topics with the names `name-partition-0`,
+        `name-partition-1` and so on. Either all partitions are created or none. Errors: `INVALID_TOPIC_NAME`,
+        `INVALID_REQUEST`, `TOPIC_EXISTS`, `TOO_MANY_TOPICS`; `LOG_DAMAGED` if a topic with that name is damaged;
+        `RECOVERING` if the creation takes more than 20 seconds; the creation then continues.
         """
 
     @_abc_1.abstractmethod
@@ -387,10 +417,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DeleteTopicRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DeleteTopicResponse, _abc.Awaitable[_admin_pb2.DeleteTopicResponse]]:
-        """Deletes a topic, its log and its producers permanently. A later topic of the name has another incarnation. The
-        topic takes nothing more from now on. A deletion that was begun continues if the call is given up. A partitioned
-        topic is deleted with all of its partitions; a single partition cannot be deleted. Errors: `TOPIC_NOT_FOUND`,
-        `LOG_DAMAGED`, `STORE_UNAVAILABLE` (then it is still there).
+        """Deletes a topic, its log and its producers permanently. From the call on, the topic accepts no messages. A later
+        topic with the same name has another incarnation. If the call is cancelled, a deletion that has begun continues. A
+        partitioned topic is deleted with all its partitions. A single partition cannot be deleted. Errors:
+        `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the topic then still exists).
         """
 
     @_abc_1.abstractmethod
@@ -399,8 +429,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListTopicsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListTopicsResponse, _abc.Awaitable[_admin_pb2.ListTopicsResponse]]:
-        """All topics, by name, 1,000 per page: partitioned ones, and also each of their partitions. If topics are spread over
-        processes, those of all. Errors: `SHARDS_INCOMPLETE` if one does not answer, `SHARD_CLAIMED_TWICE`.
+        """Returns all topics, sorted by name, 1,000 per page. The list has partitioned topics and also each of their
+        partitions. If topics are spread over several processes, the list has the topics of all processes. Errors:
+        `SHARDS_INCOMPLETE` if a process does not answer, `SHARD_CLAIMED_TWICE`.
         """
 
     @_abc_1.abstractmethod
@@ -409,7 +440,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetTopicRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetTopicResponse, _abc.Awaitable[_admin_pb2.GetTopicResponse]]:
-        """One topic."""
+        """Returns one topic."""
 
     @_abc_1.abstractmethod
     def SetTopicPolicy(
@@ -417,9 +448,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SetTopicPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetTopicPolicyResponse, _abc.Awaitable[_admin_pb2.SetTopicPolicyResponse]]:
-        """Sets values of a topic's policy; omitted values stay as they are. When it is answered, the values are durable, and
-        in force between two frames. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and the error of a topic that takes
-        nothing now.
+        """Sets values of a topic's policy. Omitted values do not change. When the call is answered, the values are durable
+        and in force. They take effect between two frames. Errors: `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, and the error of a
+        topic that accepts no messages at the moment.
         """
 
     @_abc_1.abstractmethod
@@ -428,7 +459,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetTopicPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetTopicPolicyResponse, _abc.Awaitable[_admin_pb2.GetTopicPolicyResponse]]:
-        """What is set for a topic, and what is in force."""
+        """Returns the values that are set for a topic, and the values in force."""
 
     @_abc_1.abstractmethod
     def RemoveTopicPolicy(
@@ -436,7 +467,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RemoveTopicPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RemoveTopicPolicyResponse, _abc.Awaitable[_admin_pb2.RemoveTopicPolicyResponse]]:
-        """Removes values of a topic's policy, which are then inherited. As `SetTopicPolicy`."""
+        """Removes values of a topic's policy, which are then inherited. Otherwise like `SetTopicPolicy`."""
 
     @_abc_1.abstractmethod
     def SetNamespacePolicy(
@@ -444,11 +475,12 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SetNamespacePolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetNamespacePolicyResponse, _abc.Awaitable[_admin_pb2.SetNamespacePolicyResponse]]:
-        """Sets values for all topics of a namespace, also for later ones; omitted values stay as they are. When it is
-        answered, they are durable, and in force in every topic. They are in the store, not in a log: after a loss of the
-        store, set them again. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`, `STORE_UNAVAILABLE` (then nothing has
-        changed). If topics are spread over processes, the process that has the namespace's shard passes the values on, and
-        others answer `NOT_OWNER`. If one does not answer, some may have them: repeat the call.
+        """Sets values for all present and future topics of a namespace. Omitted values do not change. When the call is
+        answered, the values are durable, and in force in every topic. The values are in the store, not in a log. After a
+        loss of the store, set them again. If topics are spread over several processes, the process that has the
+        namespace's shard forwards the values to the others; other processes answer `NOT_OWNER`. If a process does not
+        answer, only some processes may have the values: repeat the call. Errors: `INVALID_NAMESPACE`, `INVALID_REQUEST`,
+        `STORE_UNAVAILABLE` (then nothing has changed).
         """
 
     @_abc_1.abstractmethod
@@ -457,7 +489,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetNamespacePolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetNamespacePolicyResponse, _abc.Awaitable[_admin_pb2.GetNamespacePolicyResponse]]:
-        """What is set for a namespace, and what its topics inherit."""
+        """Returns the values that are set for a namespace, and the values that its topics inherit."""
 
     @_abc_1.abstractmethod
     def RemoveNamespacePolicy(
@@ -465,7 +497,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RemoveNamespacePolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RemoveNamespacePolicyResponse, _abc.Awaitable[_admin_pb2.RemoveNamespacePolicyResponse]]:
-        """Removes values of a namespace's policy, which are then inherited. As `SetNamespacePolicy`."""
+        """Removes values of a namespace's policy, which are then inherited. Otherwise like `SetNamespacePolicy`."""
 
     @_abc_1.abstractmethod
     def ListProducers(
@@ -473,7 +505,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListProducersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListProducersResponse, _abc.Awaitable[_admin_pb2.ListProducersResponse]]:
-        """The producers of a topic in the order in which they first came, 1,000 per page."""
+        """Returns the producers of a topic in the order of their first use, 1,000 per page."""
 
     @_abc_1.abstractmethod
     def GetProducer(
@@ -481,7 +513,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetProducerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetProducerResponse, _abc.Awaitable[_admin_pb2.GetProducerResponse]]:
-        """One producer. Error: `PRODUCER_NOT_FOUND`."""
+        """Returns one producer. Error: `PRODUCER_NOT_FOUND`."""
 
     @_abc_1.abstractmethod
     def GetMessageState(
@@ -489,8 +521,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetMessageStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetMessageStateResponse, _abc.Awaitable[_admin_pb2.GetMessageStateResponse]]:
-        """What is known of one message of a producer. Only for topics on the sidecar's own log. Errors: `TOPIC_NOT_FOUND`,
-        `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
+        """Returns the state of one message of a producer. Only for topics on the sidecar's own log. Errors:
+        `TOPIC_NOT_FOUND`, `RECOVERING` while the state is not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
         """
 
     @_abc_1.abstractmethod
@@ -499,8 +531,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListInFlightRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListInFlightResponse, _abc.Awaitable[_admin_pb2.ListInFlightResponse]]:
-        """The producers that have messages in flight for a long time, the longest first: at most 1,000. Only for topics on
-        the sidecar's own log.
+        """Returns at most 1,000 producers that have had messages in flight for a long time, the longest time first. Only for
+        topics on the sidecar's own log.
         """
 
     @_abc_1.abstractmethod
@@ -509,11 +541,12 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ResetProducerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ResetProducerResponse, _abc.Awaitable[_admin_pb2.ResetProducerResponse]]:
-        """Sets a producer's highest persisted sequence ID to a lower one: IDs above it are new again, also those that the log
-        holds. It fences the producer's sessions at once, waits for what they have in flight, and is durable when it is
-        answered. A client that continues under the name opens a new session, which learns the new number. Only for topics
-        on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`, `INVALID_REQUEST` if the number is not lower, or for a
-        topic of deduplication IDs; `LOG_REFUSED`: then nothing has changed, and nobody is fenced.
+        """Sets a producer's highest persisted sequence ID to a lower one. IDs above it are then new again, even if the log
+        has messages with these IDs. The call fences the producer's sessions at once, and waits until their messages in
+        flight are settled. When the call is answered, the change is durable. A client that continues under the name opens
+        a new session, and receives the new number. Only for topics on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`;
+        `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`: then nothing has
+        changed, and no session is fenced.
         """
 
     @_abc_1.abstractmethod
@@ -522,7 +555,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListCursorsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListCursorsResponse, _abc.Awaitable[_admin_pb2.ListCursorsResponse]]:
-        """The named cursors of a topic, by name. Only for topics on the sidecar's own log, as the next two calls."""
+        """Returns the named cursors of a topic, sorted by name. This call and the next two calls are only for topics on the
+        sidecar's own log.
+        """
 
     @_abc_1.abstractmethod
     def SetCursorHold(
@@ -530,8 +565,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SetCursorHoldRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetCursorHoldResponse, _abc.Awaitable[_admin_pb2.SetCursorHoldResponse]]:
-        """Makes retention keep the messages that a cursor has not passed, or stops that. Durable, and in force, when it is
-        answered. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
+        """Sets whether retention keeps the messages after a cursor. When the call is answered, the setting is durable and in
+        force. Errors: `CURSOR_NOT_FOUND`, `INVALID_REQUEST`.
         """
 
     @_abc_1.abstractmethod
@@ -540,7 +575,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DeleteCursorRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DeleteCursorResponse, _abc.Awaitable[_admin_pb2.DeleteCursorResponse]]:
-        """Removes a cursor: it keeps nothing more. Error: `CURSOR_NOT_FOUND`."""
+        """Removes a cursor with its position and hold. Error: `CURSOR_NOT_FOUND`."""
 
     @_abc_1.abstractmethod
     def Snapshot(
@@ -548,7 +583,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SnapshotResponse, _abc.Awaitable[_admin_pb2.SnapshotResponse]]:
-        """Takes a snapshot of a topic now and answers when it is durable."""
+        """Takes a snapshot of a topic, and answers when the snapshot is durable."""
 
     @_abc_1.abstractmethod
     def ExportWatermarks(
@@ -556,9 +591,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ExportWatermarksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.ExportWatermarksResponse], _abc.AsyncIterator[_admin_pb2.ExportWatermarksResponse]]:
-        """The highest persisted sequence ID of every producer of a topic that has one, as of one moment, for a topic that
-        these producers move to. Errors: `RECOVERING` while that is not certain, `INVALID_REQUEST` for a topic of
-        deduplication IDs.
+        """Returns the highest persisted sequence IDs (watermarks) of all producers of a topic, as of one moment. Producers
+        without a persisted ID are omitted. The watermarks can be imported into a new topic for these producers. Errors:
+        `RECOVERING` while the watermarks are not certain, `INVALID_REQUEST` for a topic of deduplication IDs.
         """
 
     @_abc_1.abstractmethod
@@ -567,11 +602,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_admin_pb2.ImportWatermarksRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ImportWatermarksResponse, _abc.Awaitable[_admin_pb2.ImportWatermarksResponse]]:
-        """Imports watermarks into an unused topic: it has no message, and no producer has ever opened it (if the log is a
-        broker's own: it has no entry, and no broker is attached). They merge by maximum with those of an earlier import.
-        When it is answered, all of them are in force and durable. Before that, and if it is not answered, none is, or all
-        are: repeating it does no harm. If a client opens the topic meanwhile, the import fails. Errors: `TOPIC_IN_USE`,
-        `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and the error of a topic that takes nothing now.
+        """Imports watermarks into an unused topic. Unused means that the topic has no message, and no producer has ever
+        opened it. If the log belongs to a broker, it means that the log has no entry, and no broker is attached. If an
+        earlier import has a watermark for the same producer, the higher watermark counts. When the call is answered, all
+        watermarks are in force and durable. Until then, or if the call fails, either all or none are in force. The call
+        can be repeated. If a client opens the topic meanwhile, the import fails. Errors: `TOPIC_IN_USE`,
+        `INVALID_REQUEST`, `INVALID_NAME`, `INVALID_SEQUENCE_ID`, and the error of a topic that accepts no messages at the
+        moment.
         """
 
     @_abc_1.abstractmethod
@@ -580,12 +617,12 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_admin_pb2.ImportWindowRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ImportWindowResponse, _abc.Awaitable[_admin_pb2.ImportWindowResponse]]:
-        """Imports a window of deduplication IDs into a topic of such IDs that has no message yet. From then on they are
-        `DUP`, until `deduplication_window_max_minutes` after they were published. When it is answered, all of it is in
-        force and durable, or nothing is. The same window may be imported again at any time: that repairs a window of which
-        the store has lost something (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE`
-        if the topic has messages or another window, `INVALID_REQUEST` for a topic of sequence IDs, and for an invalid
-        window.
+        """Imports a window of deduplication IDs into a topic of deduplication IDs that has no message yet. Messages with
+        these IDs are then `DUP`, until `deduplication_window_max_minutes` after the IDs were published. When the call is
+        answered, the whole window is in force and durable. After an error, either the whole window is in force or no part
+        of it. The same window may be imported again at any time, which repairs a window if the store has lost a part of it
+        (`WINDOW_MISSING`). Only for topics on the sidecar's own log. Errors: `TOPIC_IN_USE` if the topic has messages or
+        another window; `INVALID_REQUEST` for a topic of sequence IDs, and for an invalid window.
         """
 
     @_abc_1.abstractmethod
@@ -594,7 +631,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ExportSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.ExportSnapshotResponse], _abc.AsyncIterator[_admin_pb2.ExportSnapshotResponse]]:
-        """A topic's snapshot as of one moment, to be saved elsewhere. Errors: as those of `ExportWatermarks`."""
+        """Returns a snapshot of a topic, as of one moment, so that the caller can save it. Errors: those of
+        `ExportWatermarks`.
+        """
 
     @_abc_1.abstractmethod
     def ImportSnapshot(
@@ -602,12 +641,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_admin_pb2.ImportSnapshotRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ImportSnapshotResponse, _abc.Awaitable[_admin_pb2.ImportSnapshotResponse]]:
-        """Replaces the snapshot in the store by a saved one, and opens the topic from it: its log is replayed from there, so
-        that everything later counts, resets included. The topic may be in any state, also `TOPIC_STATE_DAMAGED`; its
-        clients connect again. It is durable when it is answered. Until then either may be in force: repeating it does no
-        harm. If the log is a broker's own, a missing topic is created. Errors: `POSITION_OF_ANOTHER_INCARNATION`,
-        `POSITION_AFTER_END`, `POSITION_TRIMMED` and `POSITION_DIVERGED` if it does not belong to the topic's log as it is,
-        `INVALID_REQUEST`, `INVALID_NAME`, `STORE_UNAVAILABLE`.
+        """Replaces the snapshot in the store by a saved snapshot, and opens the topic from it. The log is replayed after the
+        snapshot's position, so later records count, including resets. The topic may be in any state, even
+        `TOPIC_STATE_DAMAGED`. Its clients connect again. When the call is answered, the snapshot is durable. Until then,
+        the old or the new snapshot may be in force. The call can be repeated. If the log belongs to a broker, a missing
+        topic is created. Errors: `POSITION_OF_ANOTHER_INCARNATION`, `POSITION_AFTER_END`, `POSITION_TRIMMED` and
+        `POSITION_DIVERGED` if the snapshot does not belong to the topic's present log; `INVALID_REQUEST`, `INVALID_NAME`,
+        `STORE_UNAVAILABLE`.
         """
 
     @_abc_1.abstractmethod
@@ -616,10 +656,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RebuildTopicRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RebuildTopicResponse, _abc.Awaitable[_admin_pb2.RebuildTopicResponse]]:
-        """Builds the store's records of a topic again from all that is left in its log, while the other topics serve. For a
-        topic whose records are suspect or cannot be read. Verdicts and sessions are the same afterwards. Only for topics
-        on the sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped what the log does not state again,
-        `STORE_UNAVAILABLE`; repeating it does no harm.
+        """Rebuilds the store's records of a topic from the topic's log, while the other topics serve. Use this call if the
+        records are suspect or cannot be read. Verdicts and sessions are the same afterwards. The call can be repeated.
+        Only for topics on the sidecar's own log. Errors: `LOG_INCOMPLETE` if retention has dropped records that the log
+        does not repeat later, `STORE_UNAVAILABLE`.
         """
 
     @_abc_1.abstractmethod
@@ -628,9 +668,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListSidecarsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListSidecarsResponse, _abc.Awaitable[_admin_pb2.ListSidecarsResponse]]:
-        """The sidecars of a cluster, by name: those with a subscription or a producer in a topic of `pulsar.namespaces`. All
-        or an error. Only if the log is a cluster's, as the three calls that follow, or if topics are spread over
-        processes.
+        """Returns the sidecars of a cluster, sorted by name: all sidecars with a subscription or a producer in a topic of
+        `pulsar.namespaces`. The call returns all of them or an error. This call works only if the log is in a Pulsar
+        cluster, or if topics are spread over several processes. `ForgetSidecar` and `TakeTopic` work only if the log is in
+        a Pulsar cluster.
         """
 
     @_abc_1.abstractmethod
@@ -639,9 +680,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ForgetSidecarRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ForgetSidecarResponse, _abc.Awaitable[_admin_pb2.ForgetSidecarResponse]]:
-        """Removes the subscriptions of a sidecar that is gone permanently, so that the cluster keeps nothing for it. Errors:
-        `SIDECAR_NOT_FOUND` if it has none, `SIDECAR_ALIVE` if it is connected or answers; `LOG_REFUSED` if some could not
-        be removed: the others are, and the same call removes the rest.
+        """Removes the subscriptions of a sidecar that will never run again, so that the cluster keeps no entries for it.
+        Errors: `SIDECAR_NOT_FOUND` if the sidecar has no subscriptions; `SIDECAR_ALIVE` if it is connected or answers;
+        `LOG_REFUSED` if some subscriptions could not be removed. Then repeat the call to remove the rest.
         """
 
     @_abc_1.abstractmethod
@@ -650,11 +691,12 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.MoveTopicRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.MoveTopicResponse, _abc.Awaitable[_admin_pb2.MoveTopicResponse]]:
-        """Moves a topic from the sidecar that owns it to another one, and answers when the other one serves it: repeating it
-        does no harm. Nothing is taken meanwhile. What is in flight settles, or is sent again to the new owner, which knows
-        the outcome. From a sidecar with an embedded log the whole log is copied, most of it while messages are taken, and
-        `to` is required. Errors: `NOT_OWNER`, `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before,
-        or takes it again as soon as it is certain that the other one does not have it.
+        """Moves a topic from the sidecar that owns it to another sidecar, and answers when the other sidecar serves the
+        topic. The call can be repeated. Neither sidecar accepts messages during the handover. Messages in flight are
+        settled, or are sent again to the new owner, which knows their outcome. From a sidecar with an embedded log, the
+        whole log is copied, most of it while the topic still accepts messages. Then `to` is required. Errors: `NOT_OWNER`,
+        `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it back as soon as it is
+        certain that the other sidecar does not have it.
         """
 
     @_abc_1.abstractmethod
@@ -663,8 +705,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.TakeTopicRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.TakeTopicResponse, _abc.Awaitable[_admin_pb2.TakeTopicResponse]]:
-        """Takes a topic that nobody owns, and answers when it is served here. Sidecars ask each other this. Error:
-        `NOT_OWNER` if the topic has an owner.
+        """Takes a topic that has no owner, and answers when this sidecar serves the topic. Sidecars call this on each other.
+        Error: `NOT_OWNER` if the topic has an owner.
         """
 
     @_abc_1.abstractmethod
@@ -673,12 +715,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_admin_pb2.ReceiveTopicRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.ReceiveTopicResponse], _abc.AsyncIterator[_admin_pb2.ReceiveTopicResponse]]:
-        """Receives a topic of another sidecar with an embedded log, which has the topic until this one says that it has it.
-        First comes the head, which is answered. Then come the log from its beginning and a snapshot, in parts, whose end
-        may be answered. Last comes the end, which is answered when the topic is this sidecar's, durably, and is served.
-        Sidecars call each other. Errors: `TOPIC_EXISTS`, `TOO_MANY_TOPICS`, `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`,
-        `MOVE_FAILED`, and any other reason why it cannot serve the topic: then nothing of it is here. `SettleMove` answers
-        the outcome of a call that breaks.
+        """Receives a topic from another sidecar with an embedded log. The sending sidecar has the topic until this sidecar
+        answers that it has the topic. The sender first sends the head, which this sidecar answers. Then the sender sends
+        the log from its beginning and a snapshot, in parts. This sidecar may answer the end of the snapshot. Last, the
+        sender sends the end, which this sidecar answers when it has the topic durably and serves it. Sidecars call this on
+        each other. If the call breaks, `SettleMove` returns the outcome. Errors: `TOPIC_EXISTS`, `TOO_MANY_TOPICS`,
+        `NEWER_FORMAT`, `OLDER_FORMAT`, `STREAM_IDLE`, `MOVE_FAILED`, and every other reason why this sidecar cannot serve
+        the topic. After an error, this sidecar has no data of the topic.
         """
 
     @_abc_1.abstractmethod
@@ -687,9 +730,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SettleMoveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SettleMoveResponse, _abc.Awaitable[_admin_pb2.SettleMoveResponse]]:
-        """Whether a topic that another sidecar was moving to this one is here now. If not, what is still under way never will
-        be. Sidecars ask each other this. Errors: `STORE_UNAVAILABLE` while that is not certain, `MOVE_FAILED` if it was
-        moved to another data directory than this one.
+        """Returns whether this sidecar has a topic that another sidecar was moving to it. If not, data of this move that is
+        still on its way will never be accepted. Sidecars call this on each other. Errors: `STORE_UNAVAILABLE` while the
+        outcome is not certain, `MOVE_FAILED` if the topic was moved to another data directory.
         """
 
     @_abc_1.abstractmethod
@@ -698,8 +741,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetShardsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetShardsResponse, _abc.Awaitable[_admin_pb2.GetShardsResponse]]:
-        """Which shards of its cluster's topics this process has, permanently. Processes ask each other this. Error:
-        `INVALID_REQUEST` if topics are not spread over processes.
+        """Returns the shards that this process has permanently. Processes call this on each other. Error: `INVALID_REQUEST`
+        if topics are not spread over several processes.
         """
 
     @_abc_1.abstractmethod
@@ -708,10 +751,11 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetStatisticsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetStatisticsResponse, _abc.Awaitable[_admin_pb2.GetStatisticsResponse]]:
-        """The state of this process now and in the last ten minutes: what its topics took and refused, which of them do not
-        serve, and its warnings. Counting costs the topics nothing. Samples are taken every few seconds, from the start if
-        `metrics_listen` is set, else from the first such call. Other processes are not included. Errors:
-        `INVALID_REQUEST`; `TOPIC_NOT_FOUND` for a `topic` that is not here.
+        """Returns the state of this process now and in the last ten minutes: the messages that its topics accepted and
+        refused, the topics that do not serve, and the process's warnings. Counting does not slow the topics down. Samples
+        are taken every few seconds, from the start of the process if `metrics_listen` is set, else from the first call.
+        Other processes are not included. Errors: `INVALID_REQUEST`; `TOPIC_NOT_FOUND` if this process does not have
+        `topic`.
         """
 
     @_abc_1.abstractmethod
@@ -720,12 +764,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.BackupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.BackupResponse], _abc.AsyncIterator[_admin_pb2.BackupResponse]]:
-        """Makes a backup of all that the sidecar has, as of one moment, in a new folder of this name below its
-        `backup_directory`, while it serves. It answers its progress, and at the end what the backup holds. Files of logs
-        that the newest backup there has too are linked to it. The name does not exist until all of it is durable; if the
-        call is given up, nothing is left. One backup is made at a time, the others wait. Errors: `INVALID_REQUEST` for an
-        invalid name, or without a `backup_directory`; `DIRECTORY_NOT_EMPTY` if there is a backup of that name;
-        `BACKUP_FAILED` if it cannot be written; `STORE_DAMAGED`.
+        """Makes a backup of all data of the sidecar, as of one moment, in a new folder with this name in the sidecar's
+        `backup_directory`. The sidecar continues to serve. The answers have the progress, and the last answer describes
+        the backup. Files of logs that are also in the newest existing backup are hard links to that backup's files. The
+        folder does not have its name until the whole backup is durable. If the call is cancelled, nothing is left. Only
+        one backup is made at a time. Other calls wait. Errors: `INVALID_REQUEST` for an invalid name, or without a
+        `backup_directory`; `DIRECTORY_NOT_EMPTY` if a backup with that name exists; `BACKUP_FAILED` if the backup cannot
+        be written; `STORE_DAMAGED`.
         """
 
     @_abc_1.abstractmethod
@@ -734,10 +779,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ConfirmBackupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ConfirmBackupResponse, _abc.Awaitable[_admin_pb2.ConfirmBackupResponse]]:
-        """Records that a backup of this sidecar was verified after `Backup` had made it: every byte of it was read where it
-        is kept. Durable when it is answered. Metrics show the newest confirmed moment. An older one changes
-        nothing, unless the newest is in the future, because the clock was ahead.
-        Errors: `INVALID_REQUEST` for a moment that is not in the past; `STORE_UNAVAILABLE`.
+        """Records that a backup of this sidecar was verified: after `Backup`, the caller has read every byte of it where it
+        is stored. When the call is answered, the record is durable. Metrics show the time of the newest confirmed backup.
+        Confirming an older backup changes nothing, unless the time of the newest one is in the future because the clock
+        was ahead. Errors: `INVALID_REQUEST` for a time that is not in the past; `STORE_UNAVAILABLE`.
         """
 
     @_abc_1.abstractmethod
@@ -746,6 +791,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetVersionResponse, _abc.Awaitable[_admin_pb2.GetVersionResponse]]:
-        """The version of the sidecar and its limits and name."""
+        """Returns the sidecar's version, limits and name."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -20,25 +20,26 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Batch(_message.Message):
-    """A batch of messages of one topic, in columns. A client sends, the log stores, and a reader gets the same form. It
-    includes the producers' names, so it can be read alone.
+    """A batch of messages of one topic, in columns. Clients send batches, the log stores them, and readers receive them,
+    all in this form. A batch includes the producers' names, so it can be read without other data.
 
-    P is the number of distinct producers in the batch, N the number of its rows (messages), both at least 1. Blobs with
-    offsets have the layout of Arrow's binary arrays: value i is `blob[offsets[i]:offsets[i + 1]]`, the first offset is
-    0, offsets never fall, and the last one is the length of the blob. Validity bitmaps are Arrow's too: bit `i % 8` of
-    byte `i / 8` is 1 if value i is there.
+    P is the number of distinct producers in the batch, and N the number of its rows (messages). P and N are at least 1.
+    Blobs with offsets have the layout of Arrow's binary arrays: value i is `blob[offsets[i]:offsets[i + 1]]`, the first
+    offset is 0, offsets never decrease, and the last offset is the length of the blob. Validity bitmaps also have
+    Arrow's layout: bit `i % 8` of byte `i / 8` is 1 if value i exists.
 
-    The log stores the canonical encoding: fields in rising order of their numbers, each at most once, repeated fields
-    packed, empty ones omitted, and tags and lengths in the fewest bytes. Any other legal encoding is accepted and
-    encoded again.
+    The log stores the canonical encoding: fields in ascending order of their numbers, each field at most once, repeated
+    fields packed, empty fields omitted, and tags and lengths in the fewest bytes. A batch in another legal encoding is
+    accepted and encoded again.
 
-    In a topic of deduplication IDs the columns of producers and sequence IDs (1 to 6) are omitted, and every row has a
-    deduplication ID. In a topic of sequence IDs it is the other way round. A batch of the other kind is refused:
-    `INVALID_BATCH`.
+    In a topic of deduplication IDs, the columns of producers and sequence IDs (1 to 6) are omitted, and every row has a
+    deduplication ID. In a topic of sequence IDs, these columns are present, and no row has a deduplication ID. A batch
+    of the wrong kind is refused with `INVALID_BATCH`.
 
     The partition of a message in a partitioned topic is (MurmurHash3_x86_32 with seed 0, without its sign bit) modulo
-    the number of partitions. The hash is that of the key if the row has one, else of the producer name. So a copy always
-    meets its original, in every language. The hash, and the partition of ten, of some keys:
+    the number of partitions. The hash is computed from the row's key or, if the row has no key, from the producer name.
+    So a copy always has the same partition as its original, in every language. Examples of keys, with the hash and the
+    partition out of ten partitions:
 
         "a" 1009084850 0
         "ab" 465557343 3
@@ -50,25 +51,27 @@ class Batch(_message.Message):
         "é" 269551495 5
         "日本語" 631534231 1
 
-    In a partitioned topic of deduplication IDs, the hash is that of the ID. If `Topic.deduplication_route` says so, it
-    is that of the key, which every row must then have (`INVALID_BATCH`). The same of some IDs:
+    In a partitioned topic of deduplication IDs, the hash is computed from the deduplication ID. With
+    `DEDUPLICATION_ROUTE_KEY` (`Topic.deduplication_route`), the hash is computed from the key, which every row must then
+    have (otherwise `INVALID_BATCH`). Examples of IDs, with the hash and the partition out of ten partitions:
 
         "evt_1NG8Du2eZvKYlo2C" 2132699809 9
         16 bytes of zeros 20237816 6
         the bytes 00 ff 1565445780 0
 
-    A producer of a partitioned topic has a session of the same name in each partition, and numbers its messages over all
-    of them: a partition has gaps. Each partition has separate links, verdicts, refusals and resumes. With every batch
-    the producer states in `complete_up_to` the ID up to which it will never again send anything, because everything has
-    its receipt, in any partition.
+    A producer of a partitioned topic has a session with the same name in each partition. It numbers its messages across
+    all partitions, so each partition has gaps. Each partition has separate links, verdicts, refusals and resumes. In
+    every batch, the producer states in `complete_up_to` the highest ID for which this is true: every message with this
+    or a lower ID has its receipt, in every partition, and will never be sent again.
 
-    A producer that starts reads the last message that each partition has of it (`OpenResponse.persisted_indexes`). It
-    continues after the highest `complete_up_to` that it finds there, or from its beginning: what a partition already has
-    is `DUP` there, and what it lacks is `NOT_DUP`. Do not continue after the lowest `persisted`: a partition that no key
-    leads to stays at -1. Nor after the highest: others may lack what is below it.
+    When a producer starts, it reads its last message in each partition (`OpenResponse.persisted_indexes`). It continues
+    after the highest `complete_up_to` in these messages, or from its beginning if there is none. A message that its
+    partition already has is then `DUP`, and a message that its partition lacks is `NOT_DUP`. Do not continue after the
+    lowest `persisted` of the partitions: it stays at -1 in a partition that no key selects. Do not continue after the
+    highest `persisted` either: other partitions may lack messages with lower IDs.
 
-    Limits: a batch is at most 8 MiB encoded and has at most 65,536 rows; a payload is at most 5 MiB. The batch limits a
-    key and the properties of a message.
+    Limits: an encoded batch has at most 8 MiB, a batch has at most 65,536 rows, and a payload has at most 5 MiB. Keys
+    and properties have no limit other than the limit of the batch.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -95,52 +98,56 @@ class Batch(_message.Message):
     PAYLOAD_VALIDITY_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     producer_names: _builtins.bytes
-    """The distinct producer names of the batch, UTF-8, 1 to 255 bytes each, no name twice."""
+    """The distinct producer names of the batch, in UTF-8, with 1 to 255 bytes each."""
     key_validity: _builtins.bytes
-    """Which rows have a key: a bitmap of N bits, (N + 7) / 8 bytes. Omitted if all have one, or none has."""
+    """A bitmap of N bits, in (N + 7) / 8 bytes, that shows which rows have a key. Omitted if all rows or no rows have a
+    key.
+    """
     keys: _builtins.bytes
-    """The keys in sequence. Bytes, not necessarily UTF-8."""
+    """The keys, one after the other. Keys are bytes, not necessarily UTF-8."""
     property_names: _builtins.bytes
-    """The names of the properties, UTF-8."""
+    """The names of the properties, in UTF-8."""
     property_values: _builtins.bytes
-    """The values of the properties, UTF-8."""
+    """The values of the properties, in UTF-8."""
     deduplication_ids: _builtins.bytes
-    """The deduplication IDs in sequence."""
+    """The deduplication IDs, one after the other."""
     payload_validity: _builtins.bytes
-    """Which rows have a payload: a bitmap of N bits, (N + 7) / 8 bytes. Omitted if all have one."""
+    """A bitmap of N bits, in (N + 7) / 8 bytes, that shows which rows have a payload. Omitted if all rows have a payload."""
     payloads: _builtins.bytes
-    """The payloads in sequence."""
+    """The payloads, one after the other."""
     @_builtins.property
     def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """P + 1 offsets into `producer_names`."""
 
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P epochs, as `Open` gave them: the session in which each producer sends. Without a session a publish is refused:
-        `FENCED` if a newer session owns the name, `INVALID_EPOCH` if the topic never gave that epoch.
+        """P epochs: for each producer, the epoch of the session in which it sends, as `Open` returned it. If a producer has
+        no session with its epoch, the publish is refused: with `FENCED` if a newer session owns the name, and with
+        `INVALID_EPOCH` if the topic never issued that epoch.
         """
 
     @_builtins.property
     def previous_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P links. Per producer, the highest sequence ID below its first one in this batch that it has sent in this session
-        or that `Open` answered; -1 if there is none. Never "the one sent before": after a resend of older IDs that would
-        lose messages. It must be below the first ID (`INVALID_PREDECESSOR`). -2 means that the link is omitted: only the
-        unary `Publish` accepts that, and only while that producer has nothing else in flight. It is stored as sent; where
-        a batch was cut, it is the row before.
+        """P links. A producer's link is the highest sequence ID that is below its first ID in this batch and that it has sent
+        in this session or that `Open` returned; -1 if there is no such ID. Do not use the ID of the message sent last:
+        after a resend of older IDs, that would lose messages. A link must be below the first ID (otherwise
+        `INVALID_PREDECESSOR`). -2 means that the link is omitted. Only the unary `Publish` accepts -2, and only while the
+        producer has no other message in flight. Links are stored as sent. If a batch was cut, the link is the ID of the
+        row before.
         """
 
     @_builtins.property
     def producer_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N positions in the list of producers, 0 to P - 1: the producer of each row. Omitted if P is 1."""
+        """N numbers, 0 to P - 1: for each row, the position of its producer in the list of producers. Omitted if P is 1."""
 
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N sequence IDs, 0 to 2^63 - 1. Those of one producer rise strictly within a batch. Gaps are legal."""
+        """N sequence IDs, 0 to 2^63 - 1. Within a batch, the IDs of one producer are strictly ascending. Gaps are allowed."""
 
     @_builtins.property
     def event_times_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N event times in milliseconds since 1970, as the producer set them, any 64-bit number; 0 is none. Omitted if no row
-        has one.
+        """N event times in milliseconds since 1970, as the producer has set them. Every 64-bit number is allowed; 0 means no
+        event time. Omitted if no row has an event time.
         """
 
     @_builtins.property
@@ -149,8 +156,8 @@ class Batch(_message.Message):
 
     @_builtins.property
     def property_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N + 1 offsets into the list of properties (Arrow's map layout): row i has properties `property_offsets[i]` up to,
-        not including, `property_offsets[i + 1]`. Omitted if no row has any.
+        """N + 1 offsets into the list of properties (Arrow's map layout). Row i has the properties from `property_offsets[i]`
+        to before `property_offsets[i + 1]`. Omitted if no row has properties.
         """
 
     @_builtins.property
@@ -163,19 +170,19 @@ class Batch(_message.Message):
 
     @_builtins.property
     def complete_up_to(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P sequence IDs, up to which everything of each producer is settled in every partition of a partitioned topic; -1 is
-        nothing. Stored and shown. Omitted if no producer states it.
+        """P sequence IDs. For each producer, all messages up to this ID are settled in every partition of a partitioned
+        topic; -1: no message. The values are stored and returned to readers. Omitted if no producer states a value.
         """
 
     @_builtins.property
     def deduplication_id_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N + 1 offsets into `deduplication_ids`: each row has an ID of 1 to 255 bytes with any content (otherwise
-        `INVALID_BATCH`). Omitted in a topic of sequence IDs.
+        """N + 1 offsets into `deduplication_ids`. Each row has an ID of 1 to 255 arbitrary bytes (otherwise `INVALID_BATCH`).
+        Omitted in a topic of sequence IDs.
         """
 
     @_builtins.property
     def payload_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """N + 1 offsets into `payloads`. From here on the fields are payload: recovery does not read them."""
+        """N + 1 offsets into `payloads`. This field and all following fields are payload, which recovery does not read."""
 
     def __init__(
         self,
@@ -212,8 +219,8 @@ Global___Batch: _TypeAlias = Batch  # noqa: Y015
 
 @_typing.final
 class Marker(_message.Message):
-    """The start of an ownership of a topic, written to its log before anything that this owner admits. It takes no index
-    and is never shown to readers of messages.
+    """The start of an ownership of a topic. The owner writes the marker to the topic's log before any message that it
+    admits. A marker has no index, and readers of messages never receive it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -221,9 +228,9 @@ class Marker(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     term: _builtins.int
-    """The term that begins, 1 or higher. Each ownership has a higher one than all before."""
+    """The term that begins, 1 or higher. The term of each ownership is higher than all earlier terms."""
     token: _builtins.bytes
-    """16 random bytes by which an owner knows its own marker."""
+    """16 random bytes by which an owner recognizes its own marker."""
     def __init__(
         self,
         *,
@@ -240,8 +247,9 @@ Global___Marker: _TypeAlias = Marker  # noqa: Y015
 
 @_typing.final
 class Control(_message.Message):
-    """A change of a topic's state other than by messages, written to its log before it is answered. It takes no index and
-    is never shown to readers of messages. A kind that a reader of the log does not know is of a newer format.
+    """A change of a topic's state that is not caused by messages. The record is written to the topic's log before the
+    request is answered. A control record has no index, and readers of messages never receive it. If the kind is unknown
+    to a reader of the log, the record has a newer format.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -256,16 +264,16 @@ class Control(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     term: _builtins.int
-    """The term in which it was written: known also after retention has dropped the marker."""
+    """The term in which the record was written. So the term is known even after retention has dropped the marker."""
     id: _builtins.int
-    """Any number that no other control record of the topic has. Its writer finds the record by it."""
+    """A number that no other control record of the topic has. The writer of the record finds the record by this number."""
     @_builtins.property
     def sessions(self) -> Global___ControlSessions:
-        """Sessions that were started, or are stated again before retention drops their records."""
+        """Sessions that were started, or that are recorded again before retention drops their earlier records."""
 
     @_builtins.property
     def policy(self) -> Global___ControlPolicy:
-        """What is set for the topic from here on."""
+        """The values that are set for the topic from this record on."""
 
     @_builtins.property
     def purge(self) -> Global___ControlPurge:
@@ -281,14 +289,14 @@ class Control(_message.Message):
 
     @_builtins.property
     def policy_of_deduplication_ids(self) -> Global___ControlPolicy:
-        """What is set for a topic of deduplication IDs from here on, as `policy`; it also makes the topic one of
-        deduplication IDs, permanently.
+        """The values that are set from this record on, as in `policy`, for a topic of deduplication IDs. This record also
+        makes the topic permanently a topic of deduplication IDs.
         """
 
     @_builtins.property
     def cursor(self) -> Global___ControlCursor:
-        """One named cursor as it is from here on; without a position, the topic has no cursor of this name. The others stay
-        as they are. A later policy states all of them.
+        """The state of one named cursor from this record on. Without a position, the cursor is removed. Other cursors do
+        not change. A later `policy` record has all cursors.
         """
 
     def __init__(
@@ -332,11 +340,13 @@ class ControlSessions(_message.Message):
 
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P epochs: from here on, each producer's session."""
+        """P epochs: for each producer, the epoch of its session from this record on."""
 
     @_builtins.property
     def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P sequence IDs, up to which each producer's are in the log; -1 is none. Omitted where sessions are only started."""
+        """P sequence IDs: for each producer, the highest ID in the log; -1 if there is none. Omitted if sessions are only
+        started.
+        """
 
     def __init__(
         self,
@@ -356,7 +366,7 @@ Global___ControlSessions: _TypeAlias = ControlSessions  # noqa: Y015
 
 @_typing.final
 class ControlReset(_message.Message):
-    """P producers that begin again, in columns. What earlier records say of their sequence IDs no longer counts."""
+    """P producers that an operator has reset, in columns. Their sequence IDs in earlier records no longer count."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -372,11 +382,13 @@ class ControlReset(_message.Message):
 
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P epochs: from here on each producer's session, which nobody has."""
+        """P epochs: for each producer, the epoch of a new session that no client has."""
 
     @_builtins.property
     def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P sequence IDs, up to which each producer's count as being in the log from here on; -1 is none."""
+        """P sequence IDs: for each producer, the ID up to which its messages count as being in the log from this record on;
+        -1: no message.
+        """
 
     def __init__(
         self,
@@ -396,8 +408,8 @@ Global___ControlReset: _TypeAlias = ControlReset  # noqa: Y015
 
 @_typing.final
 class ControlPurge(_message.Message):
-    """P producers that are forgotten, in columns: what earlier records say of them no longer counts. Without producers it
-    only states that some were forgotten, before retention drops the record of that.
+    """P producers that are forgotten, in columns. Earlier records about them no longer count. A record without producers
+    only states that producers were forgotten. It is written before retention drops an earlier record of this kind.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -426,9 +438,10 @@ Global___ControlPurge: _TypeAlias = ControlPurge  # noqa: Y015
 
 @_typing.final
 class ControlImport(_message.Message):
-    """Watermarks of P producers, in columns: a part of an import, which merges with what is known by maximum. Nothing of an
-    import is in force before its last part is in the log. An import without its last part never is, and the next one
-    begins with part 0 again. The whole import is before the topic's first message and first session.
+    """Watermarks of P producers, in columns, as a part of an import. For each producer, the higher one of the imported and
+    the known watermark counts. No part of an import is in force before the import's last part is in the log. An import
+    without its last part never takes effect, and the next import begins with part 0 again. The whole import precedes the
+    topic's first message and first session.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -439,18 +452,18 @@ class ControlImport(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
     producer_names: _builtins.bytes
-    """The names, UTF-8, rising as unsigned bytes over all parts."""
+    """The names, in UTF-8, in ascending order of their unsigned bytes, from part to part."""
     part: _builtins.int
-    """Which part it is, from 0."""
+    """The number of the part, from 0."""
     is_last: _builtins.bool
-    """Whether it is the last one."""
+    """Whether this is the last part."""
     @_builtins.property
     def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """P + 1 offsets into `producer_names`."""
 
     @_builtins.property
     def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """P sequence IDs, 0 or higher, up to which each producer's count as being in the log."""
+        """P sequence IDs, 0 or higher: for each producer, the ID up to which its messages count as being in the log."""
 
     def __init__(
         self,
@@ -471,7 +484,9 @@ Global___ControlImport: _TypeAlias = ControlImport  # noqa: Y015
 
 @_typing.final
 class ControlPolicy(_message.Message):
-    """All that is set for a topic: `TopicPolicy` in admin.proto, its enums as numbers. What is omitted is inherited."""
+    """All values that are set for a topic: the fields of `TopicPolicy` in admin.proto, with enums as numbers. Omitted
+    values are inherited.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -518,15 +533,15 @@ class ControlPolicy(_message.Message):
     deduplication_window_max_minutes: _builtins.int
     """See `TopicPolicy`."""
     deduplication_route: _builtins.int
-    """A `DeduplicationRoute`, of a partition of a topic of deduplication IDs, permanently."""
+    """A `DeduplicationRoute`. Only a partition of a topic of deduplication IDs has this value, which never changes."""
     @_builtins.property
     def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ControlCursor]:
         """All named cursors that the topic keeps, by name."""
 
     @_builtins.property
     def imported_window(self) -> Global___ControlImportedWindow:
-        """The window that was imported into a topic of deduplication IDs. It is before the topic's first message, and is
-        removed when all of it has expired.
+        """The window that was imported into a topic of deduplication IDs. The window precedes the topic's first message, and
+        is removed when all its IDs have expired.
         """
 
     def __init__(
@@ -610,7 +625,7 @@ Global___ControlPolicy: _TypeAlias = ControlPolicy  # noqa: Y015
 
 @_typing.final
 class ControlImportedWindow(_message.Message):
-    """A window of deduplication IDs from another system. The IDs are not in the log: a sidecar that lacks them gives no
+    """A window of deduplication IDs from another system. The IDs are not in the log. A sidecar that lacks the IDs gives no
     verdicts.
     """
 
@@ -620,11 +635,11 @@ class ControlImportedWindow(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     LAST_PUBLISH_TIME_MS_FIELD_NUMBER: _builtins.int
     checksum: _builtins.bytes
-    """The SHA-256 at the end of the file that held them."""
+    """The SHA-256 at the end of the file that contained the IDs."""
     ids: _builtins.int
     """The number of IDs."""
     last_publish_time_ms: _builtins.int
-    """When the last of them was published, in milliseconds since 1970."""
+    """The time when the newest of these IDs was published, in milliseconds since 1970."""
     def __init__(
         self,
         *,
@@ -651,14 +666,14 @@ class ControlCursor(_message.Message):
     NOTE_FIELD_NUMBER: _builtins.int
     HOLD_RETENTION_IN_MB_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """The cursor's name."""
     note: _builtins.str
-    """Its owner's note."""
+    """The note of the cursor's owner."""
     hold_retention_in_mb: _builtins.int
     """See `TopicCursor.hold_retention_in_mb`."""
     @_builtins.property
     def position(self) -> Global___Position:
-        """The position that it keeps."""
+        """The cursor's position."""
 
     def __init__(
         self,
@@ -678,9 +693,9 @@ Global___ControlCursor: _TypeAlias = ControlCursor  # noqa: Y015
 
 @_typing.final
 class Record(_message.Message):
-    """A batch, a marker or a control record, as the log stores it. Fields 1 to 12 are always written, in this order. With
-    the tag and a length of five bytes before them they are a header of fixed width, so a slice of a segment file is an
-    encoded list of records. `docs/internals/formats.md` draws it byte by byte.
+    """A batch, a marker or a control record, as the log stores it. Fields 1 to 12 are always written, in this order.
+    Together with a preceding tag and a length of five bytes, these fields form a header of fixed width. So a slice of a
+    segment file is an encoded list of records. `docs/internals/formats.md` shows the record byte by byte.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -707,11 +722,15 @@ class Record(_message.Message):
     format_version: _builtins.int
     """The version of the stored form: 2."""
     incarnation: _builtins.int
-    """Which creation of the topic this belongs to: microseconds since 1970, unique in a sidecar."""
+    """The incarnation of the topic to which the record belongs: the time of the topic's creation in microseconds since
+    1970, unique in a sidecar.
+    """
     file_offset: _builtins.int
-    """Where the record begins in the file that stores it, in bytes."""
+    """The offset in bytes at which the record begins in its file."""
     base_index: _builtins.int
-    """The index of the first row. Row i has index `base_index + i`. Without rows, the index of the next message."""
+    """The index of the first row. Row i has the index `base_index + i`. In a record without rows, the index of the next
+    message.
+    """
     publish_time_ms: _builtins.int
     """When the log took the batch, in milliseconds since 1970 by the sidecar's clock. Never falls within a topic."""
     synced_offset: _builtins.int
@@ -721,19 +740,19 @@ class Record(_message.Message):
     column_bytes: _builtins.int
     """The bytes of the encoded batch before its payload fields (31 and up); of any other body, its length."""
     ownership: _builtins.int
-    """The first eight bytes, little-endian, of the token of the marker under which this was written. In a marker, of its
-    token.
+    """The first eight bytes, little-endian, of the token of the marker under which the record was written. In a marker,
+    the first eight bytes of the marker's token.
     """
     column_crc32c: _builtins.int
-    """CRC32C of the record up to here (its tag and length included) followed by the tag and length of the body and
-    `column_bytes` bytes of it.
+    """The CRC32C of two parts: the record up to this field, including the record's tag and length; then the tag and
+    length of the body, and the first `column_bytes` bytes of the body.
     """
     payload_crc32c: _builtins.int
-    """CRC32C of the rest of the body."""
+    """The CRC32C of the rest of the body."""
     tag: _builtins.int
-    """SipHash-2-4 of all of the header except this value, by a secret of the incarnation that is never served. It proves
-    that the sidecar wrote the record there; readers ignore it. 0 where a batch was cut for a reader, or was given
-    `run_rows`.
+    """The SipHash-2-4 of the whole header except this value, with a secret of the incarnation that is never served. The
+    tag proves that the sidecar wrote the record at this place. Readers ignore the tag. It is 0 if a batch was cut for
+    a reader, or if `run_rows` was added.
     """
     @_builtins.property
     def control(self) -> Global___Control:
@@ -749,11 +768,12 @@ class Record(_message.Message):
 
     @_builtins.property
     def run_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The message IDs of the rows, as runs, where the log gives them: the number of rows of each run, at least 1,
-        together `rows`. A run's first row has the ID in the next three columns. In the rows after it the entry counts up
-        if the batch index is -1 (an entry is one message), else the batch index does. IDs rise from row to row. Omitted,
-        with the next three, where the index gives the IDs, as in the embedded log, which never stores them: row i has
-        ledger `incarnation`, entry `base_index + i`, batch index -1.
+        """The message IDs of the rows, as runs, if the log assigns message IDs. This column has the number of rows of each
+        run, at least 1; the sum is `rows`. The next three columns have the ID of each run's first row. In the following
+        rows of a run, the entry increases by 1 if the batch index is -1 (an entry is one message); otherwise the batch
+        index increases by 1. IDs increase from row to row. These four columns are omitted if the IDs follow from the
+        index, as in the embedded log, which never stores them: row i has ledger `incarnation`, entry `base_index + i`, and
+        batch index -1.
         """
 
     @_builtins.property
@@ -803,7 +823,7 @@ Global___Record: _TypeAlias = Record  # noqa: Y015
 
 @_typing.final
 class MessageId(_message.Message):
-    """The place of a message in the log. Ordered by ledger, entry, batch index."""
+    """The place of a message in the log. Message IDs are ordered by ledger, then entry, then batch index."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -833,7 +853,9 @@ Global___MessageId: _TypeAlias = MessageId  # noqa: Y015
 
 @_typing.final
 class Position(_message.Message):
-    """The place of a reader: after this message. Positions of two incarnations are unequal and never ordered."""
+    """The position of a reader, which is after this message. Positions of different incarnations are never equal and have
+    no order.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -842,17 +864,17 @@ class Position(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     OWNERSHIP_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
-    """Which creation of the topic the position belongs to."""
+    """The incarnation of the topic to which the position belongs."""
     index: _builtins.int
-    """The index of that message, 0 or higher; -1 at the start."""
+    """The index of that message, 0 or higher; -1 at the start of the topic."""
     ownership: _builtins.int
-    """`Record.ownership` of that message: another value at that index means another history (`POSITION_DIVERGED`). 0 at
-    the start, and if it is not known: then it is not checked.
+    """`Record.ownership` of that message. If the log has another value at that index, its history is different
+    (`POSITION_DIVERGED`). 0 at the start of the topic, and if the value is unknown; it is then not checked.
     """
     @_builtins.property
     def message_id(self) -> Global___MessageId:
-        """The ID of the message at the position. Omitted if there is no message yet (the start), and if it is not known: then
-        it is not checked.
+        """The ID of the message at the position. Omitted at the start of the topic, and if the ID is unknown; the ID is then
+        not checked.
         """
 
     def __init__(

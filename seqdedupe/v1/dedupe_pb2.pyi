@@ -30,7 +30,7 @@ class DedupeServiceGetProducerRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     producer_name: _builtins.str
-    """Its name."""
+    """The producer's name."""
     def __init__(
         self,
         *,
@@ -54,9 +54,9 @@ class DedupeServiceGetProducerResponse(_message.Message):
     PUSHED_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
     pushed: _builtins.int
-    """Its highest sequence ID that was judged new, -1 if there is none."""
+    """The producer's highest sequence ID that was judged new, -1 if there is none."""
     persisted: _builtins.int
-    """Its highest sequence ID that is in the broker's log, -1 if there is none."""
+    """The producer's highest sequence ID in the broker's log, -1 if there is none."""
     def __init__(
         self,
         *,
@@ -73,8 +73,8 @@ Global___DedupeServiceGetProducerResponse: _TypeAlias = DedupeServiceGetProducer
 
 @_typing.final
 class AttachRequest(_message.Message):
-    """A broker's message. It may carry several steps, which are done in the order of the fields. Send small checks that are
-    ready together in one message, with the report of what was checked before.
+    """A broker's message. It may have several steps, which are done in the order of the fields. Send small checks that are
+    ready at the same time in one message, together with the report about earlier checks.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -92,7 +92,7 @@ class AttachRequest(_message.Message):
     """The token of `Attached`; 0 with `begin`."""
     @_builtins.property
     def begin(self) -> Global___Begin:
-        """In the first message, alone."""
+        """Only in the first message, which has no other step."""
 
     @_builtins.property
     def register(self) -> Global___Register:
@@ -100,7 +100,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def release(self) -> Global___Release:
-        """Names that nobody publishes under for now."""
+        """Handles whose producers have disconnected."""
 
     @_builtins.property
     def replay(self) -> Global___Replay:
@@ -108,7 +108,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def end_replay(self) -> Global___EndReplay:
-        """There are no more."""
+        """The end of the replay."""
 
     @_builtins.property
     def report(self) -> Global___Report:
@@ -116,11 +116,11 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def reset(self) -> Global___Reset:
-        """Nothing is in flight after a failure."""
+        """After a failure, when nothing is in flight any more."""
 
     @_builtins.property
     def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Check]:
-        """Messages that were received; at most 256 checks, each judged separately."""
+        """Messages to be judged. At most 256 checks, each judged separately."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ Global___Begin: _TypeAlias = Begin  # noqa: Y015
 
 @_typing.final
 class Register(_message.Message):
-    """Names, in the order in which they get handles."""
+    """Names, in the order of the handles that they get."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -175,12 +175,14 @@ class Register(_message.Message):
     PRODUCER_NAME_OFFSETS_FIELD_NUMBER: _builtins.int
     PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
     first_handle: _builtins.int
-    """The handle of the first one, which is the number of names registered before."""
+    """The handle of the first name. It is the number of names that were registered before."""
     producer_names: _builtins.bytes
-    """The names in sequence, UTF-8 without control characters, 1 to 255 bytes each; at most 65,536 names."""
+    """The names, one after the other: at most 65,536 names, in UTF-8 without control characters, with 1 to 255 bytes
+    each.
+    """
     @_builtins.property
     def producer_name_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where each name starts and the last one ends: one value more than there are names, from 0."""
+        """The offset at which each name starts, and the offset at which the last name ends. The first offset is 0."""
 
     def __init__(
         self,
@@ -236,30 +238,30 @@ class Replay(_message.Message):
     PREVIOUS_POSITION_OFFSETS_FIELD_NUMBER: _builtins.int
     PREVIOUS_POSITIONS_FIELD_NUMBER: _builtins.int
     passes: _builtins.bytes
-    """1 if an entry passes, else 0, one byte each; omitted if none does."""
+    """One byte for each entry: 1 if the entry passes, else 0. Omitted if no entry passes."""
     positions: _builtins.bytes
-    """The positions in sequence."""
+    """The positions of the entries, one after the other."""
     previous_positions: _builtins.bytes
-    """See `previous_position_offsets`."""
+    """For each entry, the position of the entry before it in the log; empty for the log's first entry."""
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their producers; any value if an entry passes."""
+        """The handle of each entry's producer. Any value if the entry passes."""
 
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The lowest sequence ID of each."""
+        """The lowest sequence ID of each entry."""
 
     @_builtins.property
     def highest_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The highest; omitted if each is the lowest."""
+        """The highest sequence ID of each entry. Omitted if the highest ID of every entry is its lowest ID."""
 
     @_builtins.property
     def position_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where each position starts and the last one ends, from 0."""
+        """The offset at which each position starts, and the offset at which the last position ends. The first offset is 0."""
 
     @_builtins.property
     def previous_position_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The same for the position of the entry before each one in the log; for the log's first entry it is empty."""
+        """The offsets into `previous_positions`, as in `position_offsets`."""
 
     def __init__(
         self,
@@ -289,7 +291,7 @@ class EndReplay(_message.Message):
 
     LAST_POSITION_FIELD_NUMBER: _builtins.int
     last_position: _builtins.bytes
-    """The position of the log's last entry; empty if there is none."""
+    """The position of the log's last entry; empty if the log has no entries."""
     def __init__(
         self,
         *,
@@ -315,7 +317,7 @@ class Check(_message.Message):
     HIGHEST_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     PASSES_FIELD_NUMBER: _builtins.int
     frame: _builtins.int
-    """Chosen by the broker, repeated in the answer."""
+    """A number that the broker chooses. The answer repeats the number."""
     passes: _builtins.bytes
     """See `Replay`."""
     @_builtins.property
@@ -358,13 +360,13 @@ class Report(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     first_admission: _builtins.int
-    """The number of the oldest one."""
+    """The number of the oldest admission in flight."""
     persisted: _builtins.int
-    """The number of persisted admissions, from that one on."""
+    """The number of persisted admissions, beginning with `first_admission`."""
     position: _builtins.bytes
-    """The position of the last of them; empty if there is none."""
+    """The position of the last persisted admission; empty if `persisted` is 0."""
     failed: _builtins.int
-    """The number of failed admissions after them."""
+    """The number of failed admissions after the persisted ones."""
     def __init__(
         self,
         *,
@@ -383,7 +385,7 @@ Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
 class Reset(_message.Message):
-    """Takes back what was pushed and is not persisted. Nothing may be in flight."""
+    """Undoes the admissions that were not persisted. No admission may be in flight."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -411,8 +413,8 @@ class AttachResponse(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     trim_position: _builtins.bytes
-    """A durable snapshot covers the entries up to here, itself included; empty: none. When it has moved, and there is no
-    other answer, a message has only this.
+    """A durable snapshot covers the entry at this position and all earlier entries; empty: there is no snapshot. If this
+    position has changed and there is no other answer, a message has only this field.
     """
     @_builtins.property
     def attached(self) -> Global___Attached:
@@ -420,20 +422,20 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def ready(self) -> Global___Ready:
-        """The answer to `end_replay`: checks are answered from here on."""
+        """The answer to `end_replay`. From this answer on, checks are answered."""
 
     @_builtins.property
     def checked(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checked]:
-        """The answers to checks, in their order."""
+        """The answers to checks, in the order of the checks."""
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckRefusal]:
-        """The answers to checks of which nothing was admitted."""
+        """The answers to checks that were refused."""
 
     @_builtins.property
     def end(self) -> Global___End:
-        """In the last message of an attachment that an error ends. The status of the stream says the same, but gRPC's clients
-        may lose it while they are writing.
+        """Only in the last message of an attachment that an error ends. The status of the stream has the same error, but
+        gRPC's clients may lose the status while they are writing.
         """
 
     def __init__(
@@ -456,7 +458,7 @@ Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 
 @_typing.final
 class End(_message.Message):
-    """Why an attachment ends."""
+    """The error that ends an attachment."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -468,7 +470,7 @@ class End(_message.Message):
     message: _builtins.str
     """One line for people."""
     retry_delay_ms: _builtins.int
-    """After which attaching again may help; -1: it cannot, as it is."""
+    """The time after which another attachment may succeed. -1: it cannot succeed without a change."""
     def __init__(
         self,
         *,
@@ -494,11 +496,11 @@ class Attached(_message.Message):
     REPLAY_AFTER_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     token: _builtins.int
-    """Every later message must have it."""
+    """The token that every later message must have."""
     replay_after: _builtins.bytes
-    """The last entry that the sidecar knows; empty: none."""
+    """The position of the last entry that the sidecar knows; empty: it knows no entry."""
     incarnation: _builtins.int
-    """Which creation of the topic this is."""
+    """The incarnation of the topic."""
     def __init__(
         self,
         *,
@@ -516,13 +518,13 @@ Global___Attached: _TypeAlias = Attached  # noqa: Y015
 
 @_typing.final
 class Ready(_message.Message):
-    """The numbers are those of the log."""
+    """The sidecar's numbers agree with the log."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLAYED_FIELD_NUMBER: _builtins.int
     replayed: _builtins.int
-    """Entries replayed in this attachment."""
+    """The number of entries replayed in this attachment."""
     def __init__(
         self,
         *,
@@ -538,7 +540,7 @@ Global___Ready: _TypeAlias = Ready  # noqa: Y015
 
 @_typing.final
 class Checked(_message.Message):
-    """Verdicts."""
+    """The verdicts of a check."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -546,12 +548,14 @@ class Checked(_message.Message):
     VERDICTS_FIELD_NUMBER: _builtins.int
     FIRST_ADMISSION_FIELD_NUMBER: _builtins.int
     frame: _builtins.int
-    """That of the `Check`."""
+    """The number of the `Check`."""
     first_admission: _builtins.int
-    """The number of the first admission among them; -1 if there is none. The others follow it."""
+    """The number of the first admission of this check; -1 if there is none. The numbers of the other admissions follow
+    directly.
+    """
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedScalarFieldContainer[_publish_pb2.Verdict.ValueType]:
-        """One per message."""
+        """One verdict per message."""
 
     def __init__(
         self,
@@ -570,7 +574,7 @@ Global___Checked: _TypeAlias = Checked  # noqa: Y015
 
 @_typing.final
 class CheckRefusal(_message.Message):
-    """A check of which nothing was admitted."""
+    """A refused check, of which no message was admitted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -583,7 +587,7 @@ class CheckRefusal(_message.Message):
     RETRY_DELAY_MS_FIELD_NUMBER: _builtins.int
     EXPECTED_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     frame: _builtins.int
-    """That of the `Check`."""
+    """The number of the `Check`."""
     reason: _builtins.str
     """The stable reason, see docs/reference/errors.md: `NOT_ATTACHED` (the replay has not ended), `OVERLAP`, `GAP`,
     `INVALID_SEQUENCE_ID`, `INVALID_REQUEST`, `QUEUE_FULL`.
@@ -591,15 +595,15 @@ class CheckRefusal(_message.Message):
     message: _builtins.str
     """One line for people."""
     row: _builtins.int
-    """The place in the check of the message that is the cause; -1 if none is."""
+    """The position in the check of the message that caused the refusal; -1 if no message is the cause."""
     pushed: _builtins.int
-    """The numbers of its producer, -1 where there are none."""
+    """The producer's highest sequence ID that was judged new, -1 if there is none."""
     persisted: _builtins.int
-    """See `pushed`."""
+    """The producer's highest sequence ID in the broker's log, -1 if there is none."""
     retry_delay_ms: _builtins.int
-    """After which trying again may help; -1: it cannot, as it is."""
+    """The time after which another attempt may succeed. -1: it cannot succeed without a change."""
     expected_sequence_id: _builtins.int
-    """With `GAP`, the sequence ID that should have come; `pushed` counts from before this check."""
+    """With `GAP`: the expected sequence ID. `pushed` is then the value before this check."""
     def __init__(
         self,
         *,

@@ -26,60 +26,62 @@ if _version_not_supported:
 
 
 class DedupeServiceStub(object):
-    """For a broker that keeps its log itself. The sidecar keeps the numbers of the topic's producers, gives verdicts by
-    Apache Pulsar's rule, and takes snapshots. After a crash of either side, the broker replays what the log holds since
-    the last snapshot. The sidecar promises: if the broker keeps to the duty below, its log holds a message (producer
-    name, sequence ID) at most once.
+    """The service for a broker that stores its log itself. The sidecar stores the numbers of the topic's producers, gives
+    verdicts by Apache Pulsar's rule, and takes snapshots. After a crash of the broker or the sidecar, the broker replays
+    the entries of its log after the last snapshot. The sidecar guarantees that the broker's log has a message (producer
+    name, sequence ID) at most once, if the broker fulfils the duties below.
 
-    The broker's log must have an order and a *position* of each entry: 1 to 255 bytes that only the broker understands,
-    none twice in a topic. It must have the prefix property: when an entry is stored, so is every entry that was handed
-    to the log before it.
+    The broker's log must be ordered, and each entry must have a *position*: 1 to 255 bytes that only the broker
+    interprets, unique in the topic. The log must have the prefix property: when an entry is stored, every entry that was
+    handed to the log before it is stored too.
 
-    A broker's complete duty, per topic:
+    The duties of a broker, for each topic:
 
-    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
-    attachment of the topic ends an older one.
-    2. `Attached` answers a `token`, which every later message must have, and `replay_after`: the position up to which
-    the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token is
-    still being written. Make durable what a crash has left in the log, as if it were written now. Then send every
-    entry after that position, in the log's order, as `Replay`, each with the position of the entry before it in the
-    log. Then send `EndReplay` with the position of the log's last entry, even if nothing was replayed: this shows
-    whether a log has lost its end. If entries right after `replay_after` are gone, the topic cannot be attached:
-    delete it here and begin with the log's first entry.
-    3. `Register` the names of the producers that publish, and those that `Replay` needs. A name's *handle* is its place
-    in the order in which names were registered in this attachment, from 0. `Release` it when its producer
-    disconnects.
-    4. Before a message is written, `Check` it. `NOT_DUP`: write it, in the order of the answers. `DUP`: acknowledge it,
-    write nothing. `UNKNOWN`: a copy is in flight; ask its producer to send it again, write nothing. Each `NOT_DUP` is
-    an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. If a message
-    gets no verdict (its check is refused, or the topic is not attached), *send its producer back*: take nothing more
-    of what it has sent, and drop its connection. Then it sends again, in order, from its first unacknowledged
-    message. It is not enough to answer that this message failed: a later one may be on its way, and would be
-    `NOT_DUP`. The earlier one, sent again, would be `DUP`, and lost.
-    5. `Report` the outcome of the admissions, in their order: the number of persisted ones, with the position of the
-    last of them, and the number of failed ones after them. An admission of which nothing is reported within 30
-    seconds ends the attachment.
-    6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
-    producers back, then send `Reset`: it takes back what was pushed and not persisted.
-    7. Never trim an entry after `trim_position`, which every answer names. A snapshot covers the entries up to it,
-    itself included: they may go.
-    8. However the stream ends, no message has a verdict until the topic is attached again.
+    1. First own the log: prevent every earlier writer from writing. Then begin `Attach`. The first message has `begin`.
+    A new attachment of the topic ends an older one.
+    2. `Attached` has a `token`, which every later message must have, and `replay_after`, the position up to which the
+    sidecar knows the log (empty: it knows no entry). Wait until no message that was admitted under an older token is
+    still being written. Make the entries that a crash has left in the log durable, like newly written entries. Then
+    send every entry after `replay_after`, in the log's order, as `Replay`. Each entry has the position of the entry
+    before it in the log. Then send `EndReplay` with the position of the log's last entry, even if nothing was
+    replayed. This position shows whether the log has lost its end. If entries directly after `replay_after` no longer
+    exist, the topic cannot be attached. Then delete the topic in the sidecar, and begin with the log's first entry.
+    3. `Register` the names of the producers that publish, and the names that `Replay` needs. The *handle* of a name is
+    its number, from 0, in the order in which names were registered in this attachment. `Release` the handle when its
+    producer disconnects.
+    4. `Check` every message before it is written. `NOT_DUP`: write the message, in the order of the answers. `DUP`:
+    acknowledge the message, and write nothing. `UNKNOWN`: a copy is in flight; ask the producer to send the message
+    again, and write nothing. Each `NOT_DUP` is an *admission*. Admissions are numbered in an attachment, from 0, in
+    the order of checks and rows. If a message gets no verdict (its check is refused, or the topic is not attached),
+    *send its producer back*: accept no more of the messages that the producer has sent, and close its connection. The
+    producer then sends again, in order, beginning with its first unacknowledged message. It is not enough to answer
+    that this message failed: a later message may already be on its way, and would be `NOT_DUP`. The earlier message,
+    sent again, would then be `DUP`, and lost.
+    5. `Report` the outcome of the admissions, in their order: the number of persisted admissions, with the position of
+    the last one, and then the number of failed admissions. If the outcome of an admission is not reported within 30
+    seconds, the attachment ends.
+    6. After a failed admission, every verdict is `UNKNOWN`. Report all other admissions in flight as failed, send all
+    producers of the topic back, then send `Reset`. `Reset` undoes the admissions that were not persisted.
+    7. Never trim an entry after `trim_position`, which every answer has. A snapshot covers the entry at this position
+    and all earlier entries, so these entries may be trimmed.
+    8. After the stream has ended for any reason, no message gets a verdict until the topic is attached again.
 
-    The parts of one message are judged in its order. A *range* (a batch that nobody looks into) has a lowest sequence
-    ID, which decides, and a highest, which is recorded. If a range begins at or below `persisted` and ends above it, any
-    verdict would lose or double messages. The check is refused with `OVERLAP` (split the range), or, if the topic's
-    policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. If the policy says `GAP_POLICY_REJECT`, a range above
-    `pushed` must begin at `pushed + 1`, unless its producer has no number yet: otherwise its check is refused with
-    `GAP`. Send that producer back, with the expected ID, and check the other ranges again. What the producer sends next
-    is also refused until the missing ID comes.
+    The parts of one message are judged in their order. A *range* is a batch whose messages are judged together. Its
+    lowest sequence ID decides the verdict, and its highest sequence ID is recorded. If a range begins at or below
+    `persisted` and ends above it, every verdict would lose or double messages. Then the check is refused with `OVERLAP`
+    (split the range), or, with `OVERLAP_POLICY_PULSAR` in the topic's policy, the range is `DUP`, as in Pulsar. With
+    `GAP_POLICY_REJECT` in the policy, a range above `pushed` must begin at `pushed + 1`, unless its producer has no
+    number yet. Otherwise its check is refused with `GAP`. Send that producer back, with the expected ID, and check the
+    other ranges again. Later messages of the producer are also refused until the missing ID arrives.
 
-    What is no separate message passes: markers, all chunks of a message but the last, and what came without a sequence
-    ID from 0 up. It is `NOT_DUP`, it is reported and replayed, and it leaves no trace. An entry that another cluster
-    replicated has its replicator's name as producer name. Its sequence ID is its position there, in one number that
-    rises (`ledger ID << 28 | entry ID`, if ledgers are below 2^35 and entries below 2^28).
+    Some entries *pass*: markers, all chunks of a message except the last one, and messages without a sequence ID of at
+    least 0. An entry that passes is `NOT_DUP`, and is reported and replayed, but does not change any number. An entry
+    that was replicated from another cluster has the name of its replicator as producer name. Its sequence ID is its
+    position in the other cluster, as one ascending number (`ledger ID << 28 | entry ID`, if ledgers are below 2^35 and
+    entries below 2^28).
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. An error in a check is answered
-    in the stream, and nothing of the check is admitted; an error in another message ends the attachment.
+    Errors have `google.rpc.ErrorInfo` and `RetryInfo`, like the errors of `PublishService`. An error in a check is
+    answered in the stream, and no message of the check is admitted. An error in another step ends the attachment.
     """
 
     def __init__(self, channel):
@@ -101,77 +103,79 @@ class DedupeServiceStub(object):
 
 
 class DedupeServiceServicer(object):
-    """For a broker that keeps its log itself. The sidecar keeps the numbers of the topic's producers, gives verdicts by
-    Apache Pulsar's rule, and takes snapshots. After a crash of either side, the broker replays what the log holds since
-    the last snapshot. The sidecar promises: if the broker keeps to the duty below, its log holds a message (producer
-    name, sequence ID) at most once.
+    """The service for a broker that stores its log itself. The sidecar stores the numbers of the topic's producers, gives
+    verdicts by Apache Pulsar's rule, and takes snapshots. After a crash of the broker or the sidecar, the broker replays
+    the entries of its log after the last snapshot. The sidecar guarantees that the broker's log has a message (producer
+    name, sequence ID) at most once, if the broker fulfils the duties below.
 
-    The broker's log must have an order and a *position* of each entry: 1 to 255 bytes that only the broker understands,
-    none twice in a topic. It must have the prefix property: when an entry is stored, so is every entry that was handed
-    to the log before it.
+    The broker's log must be ordered, and each entry must have a *position*: 1 to 255 bytes that only the broker
+    interprets, unique in the topic. The log must have the prefix property: when an entry is stored, every entry that was
+    handed to the log before it is stored too.
 
-    A broker's complete duty, per topic:
+    The duties of a broker, for each topic:
 
-    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
-    attachment of the topic ends an older one.
-    2. `Attached` answers a `token`, which every later message must have, and `replay_after`: the position up to which
-    the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token is
-    still being written. Make durable what a crash has left in the log, as if it were written now. Then send every
-    entry after that position, in the log's order, as `Replay`, each with the position of the entry before it in the
-    log. Then send `EndReplay` with the position of the log's last entry, even if nothing was replayed: this shows
-    whether a log has lost its end. If entries right after `replay_after` are gone, the topic cannot be attached:
-    delete it here and begin with the log's first entry.
-    3. `Register` the names of the producers that publish, and those that `Replay` needs. A name's *handle* is its place
-    in the order in which names were registered in this attachment, from 0. `Release` it when its producer
-    disconnects.
-    4. Before a message is written, `Check` it. `NOT_DUP`: write it, in the order of the answers. `DUP`: acknowledge it,
-    write nothing. `UNKNOWN`: a copy is in flight; ask its producer to send it again, write nothing. Each `NOT_DUP` is
-    an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. If a message
-    gets no verdict (its check is refused, or the topic is not attached), *send its producer back*: take nothing more
-    of what it has sent, and drop its connection. Then it sends again, in order, from its first unacknowledged
-    message. It is not enough to answer that this message failed: a later one may be on its way, and would be
-    `NOT_DUP`. The earlier one, sent again, would be `DUP`, and lost.
-    5. `Report` the outcome of the admissions, in their order: the number of persisted ones, with the position of the
-    last of them, and the number of failed ones after them. An admission of which nothing is reported within 30
-    seconds ends the attachment.
-    6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
-    producers back, then send `Reset`: it takes back what was pushed and not persisted.
-    7. Never trim an entry after `trim_position`, which every answer names. A snapshot covers the entries up to it,
-    itself included: they may go.
-    8. However the stream ends, no message has a verdict until the topic is attached again.
+    1. First own the log: prevent every earlier writer from writing. Then begin `Attach`. The first message has `begin`.
+    A new attachment of the topic ends an older one.
+    2. `Attached` has a `token`, which every later message must have, and `replay_after`, the position up to which the
+    sidecar knows the log (empty: it knows no entry). Wait until no message that was admitted under an older token is
+    still being written. Make the entries that a crash has left in the log durable, like newly written entries. Then
+    send every entry after `replay_after`, in the log's order, as `Replay`. Each entry has the position of the entry
+    before it in the log. Then send `EndReplay` with the position of the log's last entry, even if nothing was
+    replayed. This position shows whether the log has lost its end. If entries directly after `replay_after` no longer
+    exist, the topic cannot be attached. Then delete the topic in the sidecar, and begin with the log's first entry.
+    3. `Register` the names of the producers that publish, and the names that `Replay` needs. The *handle* of a name is
+    its number, from 0, in the order in which names were registered in this attachment. `Release` the handle when its
+    producer disconnects.
+    4. `Check` every message before it is written. `NOT_DUP`: write the message, in the order of the answers. `DUP`:
+    acknowledge the message, and write nothing. `UNKNOWN`: a copy is in flight; ask the producer to send the message
+    again, and write nothing. Each `NOT_DUP` is an *admission*. Admissions are numbered in an attachment, from 0, in
+    the order of checks and rows. If a message gets no verdict (its check is refused, or the topic is not attached),
+    *send its producer back*: accept no more of the messages that the producer has sent, and close its connection. The
+    producer then sends again, in order, beginning with its first unacknowledged message. It is not enough to answer
+    that this message failed: a later message may already be on its way, and would be `NOT_DUP`. The earlier message,
+    sent again, would then be `DUP`, and lost.
+    5. `Report` the outcome of the admissions, in their order: the number of persisted admissions, with the position of
+    the last one, and then the number of failed admissions. If the outcome of an admission is not reported within 30
+    seconds, the attachment ends.
+    6. After a failed admission, every verdict is `UNKNOWN`. Report all other admissions in flight as failed, send all
+    producers of the topic back, then send `Reset`. `Reset` undoes the admissions that were not persisted.
+    7. Never trim an entry after `trim_position`, which every answer has. A snapshot covers the entry at this position
+    and all earlier entries, so these entries may be trimmed.
+    8. After the stream has ended for any reason, no message gets a verdict until the topic is attached again.
 
-    The parts of one message are judged in its order. A *range* (a batch that nobody looks into) has a lowest sequence
-    ID, which decides, and a highest, which is recorded. If a range begins at or below `persisted` and ends above it, any
-    verdict would lose or double messages. The check is refused with `OVERLAP` (split the range), or, if the topic's
-    policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. If the policy says `GAP_POLICY_REJECT`, a range above
-    `pushed` must begin at `pushed + 1`, unless its producer has no number yet: otherwise its check is refused with
-    `GAP`. Send that producer back, with the expected ID, and check the other ranges again. What the producer sends next
-    is also refused until the missing ID comes.
+    The parts of one message are judged in their order. A *range* is a batch whose messages are judged together. Its
+    lowest sequence ID decides the verdict, and its highest sequence ID is recorded. If a range begins at or below
+    `persisted` and ends above it, every verdict would lose or double messages. Then the check is refused with `OVERLAP`
+    (split the range), or, with `OVERLAP_POLICY_PULSAR` in the topic's policy, the range is `DUP`, as in Pulsar. With
+    `GAP_POLICY_REJECT` in the policy, a range above `pushed` must begin at `pushed + 1`, unless its producer has no
+    number yet. Otherwise its check is refused with `GAP`. Send that producer back, with the expected ID, and check the
+    other ranges again. Later messages of the producer are also refused until the missing ID arrives.
 
-    What is no separate message passes: markers, all chunks of a message but the last, and what came without a sequence
-    ID from 0 up. It is `NOT_DUP`, it is reported and replayed, and it leaves no trace. An entry that another cluster
-    replicated has its replicator's name as producer name. Its sequence ID is its position there, in one number that
-    rises (`ledger ID << 28 | entry ID`, if ledgers are below 2^35 and entries below 2^28).
+    Some entries *pass*: markers, all chunks of a message except the last one, and messages without a sequence ID of at
+    least 0. An entry that passes is `NOT_DUP`, and is reported and replayed, but does not change any number. An entry
+    that was replicated from another cluster has the name of its replicator as producer name. Its sequence ID is its
+    position in the other cluster, as one ascending number (`ledger ID << 28 | entry ID`, if ledgers are below 2^35 and
+    entries below 2^28).
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. An error in a check is answered
-    in the stream, and nothing of the check is admitted; an error in another message ends the attachment.
+    Errors have `google.rpc.ErrorInfo` and `RetryInfo`, like the errors of `PublishService`. An error in a check is
+    answered in the stream, and no message of the check is admitted. An error in another step ends the attachment.
     """
 
     def Attach(self, request_iterator, context):
-        """Attaches a topic to the broker that sends this stream, until the stream ends. It needs the right to `attach` the
-        whole topic. A missing topic is created if `allow_auto_topic_creation` permits it. Errors that end it:
-        `NOT_ATTACHED` (a newer attachment, an old token, a report that was due or out of order), `REPLAY_GAP` (an entry is
-        missing, or the replay begins or ends elsewhere), `INVALID_NAME`, `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`,
-        …
+        """Attaches a topic to the broker that sends this stream, until the stream ends. The broker needs the right to
+        `attach` the whole topic. A missing topic is created if `allow_auto_topic_creation` permits it. Errors that end the
+        attachment: `NOT_ATTACHED` (a newer attachment, an old token, a report that is overdue or out of order),
+        `REPLAY_GAP` (an entry is missing, or the replay begins or ends at another position), `INVALID_NAME`,
+        `INVALID_REQUEST`, `TOPIC_NOT_FOUND`, `DRAINING`, …
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetProducer(self, request, context):
-        """The numbers of a producer. `pushed` is what Pulsar answers as the last sequence ID when a producer is created;
-        `persisted` is the number after which it is safe to continue. Errors: `NOT_ATTACHED` while they are not known,
-        `PRODUCER_NOT_FOUND`.
+        """Returns the numbers of a producer. `pushed` is the number that Pulsar returns as the last sequence ID when a
+        producer is created. `persisted` is the number after which the producer can safely continue. Errors: `NOT_ATTACHED`
+        while the numbers are unknown, `PRODUCER_NOT_FOUND`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -199,60 +203,62 @@ def add_DedupeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DedupeService(object):
-    """For a broker that keeps its log itself. The sidecar keeps the numbers of the topic's producers, gives verdicts by
-    Apache Pulsar's rule, and takes snapshots. After a crash of either side, the broker replays what the log holds since
-    the last snapshot. The sidecar promises: if the broker keeps to the duty below, its log holds a message (producer
-    name, sequence ID) at most once.
+    """The service for a broker that stores its log itself. The sidecar stores the numbers of the topic's producers, gives
+    verdicts by Apache Pulsar's rule, and takes snapshots. After a crash of the broker or the sidecar, the broker replays
+    the entries of its log after the last snapshot. The sidecar guarantees that the broker's log has a message (producer
+    name, sequence ID) at most once, if the broker fulfils the duties below.
 
-    The broker's log must have an order and a *position* of each entry: 1 to 255 bytes that only the broker understands,
-    none twice in a topic. It must have the prefix property: when an entry is stored, so is every entry that was handed
-    to the log before it.
+    The broker's log must be ordered, and each entry must have a *position*: 1 to 255 bytes that only the broker
+    interprets, unique in the topic. The log must have the prefix property: when an entry is stored, every entry that was
+    handed to the log before it is stored too.
 
-    A broker's complete duty, per topic:
+    The duties of a broker, for each topic:
 
-    1. Own the log first: shut out every earlier writer. Then begin `Attach`; the first message is `begin`. A newer
-    attachment of the topic ends an older one.
-    2. `Attached` answers a `token`, which every later message must have, and `replay_after`: the position up to which
-    the sidecar knows the log (empty: nothing of it). Wait until nothing that was admitted under an older token is
-    still being written. Make durable what a crash has left in the log, as if it were written now. Then send every
-    entry after that position, in the log's order, as `Replay`, each with the position of the entry before it in the
-    log. Then send `EndReplay` with the position of the log's last entry, even if nothing was replayed: this shows
-    whether a log has lost its end. If entries right after `replay_after` are gone, the topic cannot be attached:
-    delete it here and begin with the log's first entry.
-    3. `Register` the names of the producers that publish, and those that `Replay` needs. A name's *handle* is its place
-    in the order in which names were registered in this attachment, from 0. `Release` it when its producer
-    disconnects.
-    4. Before a message is written, `Check` it. `NOT_DUP`: write it, in the order of the answers. `DUP`: acknowledge it,
-    write nothing. `UNKNOWN`: a copy is in flight; ask its producer to send it again, write nothing. Each `NOT_DUP` is
-    an *admission*; admissions are counted in an attachment, from 0, in the order of checks and rows. If a message
-    gets no verdict (its check is refused, or the topic is not attached), *send its producer back*: take nothing more
-    of what it has sent, and drop its connection. Then it sends again, in order, from its first unacknowledged
-    message. It is not enough to answer that this message failed: a later one may be on its way, and would be
-    `NOT_DUP`. The earlier one, sent again, would be `DUP`, and lost.
-    5. `Report` the outcome of the admissions, in their order: the number of persisted ones, with the position of the
-    last of them, and the number of failed ones after them. An admission of which nothing is reported within 30
-    seconds ends the attachment.
-    6. After a failure every verdict is `UNKNOWN`. Report everything else in flight as failed, send all of the topic's
-    producers back, then send `Reset`: it takes back what was pushed and not persisted.
-    7. Never trim an entry after `trim_position`, which every answer names. A snapshot covers the entries up to it,
-    itself included: they may go.
-    8. However the stream ends, no message has a verdict until the topic is attached again.
+    1. First own the log: prevent every earlier writer from writing. Then begin `Attach`. The first message has `begin`.
+    A new attachment of the topic ends an older one.
+    2. `Attached` has a `token`, which every later message must have, and `replay_after`, the position up to which the
+    sidecar knows the log (empty: it knows no entry). Wait until no message that was admitted under an older token is
+    still being written. Make the entries that a crash has left in the log durable, like newly written entries. Then
+    send every entry after `replay_after`, in the log's order, as `Replay`. Each entry has the position of the entry
+    before it in the log. Then send `EndReplay` with the position of the log's last entry, even if nothing was
+    replayed. This position shows whether the log has lost its end. If entries directly after `replay_after` no longer
+    exist, the topic cannot be attached. Then delete the topic in the sidecar, and begin with the log's first entry.
+    3. `Register` the names of the producers that publish, and the names that `Replay` needs. The *handle* of a name is
+    its number, from 0, in the order in which names were registered in this attachment. `Release` the handle when its
+    producer disconnects.
+    4. `Check` every message before it is written. `NOT_DUP`: write the message, in the order of the answers. `DUP`:
+    acknowledge the message, and write nothing. `UNKNOWN`: a copy is in flight; ask the producer to send the message
+    again, and write nothing. Each `NOT_DUP` is an *admission*. Admissions are numbered in an attachment, from 0, in
+    the order of checks and rows. If a message gets no verdict (its check is refused, or the topic is not attached),
+    *send its producer back*: accept no more of the messages that the producer has sent, and close its connection. The
+    producer then sends again, in order, beginning with its first unacknowledged message. It is not enough to answer
+    that this message failed: a later message may already be on its way, and would be `NOT_DUP`. The earlier message,
+    sent again, would then be `DUP`, and lost.
+    5. `Report` the outcome of the admissions, in their order: the number of persisted admissions, with the position of
+    the last one, and then the number of failed admissions. If the outcome of an admission is not reported within 30
+    seconds, the attachment ends.
+    6. After a failed admission, every verdict is `UNKNOWN`. Report all other admissions in flight as failed, send all
+    producers of the topic back, then send `Reset`. `Reset` undoes the admissions that were not persisted.
+    7. Never trim an entry after `trim_position`, which every answer has. A snapshot covers the entry at this position
+    and all earlier entries, so these entries may be trimmed.
+    8. After the stream has ended for any reason, no message gets a verdict until the topic is attached again.
 
-    The parts of one message are judged in its order. A *range* (a batch that nobody looks into) has a lowest sequence
-    ID, which decides, and a highest, which is recorded. If a range begins at or below `persisted` and ends above it, any
-    verdict would lose or double messages. The check is refused with `OVERLAP` (split the range), or, if the topic's
-    policy says `OVERLAP_POLICY_PULSAR`, it is `DUP`, as in Pulsar. If the policy says `GAP_POLICY_REJECT`, a range above
-    `pushed` must begin at `pushed + 1`, unless its producer has no number yet: otherwise its check is refused with
-    `GAP`. Send that producer back, with the expected ID, and check the other ranges again. What the producer sends next
-    is also refused until the missing ID comes.
+    The parts of one message are judged in their order. A *range* is a batch whose messages are judged together. Its
+    lowest sequence ID decides the verdict, and its highest sequence ID is recorded. If a range begins at or below
+    `persisted` and ends above it, every verdict would lose or double messages. Then the check is refused with `OVERLAP`
+    (split the range), or, with `OVERLAP_POLICY_PULSAR` in the topic's policy, the range is `DUP`, as in Pulsar. With
+    `GAP_POLICY_REJECT` in the policy, a range above `pushed` must begin at `pushed + 1`, unless its producer has no
+    number yet. Otherwise its check is refused with `GAP`. Send that producer back, with the expected ID, and check the
+    other ranges again. Later messages of the producer are also refused until the missing ID arrives.
 
-    What is no separate message passes: markers, all chunks of a message but the last, and what came without a sequence
-    ID from 0 up. It is `NOT_DUP`, it is reported and replayed, and it leaves no trace. An entry that another cluster
-    replicated has its replicator's name as producer name. Its sequence ID is its position there, in one number that
-    rises (`ledger ID << 28 | entry ID`, if ledgers are below 2^35 and entries below 2^28).
+    Some entries *pass*: markers, all chunks of a message except the last one, and messages without a sequence ID of at
+    least 0. An entry that passes is `NOT_DUP`, and is reported and replayed, but does not change any number. An entry
+    that was replicated from another cluster has the name of its replicator as producer name. Its sequence ID is its
+    position in the other cluster, as one ascending number (`ledger ID << 28 | entry ID`, if ledgers are below 2^35 and
+    entries below 2^28).
 
-    Errors carry `google.rpc.ErrorInfo` and `RetryInfo` as those of `PublishService` do. An error in a check is answered
-    in the stream, and nothing of the check is admitted; an error in another message ends the attachment.
+    Errors have `google.rpc.ErrorInfo` and `RetryInfo`, like the errors of `PublishService`. An error in a check is
+    answered in the stream, and no message of the check is admitted. An error in another step ends the attachment.
     """
 
     @staticmethod

@@ -31,12 +31,12 @@ class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict.Value
     VERDICT_NOT_DUP: _Verdict.ValueType  # 1
     """The message is new, and is now in the log."""
     VERDICT_DUP: _Verdict.ValueType  # 2
-    """The sequence ID is at or below the producer's highest persisted one; nothing was appended. If the producer's IDs
-    rise and it resends from its first message without a receipt, the log holds the message. Otherwise only a receipt
-    with the message ID proves that.
+    """The sequence ID is not above the producer's highest persisted ID. Nothing was appended. If the producer's IDs are
+    ascending and it always resends from its first message without a receipt, the log has the message. Otherwise only a
+    receipt with the message ID proves that the log has it.
     """
     VERDICT_UNKNOWN: _Verdict.ValueType  # 3
-    """A copy is in flight and its outcome is not known yet; nothing was appended. Send it again."""
+    """A copy is in flight, and its outcome is not known yet. Nothing was appended. Send the message again."""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper):
     """The answer for one message."""
@@ -46,12 +46,12 @@ VERDICT_UNSPECIFIED: Verdict.ValueType  # 0
 VERDICT_NOT_DUP: Verdict.ValueType  # 1
 """The message is new, and is now in the log."""
 VERDICT_DUP: Verdict.ValueType  # 2
-"""The sequence ID is at or below the producer's highest persisted one; nothing was appended. If the producer's IDs
-rise and it resends from its first message without a receipt, the log holds the message. Otherwise only a receipt
-with the message ID proves that.
+"""The sequence ID is not above the producer's highest persisted ID. Nothing was appended. If the producer's IDs are
+ascending and it always resends from its first message without a receipt, the log has the message. Otherwise only a
+receipt with the message ID proves that the log has it.
 """
 VERDICT_UNKNOWN: Verdict.ValueType  # 3
-"""A copy is in flight and its outcome is not known yet; nothing was appended. Send it again."""
+"""A copy is in flight, and its outcome is not known yet. Nothing was appended. Send the message again."""
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
 @_typing.final
@@ -64,12 +64,12 @@ class OpenRequest(_message.Message):
     PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
     EPOCHS_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
-    """The topic: `persistent://tenant/namespace/name`, or a short name, which stands for
+    """The topic: `persistent://tenant/namespace/name`, or a short name `name`, which means
     `persistent://public/default/name`.
     """
     @_builtins.property
     def producer_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The producer names, 1 to 10,000, UTF-8, 1 to 255 bytes each, none twice."""
+        """1 to 10,000 different producer names, in UTF-8, with 1 to 255 bytes each."""
 
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -92,7 +92,7 @@ Global___OpenRequest: _TypeAlias = OpenRequest  # noqa: Y015
 
 @_typing.final
 class OpenResponse(_message.Message):
-    """Sessions. The columns are in the order of the names asked for."""
+    """The sessions. The columns have the order of the names in the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -105,38 +105,43 @@ class OpenResponse(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
-    """Which creation of the topic this is."""
+    """The incarnation of the topic."""
     term: _builtins.int
-    """The term of the topic's owner. A client ignores answers of a lower term than it has seen, but not this one."""
+    """The term of the topic's owner. A client ignores answers with a lower term than it has seen before, except this
+    answer.
+    """
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The epochs: `term << 32 | n`, where n counts the opens of the topic in that term, from a random number. The newest
-        owns the name.
+        """The epochs: `term << 32 | n`, where n counts the opens of the topic in that term, beginning with a random number.
+        The newest epoch owns the name.
         """
 
     @_builtins.property
     def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The highest sequence ID persisted, -1 if there is none. A producer continues after it."""
+        """The highest persisted sequence IDs, -1 if there is none. A producer continues after its ID."""
 
     @_builtins.property
     def persisted_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The indexes of the messages with those IDs. -1 if retention has dropped the message. Also -1 if it is not among the
-        topic's last 65,536 and the name is not among the first 64.
+        """The indexes of the messages with those IDs. An index is -1 if retention has dropped the message. It is also -1 if
+        the message is not among the topic's last 65,536 messages and the name is not among the first 64 names.
         """
 
     @_builtins.property
     def persisted_message_ids(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.MessageId]:
-        """Their message IDs; all three fields -1 where it is no longer known."""
+        """The message IDs of those messages. All three fields are -1 if the message ID is no longer known."""
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenRefusal]:
-        """The names whose sessions were not started or resumed; the others were. Their columns have epoch 0 and -1."""
+        """The names whose sessions were not started or resumed. In the columns, these names have the epoch 0 and otherwise
+        -1.
+        """
 
     @_builtins.property
     def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In a resume, the places in the request of names of which the topic has nothing, if it has ever forgotten unused
-        producers (`deduplication_producer_inactivity_timeout_minutes`). Later resumes of such a session repeat this,
-        because its client may not have received it. See duty 6.
+        """After a resume, if the topic has ever forgotten unused producers
+        (`deduplication_producer_inactivity_timeout_minutes`): the positions in the request of names about which the topic
+        has no data. Later resumes of such a session repeat the position, because the client may not have received the
+        answer. See duty 6.
         """
 
     def __init__(
@@ -161,7 +166,7 @@ Global___OpenResponse: _TypeAlias = OpenResponse  # noqa: Y015
 
 @_typing.final
 class OpenRefusal(_message.Message):
-    """Why one name's session was not started or resumed."""
+    """The reason why the session of one name was not started or resumed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -170,7 +175,7 @@ class OpenRefusal(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     CURRENT_EPOCH_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """The name's place in the request."""
+    """The name's position in the request."""
     reason: _builtins.str
     """The stable reason, see docs/reference/errors.md: `FENCED`, `INVALID_EPOCH`, `NOT_ALLOWED`."""
     message: _builtins.str
@@ -205,7 +210,7 @@ class PublishRequest(_message.Message):
     """The topic, see `OpenRequest.topic`."""
     @_builtins.property
     def batch(self) -> _batch_pb2.Batch:
-        """The messages. A producer that has nothing else in flight may omit links (-2)."""
+        """The messages. The link may be omitted (-2) if the producer has no other message in flight."""
 
     def __init__(
         self,
@@ -223,7 +228,7 @@ Global___PublishRequest: _TypeAlias = PublishRequest  # noqa: Y015
 
 @_typing.final
 class PublishResponse(_message.Message):
-    """The outcome. A refused batch is an error status instead."""
+    """The outcome. If the batch is refused, the call ends with an error status instead."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -231,12 +236,12 @@ class PublishResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
-    """Which creation of the topic this is."""
+    """The incarnation of the topic."""
     term: _builtins.int
     """The term of the topic's owner."""
     @_builtins.property
     def receipt(self) -> Global___Receipt:
-        """Verdicts and message IDs. Its frame number is 0."""
+        """The verdicts and message IDs. The receipt's frame number is 0."""
 
     def __init__(
         self,
@@ -255,9 +260,9 @@ Global___PublishResponse: _TypeAlias = PublishResponse  # noqa: Y015
 
 @_typing.final
 class PublishStreamRequest(_message.Message):
-    """Frames, in the order in which they are to be judged: often one, or those that are ready at the same time. A message
-    of the stream costs both sides as much as some hundred rows. So send small frames together, up to about 128 KiB. At
-    most 16 MiB and 256 frames.
+    """Frames, which are judged in their order: often one frame, or all frames that are ready at the same time. A message of
+    the stream costs both sides as much as several hundred rows. So send small frames together, up to about 128 KiB. A
+    message has at most 16 MiB and 256 frames.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -268,13 +273,14 @@ class PublishStreamRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`. Required in the first message of the stream, omitted in the others."""
     early_receipts: _builtins.bool
-    """In the first message of the stream: a receipt may come before its messages are durable, if the topic's policy
-    permits it (`log_flush_interval_messages`). The receipt states it (`Receipt.durable_at`), and the client keeps the
-    messages until they are durable: see duty 10. Without this, every receipt means that its messages are durable.
+    """In the first message of the stream: true if a receipt may arrive before its messages are durable, provided that the
+    topic's policy allows early receipts (`log_flush_interval_messages`). An early receipt has `Receipt.durable_at`,
+    and the client keeps the messages until they are durable: see duty 10. If this is false, every receipt means that
+    its messages are durable.
     """
     @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
-        """The frames. The first message may have none, and only name the topic."""
+        """The frames. The first message may have no frames and only name the topic."""
 
     def __init__(
         self,
@@ -293,7 +299,7 @@ Global___PublishStreamRequest: _TypeAlias = PublishStreamRequest  # noqa: Y015
 
 @_typing.final
 class Frame(_message.Message):
-    """One batch on its way."""
+    """One batch to publish."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -321,7 +327,9 @@ Global___Frame: _TypeAlias = Frame  # noqa: Y015
 
 @_typing.final
 class PublishStreamResponse(_message.Message):
-    """Answers to some of the frames sent on this stream: all that one commit of the log settled, in one message."""
+    """Answers to some of the frames sent on this stream. One message has the answers to all frames that one commit of the
+    log has settled.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -331,12 +339,12 @@ class PublishStreamResponse(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     DURABLE_INDEX_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
-    """Which creation of the topic this is."""
+    """The incarnation of the topic."""
     term: _builtins.int
-    """The term of the topic's owner. While the topic recovers, the last known one, 0 if there is none."""
+    """The term of the topic's owner. While the topic recovers, the last known term, or 0 if no term is known."""
     durable_index: _builtins.int
-    """Up to here the log is durable: the index that the next confirmed message will get. If receipts come early, a
-    message may have only this, when it has grown.
+    """The log is durable below this index, which is the index of the next confirmed message. With early receipts, a
+    message of the stream may have only this field, when the index has increased.
     """
     @_builtins.property
     def receipts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Receipt]:
@@ -387,10 +395,13 @@ class Receipt(_message.Message):
     frame: _builtins.int
     """The frame's number."""
     first_index: _builtins.int
-    """The index of the first row that was stored; -1 if none was. The k-th row with `NOT_DUP` has this index + k."""
+    """The index of the first row that was stored; -1 if no row was stored. The k-th row with `NOT_DUP`, from 0, has this
+    index + k.
+    """
     durable_at: _builtins.int
-    """Only with `early_receipts`. The stored rows survive the process but not a power cut, until `durable_index` in this
-    or a later message of the stream is at least this. Omitted: they are durable. A row with `DUP` always is.
+    """Only with `early_receipts`: the stored rows survive the end of the process. They survive a power cut only when
+    `durable_index`, in this or a later message of the stream, is at least this value. Omitted if the stored rows are
+    durable. The message of a row with `DUP` is always durable.
     """
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedScalarFieldContainer[Global___Verdict.ValueType]:
@@ -398,37 +409,37 @@ class Receipt(_message.Message):
 
     @_builtins.property
     def first_message_id(self) -> _batch_pb2.MessageId:
-        """Its message ID. The k-th `NOT_DUP` row has `entry_id` + k if `batch_index` is -1, else `batch_index` + k, as far as
-        the first run of rows goes. Omitted if no row was stored.
+        """The message ID of the first row that was stored. Within the first run of rows, the k-th `NOT_DUP` row, from 0, has
+        `entry_id` + k if `batch_index` is -1, else `batch_index` + k. Omitted if no row was stored.
         """
 
     @_builtins.property
     def known_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The rows with verdict `DUP` whose original's message ID is still known (one of the topic's last 65,536). That
-        proves that the log holds exactly this sequence ID.
+        """The rows with verdict `DUP` for which the message ID of the original is still known (the original is one of the
+        topic's last 65,536 messages). For these rows, it is proved that the log has exactly this sequence ID.
         """
 
     @_builtins.property
     def known_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The indexes of those originals, as many as `known_rows`."""
+        """The indexes of the originals of `known_rows`."""
 
     @_builtins.property
     def known_ledger_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their message IDs' ledgers."""
+        """The ledgers of the originals' message IDs."""
 
     @_builtins.property
     def known_entry_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their message IDs' entries."""
+        """The entries of the originals' message IDs."""
 
     @_builtins.property
     def known_batch_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their message IDs' batch indexes. Omitted if all are -1."""
+        """The batch indexes of the originals' message IDs. Omitted if all of them are -1."""
 
     @_builtins.property
     def run_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """If the log could not give all stored rows IDs of one run: the number of rows of each run, including the first. The
-        rows of a run count up as described at `first_message_id`, from the ID in the next three columns. Omitted if there
-        is one run.
+        """If the IDs of the stored rows are not one run: the number of rows of each run, including the first run. The next
+        three columns have the ID of each run's first row. Within a run, IDs increase as described at `first_message_id`.
+        Omitted if there is one run.
         """
 
     @_builtins.property
@@ -445,9 +456,9 @@ class Receipt(_message.Message):
 
     @_builtins.property
     def imported_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In a topic of deduplication IDs: the rows with verdict `DUP` whose ID came with an imported window
-        (`AdminService.ImportWindow`). The system before this one had the message. This topic has no message with that ID,
-        so there is no index and no message ID.
+        """In a topic of deduplication IDs: the rows with verdict `DUP` whose IDs are from an imported window
+        (`AdminService.ImportWindow`). The system from which the window was exported had these messages. This topic has no
+        message with such an ID, so there is no index and no message ID.
         """
 
     def __init__(
@@ -479,8 +490,8 @@ Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
-    """A frame of which nothing was admitted. Other frames are not affected, but later frames that build on it are refused
-    with `PREDECESSOR_MISSING`.
+    """A refused frame, of which no row was admitted. Other frames are not affected, except that later frames whose links
+    name messages of this frame are refused with `PREDECESSOR_MISSING`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -498,12 +509,14 @@ class Refusal(_message.Message):
     message: _builtins.str
     """One line for people."""
     retry_delay_ms: _builtins.int
-    """How long to wait before sending again, in milliseconds. Negative: sending it again unchanged cannot help."""
+    """The time to wait before the frame is sent again, in milliseconds. A negative value means that the unchanged frame
+    can never succeed.
+    """
     owner_address: _builtins.str
-    """With `NOT_OWNER`: the address of the topic's owner. Empty if it is not known."""
+    """With `NOT_OWNER`: the address of the topic's owner. Empty if the address is unknown."""
     @_builtins.property
     def producers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProducerRefusal]:
-        """The producers that were the cause, at most 16."""
+        """The producers that caused the refusal, at most 16."""
 
     def __init__(
         self,
@@ -525,7 +538,7 @@ Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
 class ProducerRefusal(_message.Message):
-    """The numbers of a producer because of which a frame was refused."""
+    """A producer that caused the refusal of a frame, and its numbers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -540,19 +553,19 @@ class ProducerRefusal(_message.Message):
     producer_name: _builtins.str
     """The name."""
     epoch: _builtins.int
-    """The epoch that the frame named."""
+    """The epoch in the frame."""
     current_epoch: _builtins.int
     """The epoch that owns the name; 0 if nobody does."""
     sequence_id: _builtins.int
-    """Its first sequence ID in the frame, or the invalid one."""
+    """The producer's first sequence ID in the frame, or its invalid sequence ID."""
     previous_sequence_id: _builtins.int
-    """Its link."""
+    """The producer's link in the frame."""
     pushed: _builtins.int
-    """Its highest sequence ID handed to the log, -1 if there is none."""
+    """The producer's highest sequence ID handed to the log, -1 if there is none."""
     persisted: _builtins.int
-    """Its highest sequence ID confirmed by the log, -1 if there is none."""
+    """The producer's highest sequence ID confirmed by the log, -1 if there is none."""
     expected_sequence_id: _builtins.int
-    """With `GAP`, the sequence ID that should have come."""
+    """With `GAP`: the sequence ID that was expected."""
     def __init__(
         self,
         *,

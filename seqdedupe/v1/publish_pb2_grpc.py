@@ -26,56 +26,60 @@ if _version_not_supported:
 
 
 class PublishServiceStub(object):
-    """For producers with a name. The sidecar promises that the topic's log holds a message (producer name, sequence ID) at
-    most once, however often it is sent. If the producer keeps to the duty below, the log holds it exactly once, in
-    order.
+    """The service for producers with a name. The sidecar guarantees that the topic's log has a message (producer name,
+    sequence ID) at most once, no matter how often the message is sent. If the producer fulfils the duties below, the log
+    has each message exactly once, in order.
 
-    A client's complete duty:
+    The duties of a client:
 
-    1. `Open` the names under which it sends. Number each name's messages with rising sequence IDs above the answered
-    `persisted`. Gaps are allowed.
-    2. Give every frame a number that is unique in its process. State the link of each producer in each frame
+    1. `Open` the names under which the client sends. Number the messages of each name with ascending sequence IDs above
+    the `persisted` that `Open` returned. Gaps are allowed.
+    2. Give every frame a number that is unique in the client's process. In each frame, state the link of each producer
     (`Batch.previous_sequence_ids`).
     3. Keep every message until its receipt says `NOT_DUP` or `DUP`.
-    4. On any refusal, on a verdict `UNKNOWN` and on a broken stream: wait for the delay that was given. Then resend,
-    rising, from the first message without such a receipt. Messages that were sent later may be sent again too.
-    5. After a reconnect, `Open` again *with* the epochs that it holds, never without: that would start a new session and
-    take the name from its owner. `FENCED` is final: another process owns the name. The same holds if a resume answers
-    a `persisted` above both the last ID sent and what `Open` answered before.
-    6. Acknowledged data is gone if a resume answers a `persisted` below one answered before or below an ID that has a
-    receipt, another incarnation, or, from all addresses, a lower term. Stop and report it. A name in `forgotten` is
-    no such case: the topic's policy has forgotten it. Warn, and continue as if nothing had been sent before. Links
-    count from `persisted`, which is -1, or higher where old frames came late. Receipts of frames that were sent
-    before this answer and come after the request prove nothing. What is sent again is new.
-    7. A resume does not change how links count: from what this session has sent or `Open` answered, the higher of the
-    two below the batch's first ID. If a resume answers a lower `persisted` than was sent (and 6 does not apply),
-    messages were lost on the way. They are resent, and the links of later messages do not change.
-    8. However a stream ends, with a status or without, resend what has no receipt on a new one: also after OK,
-    CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a `RetryInfo`
-    (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the session
-    continue. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not final at first: the
-    name may have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also
-    if the first message without a receipt is refused with `PREDECESSOR_MISSING`: its predecessor had been there.
-    9. Ignore a refusal of an epoch that is no longer used. Ignore any answer of a lower term than one seen, except an
-    answer of `Open`.
-    10. A client that asks for `early_receipts` keeps a message with such a receipt until it is durable
-    (`Receipt.durable_at`). After a resume it resends what is above the answered `persisted`, as if it had no
-    receipt. Indexes and message IDs may then be different. Duty 6 counts only receipts that were durable at once or
-    have become durable.
-    11. A client that publishes deduplication IDs has no sessions. It finds lost data by answers that have receipts:
-    another incarnation; a lower term from all addresses; on a new stream a `durable_index` below what was durable
-    before; or `NOT_DUP` at an index that was given before. Then stop and report it. A low index alone proves
-    nothing: receipts come in any order, and a `DUP` has its original's index.
+    4. After a refusal, a verdict `UNKNOWN` or a broken stream, wait for the delay in the answer, if there is one. Then
+    resend in ascending order, beginning with the first message without such a receipt. Messages that were sent later
+    may be sent again too.
+    5. After a reconnect, `Open` again *with* the epochs that the client has (a *resume*). Without epochs, `Open` would
+    start a new session and take the name from its owner. `FENCED` is final: another process owns the name. Another
+    process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
+    `persisted` that `Open` returned before.
+    6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
+    has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
+    loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
+    nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
+    Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
+    Messages that are sent again are new.
+    7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
+    has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
+    apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
+    8. When a stream ends, with or without a status, resend the messages without receipts on a new stream. This also
+    holds after OK, CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without
+    a `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
+    session continue. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not final at
+    first, because the name may have been forgotten while nothing was sent. Resume the session; if the resume is
+    refused too, the error is final. Also resume if the first message without a receipt is refused with
+    `PREDECESSOR_MISSING`: its predecessor was stored, and is missing now.
+    9. Ignore a refusal of an epoch that the client no longer uses. Ignore an answer whose term is lower than a term seen
+    before, unless it is an answer of `Open`.
+    10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
+    (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
+    had no receipts. Their indexes and message IDs may then be different. For duty 6, only receipts count whose
+    messages were durable at once or have become durable.
+    11. A client that publishes deduplication IDs has no sessions. It detects lost data from answers with receipts:
+    another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
+    durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
+    alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original.
 
-    Every call shows who makes it, unless the sidecar does not require that: with a token, in the metadata
-    `authorization` as `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: open it
-    again with a fresh token.
+    If the sidecar requires authentication, every call has a token or a client certificate. A token is sent in the
+    metadata `authorization`, as `Bearer` and the token. A stream may end with `TOKEN_EXPIRED`. Then open a new stream
+    with a fresh token.
 
-    Several sidecars may serve one log; each topic has one of them as its owner. A client that knows several tries them
-    in the topic's order, the highest weight first. The weight of an address is the first 8 bytes, as an unsigned
-    big-endian number, of the SHA-256 of the topic's full name, a line feed and the address, in UTF-8. The address is
-    `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and keep their places when there is
-    a sidecar more or less. Some weights, in hexadecimal digits:
+    Several sidecars may serve one log. Each topic has one of them as its owner. A client that knows several addresses
+    tries them in the topic's order, beginning with the highest weight. The weight of an address is the first 8 bytes, as
+    an unsigned big-endian number, of the SHA-256 of the topic's full name, a line feed and the address, in UTF-8. The
+    address is `host:port`, with the host in lower case, or `unix:path`. So topics are spread evenly, and most topics
+    keep their sidecar when a sidecar is added or removed. Examples of weights, in hexadecimal digits:
 
     "persistent://public/default/orders" "10.0.0.1:6660" 98adc381f88b0347
     "persistent://public/default/orders" "10.0.0.2:6660" 20a9731ec84c5929
@@ -85,18 +89,20 @@ class PublishServiceStub(object):
     "persistent://shop/eu/order-events" "sidecar-0.sidecars.example.org:6660" 38944f7b09e151e5
     "persistent://shop/eu/order-events" "unix:/run/seqdedupe.sock" 5a883097fe1e6376
 
-    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing. If it knows the
-    owner, it states the address in `owner_address` (metadata of the `ErrorInfo`, a field of a refusal). The client
-    connects there and resumes its sessions with their epochs (duty 5), but only if its configuration names that address
-    or its domain, because it sends its credentials. It does not follow such addresses for ever: after a round in which
-    no sidecar served, it waits, and begins again with the first. If a sidecar does not answer, it tries the next one.
+    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, and changes nothing. If that sidecar knows
+    the owner, it returns the owner's address in `owner_address` (in the metadata of the `ErrorInfo`, or a field of a
+    refusal). The client connects to this address and resumes its sessions with their epochs (duty 5). It does so only if
+    its configuration names the address or the address's domain, because the client sends its credentials there. The
+    client must not follow such addresses for ever: after a round in which no sidecar served the topic, the client waits,
+    and begins again with the first address. If a sidecar does not answer, the client tries the next one.
 
-    Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and
-    `google.rpc.RetryInfo` if trying again helps. docs/reference/errors.md lists the reasons.
+    Errors of calls have a `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and a
+    `google.rpc.RetryInfo` if another attempt may succeed. docs/reference/errors.md lists the reasons.
 
-    Another server may answer OK to any call, with an empty message. If the answer to a unary call is empty, a sidecar
-    adds the trailing metadata `seqdedupe-empty: 1`. Earlier versions do not. Then `GetVersion` shows whether a sidecar
-    answers, because its answer is never empty. A sidecar that returns between the two calls is not recognized.
+    A server that is not a sidecar may answer every call with OK and an empty message. If a sidecar's answer to a unary
+    call is empty, the sidecar adds the trailing metadata `seqdedupe-empty: 1`. Earlier versions do not add it. If it is
+    missing, call `GetVersion`: a sidecar's answer to `GetVersion` is never empty. If the sidecar becomes reachable
+    between the two calls, the client cannot detect that another server gave the first answer.
     """
 
     def __init__(self, channel):
@@ -123,56 +129,60 @@ class PublishServiceStub(object):
 
 
 class PublishServiceServicer(object):
-    """For producers with a name. The sidecar promises that the topic's log holds a message (producer name, sequence ID) at
-    most once, however often it is sent. If the producer keeps to the duty below, the log holds it exactly once, in
-    order.
+    """The service for producers with a name. The sidecar guarantees that the topic's log has a message (producer name,
+    sequence ID) at most once, no matter how often the message is sent. If the producer fulfils the duties below, the log
+    has each message exactly once, in order.
 
-    A client's complete duty:
+    The duties of a client:
 
-    1. `Open` the names under which it sends. Number each name's messages with rising sequence IDs above the answered
-    `persisted`. Gaps are allowed.
-    2. Give every frame a number that is unique in its process. State the link of each producer in each frame
+    1. `Open` the names under which the client sends. Number the messages of each name with ascending sequence IDs above
+    the `persisted` that `Open` returned. Gaps are allowed.
+    2. Give every frame a number that is unique in the client's process. In each frame, state the link of each producer
     (`Batch.previous_sequence_ids`).
     3. Keep every message until its receipt says `NOT_DUP` or `DUP`.
-    4. On any refusal, on a verdict `UNKNOWN` and on a broken stream: wait for the delay that was given. Then resend,
-    rising, from the first message without such a receipt. Messages that were sent later may be sent again too.
-    5. After a reconnect, `Open` again *with* the epochs that it holds, never without: that would start a new session and
-    take the name from its owner. `FENCED` is final: another process owns the name. The same holds if a resume answers
-    a `persisted` above both the last ID sent and what `Open` answered before.
-    6. Acknowledged data is gone if a resume answers a `persisted` below one answered before or below an ID that has a
-    receipt, another incarnation, or, from all addresses, a lower term. Stop and report it. A name in `forgotten` is
-    no such case: the topic's policy has forgotten it. Warn, and continue as if nothing had been sent before. Links
-    count from `persisted`, which is -1, or higher where old frames came late. Receipts of frames that were sent
-    before this answer and come after the request prove nothing. What is sent again is new.
-    7. A resume does not change how links count: from what this session has sent or `Open` answered, the higher of the
-    two below the batch's first ID. If a resume answers a lower `persisted` than was sent (and 6 does not apply),
-    messages were lost on the way. They are resent, and the links of later messages do not change.
-    8. However a stream ends, with a status or without, resend what has no receipt on a new one: also after OK,
-    CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a `RetryInfo`
-    (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the session
-    continue. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not final at first: the
-    name may have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also
-    if the first message without a receipt is refused with `PREDECESSOR_MISSING`: its predecessor had been there.
-    9. Ignore a refusal of an epoch that is no longer used. Ignore any answer of a lower term than one seen, except an
-    answer of `Open`.
-    10. A client that asks for `early_receipts` keeps a message with such a receipt until it is durable
-    (`Receipt.durable_at`). After a resume it resends what is above the answered `persisted`, as if it had no
-    receipt. Indexes and message IDs may then be different. Duty 6 counts only receipts that were durable at once or
-    have become durable.
-    11. A client that publishes deduplication IDs has no sessions. It finds lost data by answers that have receipts:
-    another incarnation; a lower term from all addresses; on a new stream a `durable_index` below what was durable
-    before; or `NOT_DUP` at an index that was given before. Then stop and report it. A low index alone proves
-    nothing: receipts come in any order, and a `DUP` has its original's index.
+    4. After a refusal, a verdict `UNKNOWN` or a broken stream, wait for the delay in the answer, if there is one. Then
+    resend in ascending order, beginning with the first message without such a receipt. Messages that were sent later
+    may be sent again too.
+    5. After a reconnect, `Open` again *with* the epochs that the client has (a *resume*). Without epochs, `Open` would
+    start a new session and take the name from its owner. `FENCED` is final: another process owns the name. Another
+    process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
+    `persisted` that `Open` returned before.
+    6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
+    has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
+    loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
+    nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
+    Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
+    Messages that are sent again are new.
+    7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
+    has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
+    apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
+    8. When a stream ends, with or without a status, resend the messages without receipts on a new stream. This also
+    holds after OK, CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without
+    a `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
+    session continue. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not final at
+    first, because the name may have been forgotten while nothing was sent. Resume the session; if the resume is
+    refused too, the error is final. Also resume if the first message without a receipt is refused with
+    `PREDECESSOR_MISSING`: its predecessor was stored, and is missing now.
+    9. Ignore a refusal of an epoch that the client no longer uses. Ignore an answer whose term is lower than a term seen
+    before, unless it is an answer of `Open`.
+    10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
+    (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
+    had no receipts. Their indexes and message IDs may then be different. For duty 6, only receipts count whose
+    messages were durable at once or have become durable.
+    11. A client that publishes deduplication IDs has no sessions. It detects lost data from answers with receipts:
+    another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
+    durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
+    alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original.
 
-    Every call shows who makes it, unless the sidecar does not require that: with a token, in the metadata
-    `authorization` as `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: open it
-    again with a fresh token.
+    If the sidecar requires authentication, every call has a token or a client certificate. A token is sent in the
+    metadata `authorization`, as `Bearer` and the token. A stream may end with `TOKEN_EXPIRED`. Then open a new stream
+    with a fresh token.
 
-    Several sidecars may serve one log; each topic has one of them as its owner. A client that knows several tries them
-    in the topic's order, the highest weight first. The weight of an address is the first 8 bytes, as an unsigned
-    big-endian number, of the SHA-256 of the topic's full name, a line feed and the address, in UTF-8. The address is
-    `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and keep their places when there is
-    a sidecar more or less. Some weights, in hexadecimal digits:
+    Several sidecars may serve one log. Each topic has one of them as its owner. A client that knows several addresses
+    tries them in the topic's order, beginning with the highest weight. The weight of an address is the first 8 bytes, as
+    an unsigned big-endian number, of the SHA-256 of the topic's full name, a line feed and the address, in UTF-8. The
+    address is `host:port`, with the host in lower case, or `unix:path`. So topics are spread evenly, and most topics
+    keep their sidecar when a sidecar is added or removed. Examples of weights, in hexadecimal digits:
 
     "persistent://public/default/orders" "10.0.0.1:6660" 98adc381f88b0347
     "persistent://public/default/orders" "10.0.0.2:6660" 20a9731ec84c5929
@@ -182,52 +192,55 @@ class PublishServiceServicer(object):
     "persistent://shop/eu/order-events" "sidecar-0.sidecars.example.org:6660" 38944f7b09e151e5
     "persistent://shop/eu/order-events" "unix:/run/seqdedupe.sock" 5a883097fe1e6376
 
-    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing. If it knows the
-    owner, it states the address in `owner_address` (metadata of the `ErrorInfo`, a field of a refusal). The client
-    connects there and resumes its sessions with their epochs (duty 5), but only if its configuration names that address
-    or its domain, because it sends its credentials. It does not follow such addresses for ever: after a round in which
-    no sidecar served, it waits, and begins again with the first. If a sidecar does not answer, it tries the next one.
+    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, and changes nothing. If that sidecar knows
+    the owner, it returns the owner's address in `owner_address` (in the metadata of the `ErrorInfo`, or a field of a
+    refusal). The client connects to this address and resumes its sessions with their epochs (duty 5). It does so only if
+    its configuration names the address or the address's domain, because the client sends its credentials there. The
+    client must not follow such addresses for ever: after a round in which no sidecar served the topic, the client waits,
+    and begins again with the first address. If a sidecar does not answer, the client tries the next one.
 
-    Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and
-    `google.rpc.RetryInfo` if trying again helps. docs/reference/errors.md lists the reasons.
+    Errors of calls have a `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and a
+    `google.rpc.RetryInfo` if another attempt may succeed. docs/reference/errors.md lists the reasons.
 
-    Another server may answer OK to any call, with an empty message. If the answer to a unary call is empty, a sidecar
-    adds the trailing metadata `seqdedupe-empty: 1`. Earlier versions do not. Then `GetVersion` shows whether a sidecar
-    answers, because its answer is never empty. A sidecar that returns between the two calls is not recognized.
+    A server that is not a sidecar may answer every call with OK and an empty message. If a sidecar's answer to a unary
+    call is empty, the sidecar adds the trailing metadata `seqdedupe-empty: 1`. Earlier versions do not add it. If it is
+    missing, call `GetVersion`: a sidecar's answer to `GetVersion` is never empty. If the sidecar becomes reachable
+    between the two calls, the client cannot detect that another server gave the first answer.
     """
 
     def Open(self, request, context):
-        """Starts or resumes sessions for up to 10,000 names of one topic (a request has at most 1 MiB). A new session fences
-        the older ones of its name at once. The answer comes when everything that these names had in flight has settled and
-        their epochs are durable in the topic's log. Each name is answered separately. `refusals` has the names that are
-        fenced, name an epoch that was never given, or are not the caller's to use; the others are open. If the call fails,
-        no name was fenced; but with more than 1,000 names, which the log takes in parts, some may have been. Errors of the
-        whole call: `NOT_ALLOWED` if the caller may use none of the names, `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`,
-        `LOG_REFUSED`, … `TOPIC_IS_PARTITIONED`, with the number of `partitions`: open each partition by its name
-        (batch.proto has the route and the rules). A missing topic may be created for new sessions
-        (`allow_auto_topic_creation`), never for a resumed one.
+        """Starts or resumes sessions for up to 10,000 names of one topic. A request has at most 1 MiB. A new session fences
+        the older sessions of its name at once. The sidecar answers when all messages that these names had in flight are
+        settled and the epochs are durable in the topic's log. The answer covers each name separately. A name is in
+        `refusals` if it is fenced, if its epoch was never issued, or if the caller may not use the name. The sessions of
+        the other names are open. If the call fails, no name was fenced. With more than 1,000 names, which are written to
+        the log in parts, some names may have been fenced. A missing topic may be created for new sessions
+        (`allow_auto_topic_creation`), but never for resumed sessions. Errors of the whole call: `NOT_ALLOWED` if the
+        caller may use none of the names, `INVALID_NAME`, `TOPIC_NOT_FOUND`, `RECOVERING`, `LOG_REFUSED`, … After
+        `TOPIC_IS_PARTITIONED`, which has the number of `partitions`, open each partition by its name (batch.proto has the
+        route and the rules).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request, context):
-        """Publishes one small batch, and answers when it is durable. For tools and for clients without streams; a stream is
-        far faster.
+        """Publishes one small batch, and answers when the batch is durable. This call is for tools and for clients without
+        streams. A stream is much faster.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PublishStream(self, request_iterator, context):
-        """Publishes to one topic. Each message of the stream holds frames, and a frame is one batch. A frame is admitted
-        whole or not at all, `DUP` and `UNKNOWN` rows apart, independently of the other frames in its message. Receipts of
-        different frames come in any order. When the queue is full the server stops reading (flow control); that is no
-        error. The answer's initial metadata come when the stream is taken. Some proxies hold them back until a message
-        follows: with the metadata `seqdedupe-greeting: 1` in the call, an empty message follows. The client's first
-        message must come within 10 seconds. If streams or memory run out, a stream that has nothing under way, or whose
-        answers are not read, ends with `STREAM_IDLE`. To send again, `Open` with the same epochs, and begin another
-        stream.
+        """Publishes to one topic. Each message of the stream has frames, and a frame is one batch. A frame is admitted as a
+        whole or not at all, except for `DUP` and `UNKNOWN` rows. It does not depend on the other frames in its message.
+        Receipts of different frames arrive in any order. When the queue is full, the server stops reading (flow control);
+        this is not an error. The server sends the initial metadata when it accepts the stream. Some proxies delay the
+        metadata until a message follows. With the metadata `seqdedupe-greeting: 1` in the call, the server sends an empty
+        message after the initial metadata. The client's first message must arrive within 10 seconds. If streams or memory
+        run out, a stream that has nothing in flight, or whose answers the client does not read, ends with `STREAM_IDLE`.
+        To continue, `Open` with the same epochs, and begin another stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,56 +273,60 @@ def add_PublishServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PublishService(object):
-    """For producers with a name. The sidecar promises that the topic's log holds a message (producer name, sequence ID) at
-    most once, however often it is sent. If the producer keeps to the duty below, the log holds it exactly once, in
-    order.
+    """The service for producers with a name. The sidecar guarantees that the topic's log has a message (producer name,
+    sequence ID) at most once, no matter how often the message is sent. If the producer fulfils the duties below, the log
+    has each message exactly once, in order.
 
-    A client's complete duty:
+    The duties of a client:
 
-    1. `Open` the names under which it sends. Number each name's messages with rising sequence IDs above the answered
-    `persisted`. Gaps are allowed.
-    2. Give every frame a number that is unique in its process. State the link of each producer in each frame
+    1. `Open` the names under which the client sends. Number the messages of each name with ascending sequence IDs above
+    the `persisted` that `Open` returned. Gaps are allowed.
+    2. Give every frame a number that is unique in the client's process. In each frame, state the link of each producer
     (`Batch.previous_sequence_ids`).
     3. Keep every message until its receipt says `NOT_DUP` or `DUP`.
-    4. On any refusal, on a verdict `UNKNOWN` and on a broken stream: wait for the delay that was given. Then resend,
-    rising, from the first message without such a receipt. Messages that were sent later may be sent again too.
-    5. After a reconnect, `Open` again *with* the epochs that it holds, never without: that would start a new session and
-    take the name from its owner. `FENCED` is final: another process owns the name. The same holds if a resume answers
-    a `persisted` above both the last ID sent and what `Open` answered before.
-    6. Acknowledged data is gone if a resume answers a `persisted` below one answered before or below an ID that has a
-    receipt, another incarnation, or, from all addresses, a lower term. Stop and report it. A name in `forgotten` is
-    no such case: the topic's policy has forgotten it. Warn, and continue as if nothing had been sent before. Links
-    count from `persisted`, which is -1, or higher where old frames came late. Receipts of frames that were sent
-    before this answer and come after the request prove nothing. What is sent again is new.
-    7. A resume does not change how links count: from what this session has sent or `Open` answered, the higher of the
-    two below the batch's first ID. If a resume answers a lower `persisted` than was sent (and 6 does not apply),
-    messages were lost on the way. They are resent, and the links of later messages do not change.
-    8. However a stream ends, with a status or without, resend what has no receipt on a new one: also after OK,
-    CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without a `RetryInfo`
-    (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the session
-    continue. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not final at first: the
-    name may have been forgotten while nothing was sent. Resume it; if that is refused too, it is final. Resume also
-    if the first message without a receipt is refused with `PREDECESSOR_MISSING`: its predecessor had been there.
-    9. Ignore a refusal of an epoch that is no longer used. Ignore any answer of a lower term than one seen, except an
-    answer of `Open`.
-    10. A client that asks for `early_receipts` keeps a message with such a receipt until it is durable
-    (`Receipt.durable_at`). After a resume it resends what is above the answered `persisted`, as if it had no
-    receipt. Indexes and message IDs may then be different. Duty 6 counts only receipts that were durable at once or
-    have become durable.
-    11. A client that publishes deduplication IDs has no sessions. It finds lost data by answers that have receipts:
-    another incarnation; a lower term from all addresses; on a new stream a `durable_index` below what was durable
-    before; or `NOT_DUP` at an index that was given before. Then stop and report it. A low index alone proves
-    nothing: receipts come in any order, and a `DUP` has its original's index.
+    4. After a refusal, a verdict `UNKNOWN` or a broken stream, wait for the delay in the answer, if there is one. Then
+    resend in ascending order, beginning with the first message without such a receipt. Messages that were sent later
+    may be sent again too.
+    5. After a reconnect, `Open` again *with* the epochs that the client has (a *resume*). Without epochs, `Open` would
+    start a new session and take the name from its owner. `FENCED` is final: another process owns the name. Another
+    process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
+    `persisted` that `Open` returned before.
+    6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
+    has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
+    loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
+    nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
+    Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
+    Messages that are sent again are new.
+    7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
+    has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
+    apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
+    8. When a stream ends, with or without a status, resend the messages without receipts on a new stream. This also
+    holds after OK, CANCELLED, DEADLINE_EXCEEDED, INTERNAL and UNKNOWN. Only statuses with an `ErrorInfo` and without
+    a `RetryInfo` (`TOPIC_NOT_FOUND`, `LOG_DAMAGED`, …) are final. A refused frame needs no resume: the stream and the
+    session continue. `FENCED` is final for the producers that the refusal names. `INVALID_EPOCH` is not final at
+    first, because the name may have been forgotten while nothing was sent. Resume the session; if the resume is
+    refused too, the error is final. Also resume if the first message without a receipt is refused with
+    `PREDECESSOR_MISSING`: its predecessor was stored, and is missing now.
+    9. Ignore a refusal of an epoch that the client no longer uses. Ignore an answer whose term is lower than a term seen
+    before, unless it is an answer of `Open`.
+    10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
+    (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
+    had no receipts. Their indexes and message IDs may then be different. For duty 6, only receipts count whose
+    messages were durable at once or have become durable.
+    11. A client that publishes deduplication IDs has no sessions. It detects lost data from answers with receipts:
+    another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
+    durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
+    alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original.
 
-    Every call shows who makes it, unless the sidecar does not require that: with a token, in the metadata
-    `authorization` as `Bearer` and the token, or with a certificate. A stream may end with `TOKEN_EXPIRED`: open it
-    again with a fresh token.
+    If the sidecar requires authentication, every call has a token or a client certificate. A token is sent in the
+    metadata `authorization`, as `Bearer` and the token. A stream may end with `TOKEN_EXPIRED`. Then open a new stream
+    with a fresh token.
 
-    Several sidecars may serve one log; each topic has one of them as its owner. A client that knows several tries them
-    in the topic's order, the highest weight first. The weight of an address is the first 8 bytes, as an unsigned
-    big-endian number, of the SHA-256 of the topic's full name, a line feed and the address, in UTF-8. The address is
-    `host:port`, the host in small letters, or `unix:path`. So topics spread evenly, and keep their places when there is
-    a sidecar more or less. Some weights, in hexadecimal digits:
+    Several sidecars may serve one log. Each topic has one of them as its owner. A client that knows several addresses
+    tries them in the topic's order, beginning with the highest weight. The weight of an address is the first 8 bytes, as
+    an unsigned big-endian number, of the SHA-256 of the topic's full name, a line feed and the address, in UTF-8. The
+    address is `host:port`, with the host in lower case, or `unix:path`. So topics are spread evenly, and most topics
+    keep their sidecar when a sidecar is added or removed. Examples of weights, in hexadecimal digits:
 
     "persistent://public/default/orders" "10.0.0.1:6660" 98adc381f88b0347
     "persistent://public/default/orders" "10.0.0.2:6660" 20a9731ec84c5929
@@ -319,18 +336,20 @@ class PublishService(object):
     "persistent://shop/eu/order-events" "sidecar-0.sidecars.example.org:6660" 38944f7b09e151e5
     "persistent://shop/eu/order-events" "unix:/run/seqdedupe.sock" 5a883097fe1e6376
 
-    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, which changes nothing. If it knows the
-    owner, it states the address in `owner_address` (metadata of the `ErrorInfo`, a field of a refusal). The client
-    connects there and resumes its sessions with their epochs (duty 5), but only if its configuration names that address
-    or its domain, because it sends its credentials. It does not follow such addresses for ever: after a round in which
-    no sidecar served, it waits, and begins again with the first. If a sidecar does not answer, it tries the next one.
+    A sidecar that is not the owner refuses calls and frames with `NOT_OWNER`, and changes nothing. If that sidecar knows
+    the owner, it returns the owner's address in `owner_address` (in the metadata of the `ErrorInfo`, or a field of a
+    refusal). The client connects to this address and resumes its sessions with their epochs (duty 5). It does so only if
+    its configuration names the address or the address's domain, because the client sends its credentials there. The
+    client must not follow such addresses for ever: after a round in which no sidecar served the topic, the client waits,
+    and begins again with the first address. If a sidecar does not answer, the client tries the next one.
 
-    Errors of calls carry `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and
-    `google.rpc.RetryInfo` if trying again helps. docs/reference/errors.md lists the reasons.
+    Errors of calls have a `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and a
+    `google.rpc.RetryInfo` if another attempt may succeed. docs/reference/errors.md lists the reasons.
 
-    Another server may answer OK to any call, with an empty message. If the answer to a unary call is empty, a sidecar
-    adds the trailing metadata `seqdedupe-empty: 1`. Earlier versions do not. Then `GetVersion` shows whether a sidecar
-    answers, because its answer is never empty. A sidecar that returns between the two calls is not recognized.
+    A server that is not a sidecar may answer every call with OK and an empty message. If a sidecar's answer to a unary
+    call is empty, the sidecar adds the trailing metadata `seqdedupe-empty: 1`. Earlier versions do not add it. If it is
+    missing, call `GetVersion`: a sidecar's answer to `GetVersion` is never empty. If the sidecar becomes reachable
+    between the two calls, the client cannot detect that another server gave the first answer.
     """
 
     @staticmethod

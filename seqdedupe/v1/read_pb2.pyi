@@ -32,9 +32,9 @@ class ReadStart(_message.Message):
     index: _builtins.int
     """At this index, 0 or higher."""
     earliest: _builtins.bool
-    """With the first message that is left (true)."""
+    """At the first message that is still stored (true)."""
     latest: _builtins.bool
-    """With the first message published from now on (true)."""
+    """At the first message that is published after the request (true)."""
     @_builtins.property
     def after(self) -> _batch_pb2.Position:
         """After this position."""
@@ -70,12 +70,14 @@ class ReadRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     stop_index: _builtins.int
-    """Read no message at or above this index. 0: up to the end."""
+    """Return no message at or above this index. 0: read to the end."""
     skip_damaged: _builtins.bool
-    """Skip messages that are damaged on the disk, and name them in `skipped`. Otherwise they are an error, `LOG_DAMAGED`."""
+    """Skip messages that are damaged on the disk, and name them in `skipped`. Otherwise damaged messages cause the error
+    `LOG_DAMAGED`.
+    """
     @_builtins.property
     def start(self) -> Global___ReadStart:
-        """Where to start. Omitted: earliest."""
+        """Where to start. Omitted: at the first message that is still stored."""
 
     def __init__(
         self,
@@ -107,16 +109,18 @@ class ReadResponse(_message.Message):
     next_index: _builtins.int
     """The index at which the next page starts."""
     end_index: _builtins.int
-    """The index that the next message published will get: what there is to read ends before it. -1: not known yet."""
+    """The end: the index of the next message that will be published. -1: not known yet."""
     incarnation: _builtins.int
-    """Which creation of the topic this is."""
+    """The incarnation of the topic."""
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.Record]:
-        """Batches as stored, cut at both ends to what was asked for."""
+        """The batches as they are stored, cut at both ends to the requested messages."""
 
     @_builtins.property
     def skipped(self) -> Global___IndexRange:
-        """With `skip_damaged`: these messages cannot be read. The answer has no records, but it is not the end."""
+        """With `skip_damaged`: messages that cannot be read. An answer with this field has no records, but the reader is not
+        at the end.
+        """
 
     def __init__(
         self,
@@ -176,20 +180,20 @@ class ReadStreamRequest(_message.Message):
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     stop_index: _builtins.int
-    """Read no message at or above this index; wait for messages that are not there yet."""
+    """Return no message at or above this index. Wait for messages below it that do not exist yet."""
     follow: _builtins.bool
-    """Never (true): wait for new messages."""
+    """Never end (true): wait for new messages."""
     skip_damaged: _builtins.bool
     """See `ReadRequest.skip_damaged`."""
     alive_ms: _builtins.int
-    """Asks for an answer at least once in this number of milliseconds, without records if there is nothing to read. 1,000
-    to 3,600,000; a value below or above counts as that limit. 0: none. A client that receives nothing for longer reads
-    on over another connection. So it finds out that a host behind a proxy is silent: the proxy itself answers pings of
-    HTTP/2.
+    """Requests an answer at least once in this number of milliseconds, without records if there is nothing to read. The
+    range is 1,000 to 3,600,000; the sidecar uses the nearest value in this range. 0: no such answers. A client that
+    receives nothing for longer continues on another connection. So the client notices a silent host behind a proxy,
+    although the proxy itself answers HTTP/2 pings.
     """
     @_builtins.property
     def start(self) -> Global___ReadStart:
-        """Where to start. Omitted: earliest."""
+        """Where to start. Omitted: at the first message that is still stored."""
 
     def __init__(
         self,
@@ -224,22 +228,22 @@ class ReadStreamResponse(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     ALIVE_MS_FIELD_NUMBER: _builtins.int
     next_index: _builtins.int
-    """The index at which the next answer starts."""
+    """The index at which the next answer begins."""
     end_index: _builtins.int
-    """The index that the next message published will get: what there is to read ends before it. -1: not known yet."""
+    """The end: the index of the next message that will be published. -1: not known yet."""
     incarnation: _builtins.int
-    """Which creation of the topic this is."""
+    """The incarnation of the topic."""
     alive_ms: _builtins.int
-    """In the first answer: the value of `ReadStreamRequest.alive_ms` that the sidecar uses. 0: none was asked for, or the
-    sidecar does not know the field; it may be silent for any time.
+    """In the first answer: the value of `ReadStreamRequest.alive_ms` that the sidecar uses. 0: the client requested no
+    such answers, or the sidecar does not know the field. The sidecar may then be silent for any time.
     """
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.Record]:
-        """Batches as stored, cut at both ends to what was asked for."""
+        """The batches as they are stored, cut at both ends to the requested messages."""
 
     @_builtins.property
     def skipped(self) -> Global___IndexRange:
-        """With `skip_damaged`: these messages, which are in the place of records in this answer, cannot be read."""
+        """With `skip_damaged`: messages that cannot be read. An answer with this field has no records."""
 
     def __init__(
         self,
@@ -261,7 +265,7 @@ Global___ReadStreamResponse: _TypeAlias = ReadStreamResponse  # noqa: Y015
 
 @_typing.final
 class LocateRequest(_message.Message):
-    """A question for an index."""
+    """A request for an index."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -274,7 +278,7 @@ class LocateRequest(_message.Message):
     """The first message published at or after this time, in milliseconds since 1970."""
     @_builtins.property
     def byte_budget(self) -> Global___ByteBudget:
-        """The end of about this number of bytes."""
+        """The end of a range of about this number of bytes."""
 
     def __init__(
         self,
@@ -295,14 +299,14 @@ Global___LocateRequest: _TypeAlias = LocateRequest  # noqa: Y015
 
 @_typing.final
 class ByteBudget(_message.Message):
-    """An amount of data from an index on."""
+    """An amount of data that begins at an index."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FROM_INDEX_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     from_index: _builtins.int
-    """Where it starts, an index."""
+    """The index at which the data begins."""
     bytes: _builtins.int
     """The number of bytes of the stored form, above 0."""
     def __init__(
@@ -328,11 +332,11 @@ class LocateResponse(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """By time: that message's index, or the end if there is none. By budget: the index before which to stop, at least one
-    message after the start unless that is the end.
+    """By time: the index of that message, or of the end if there is no such message. By budget: the index before which to
+    stop. It is at least one message after the start, unless the start is at the end.
     """
     incarnation: _builtins.int
-    """Which creation of the topic this is."""
+    """The incarnation of the topic."""
     def __init__(
         self,
         *,
@@ -349,7 +353,7 @@ Global___LocateResponse: _TypeAlias = LocateResponse  # noqa: Y015
 
 @_typing.final
 class GetLastMessageIdRequest(_message.Message):
-    """A question for the end of a topic."""
+    """A request for the end of a topic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -378,10 +382,10 @@ class GetLastMessageIdResponse(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
-    """The index of the first message that is left; if none is, the index of the next one."""
+    """The index of the first message that is still stored. If no message is stored, the index of the next message."""
     @_builtins.property
     def last(self) -> _batch_pb2.Position:
-        """The position of the last message; its index is -1 if the topic never had one."""
+        """The position of the last message. Its index is -1 if the topic never had a message."""
 
     def __init__(
         self,
@@ -399,17 +403,17 @@ Global___GetLastMessageIdResponse: _TypeAlias = GetLastMessageIdResponse  # noqa
 
 @_typing.final
 class CursorValue(_message.Message):
-    """What a cursor keeps."""
+    """The value of a cursor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POSITION_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     note: _builtins.str
-    """Its owner's note, at most 1,024 bytes."""
+    """The note of the cursor's owner, at most 1,024 bytes."""
     @_builtins.property
     def position(self) -> _batch_pb2.Position:
-        """A position, of any topic: the sidecar does not check it."""
+        """A position. It may be a position in any topic, because the sidecar does not check it."""
 
     def __init__(
         self,
@@ -427,7 +431,7 @@ Global___CursorValue: _TypeAlias = CursorValue  # noqa: Y015
 
 @_typing.final
 class GetCursorRequest(_message.Message):
-    """A question for what a cursor keeps."""
+    """A request for the value of a cursor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -453,14 +457,14 @@ Global___GetCursorRequest: _TypeAlias = GetCursorRequest  # noqa: Y015
 
 @_typing.final
 class GetCursorResponse(_message.Message):
-    """What a cursor keeps."""
+    """The value of a cursor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kept(self) -> Global___CursorValue:
-        """Omitted: nothing."""
+        """The cursor's value. Omitted if the cursor does not exist."""
 
     def __init__(
         self,
@@ -491,11 +495,11 @@ class MoveCursorRequest(_message.Message):
     """The cursor's name, 1 to 255 bytes."""
     @_builtins.property
     def expected(self) -> Global___CursorValue:
-        """What it must keep now. Omitted: nothing."""
+        """The value that the cursor must have now. Omitted: the cursor must not exist."""
 
     @_builtins.property
     def new(self) -> Global___CursorValue:
-        """What it is to keep."""
+        """The cursor's new value."""
 
     def __init__(
         self,

@@ -27,21 +27,22 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ReadServiceStub:
-    """For readers. Only durable messages are ever shown. Reading needs no session and leaves no trace.
+    """The service for readers. Readers receive only durable messages. Reading needs no session and changes nothing.
 
-    A reader keeps the position of the last message that it has processed, and reads on after it. The first message after
-    a position has its index + 1. If that message is gone, the answer is `POSITION_TRIMMED`, with the first index that is
-    left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after its end
-    `POSITION_AFTER_END`. If the topic has another message at the position, it is `POSITION_DIVERGED`.
+    A reader stores the position of the last message that it has processed, and continues after this position. The first
+    message after a position has the position's index + 1. A position can be refused with these errors:
+    `POSITION_TRIMMED` if that message was removed, with the first index that is still stored;
+    `POSITION_OF_ANOTHER_INCARNATION` if the position belongs to another incarnation of the topic; `POSITION_AFTER_END`
+    if it is after the topic's end; `POSITION_DIVERGED` if the topic has another message at the position.
 
-    While a topic recovers, its end is not known. What is certain is served, with `end_index` -1. These are refused with
-    `RECOVERING` and a delay after which to ask again: a start at `latest` or after what is certain, a request for the
-    end, and a stream to the end. Streams that follow, or have a `stop_index`, wait. In a damaged topic the answer is
-    `LOG_DAMAGED` where others would wait.
+    While a topic recovers, its end is unknown. Messages that are certain are served, with `end_index` -1. These requests
+    are refused with `RECOVERING`, and a delay after which to try again: a start at `latest` or after the certain
+    messages, a request for the end, and a stream to the end. Streams that follow, or that have a `stop_index`, wait. In
+    a damaged topic, such requests and streams fail with `LOG_DAMAGED`.
 
-    `LOG_DAMAGED` is also the answer to reading a damaged record. A reader with `skip_damaged` passes it: an answer
-    without records names the missing messages in `skipped`, each time one of them would be next. The position of a
-    damaged message is then accepted, although it cannot be compared.
+    Reading a damaged record also fails with `LOG_DAMAGED`. A reader with `skip_damaged` skips damaged records: each time
+    a damaged message would be next, it receives an answer without records that names the missing messages in `skipped`.
+    The position of a damaged message is then accepted, although the position cannot be compared with the message.
     """
 
     @_typing.overload
@@ -49,91 +50,95 @@ class ReadServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReadServiceAsyncStub: ...
     Read: _grpc.UnaryUnaryMultiCallable[_read_pb2.ReadRequest, _read_pb2.ReadResponse]
-    """One page: at least one message if there is one, at most about 1 MiB. Or one batch, which is cut if it is above
-    4,000,000 bytes and has several rows. So gRPC's default limit of 4 MiB per message is enough, except for a single
-    larger message: a client that wants those sets `max_receive_message_length` to 6 MiB or more. An empty page means
-    the end for now.
+    """Returns one page. A page has at least one message, if there is one, and at most about 1 MiB. If a single batch is
+    larger, the page has this batch, cut if it is above 4,000,000 bytes and has several rows. So gRPC's default limit
+    of 4 MiB per message is enough, except for a single larger message. To receive such messages, a client sets
+    `max_receive_message_length` to 6 MiB or more. An empty page means that the reader is at the current end.
     """
     ReadStream: _grpc.UnaryStreamMultiCallable[_read_pb2.ReadStreamRequest, _read_pb2.ReadStreamResponse]
-    """Messages from a start on, in pages as `Read` has them, until the requested end."""
+    """Returns the messages from a start to the requested end, in pages like those of `Read`."""
     Locate: _grpc.UnaryUnaryMultiCallable[_read_pb2.LocateRequest, _read_pb2.LocateResponse]
-    """The index at which to start for a publish time, or to stop for a budget of bytes."""
+    """Returns the index at which a reader should start for a publish time, or stop for a budget of bytes."""
     GetLastMessageId: _grpc.UnaryUnaryMultiCallable[_read_pb2.GetLastMessageIdRequest, _read_pb2.GetLastMessageIdResponse]
-    """The position of the last message, and the first index that is left."""
+    """Returns the position of the last message, and the first index that is still stored."""
     GetCursor: _grpc.UnaryUnaryMultiCallable[_read_pb2.GetCursorRequest, _read_pb2.GetCursorResponse]
-    """What a named cursor of the topic keeps. For callers to whom the cursor belongs (docs/reference/rules.md). Errors:
-    `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain.
+    """Returns the value of a named cursor of the topic. Only callers to whom the cursor belongs may call this
+    (docs/reference/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while the value is not certain.
     """
     MoveCursor: _grpc.UnaryUnaryMultiCallable[_read_pb2.MoveCursorRequest, _read_pb2.MoveCursorResponse]
-    """Sets the position of a named cursor, if it keeps what the caller expects: in one step, durable in the topic's log
-    when it is answered. A cursor that keeps nothing is created, at most 32 per topic. For callers to whom the cursor
-    belongs. Callers to whom rules apply have at most 8 cursors per topic, and 10 moves per second in each, for which
-    they wait (docs/reference/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`,
-    `INVALID_NAME`, `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`;
-    `LOG_REFUSED`: the cursor is unchanged.
+    """Sets the value of a named cursor, if its current value is the one that the caller expects. Comparing and setting
+    are one step. When the call is answered, the new value is durable in the topic's log. A missing cursor is created;
+    a topic has at most 32 cursors. Only callers to whom the cursor belongs may call this. A caller to whom rules apply
+    may have at most 8 cursors per topic, and 10 moves per second in each topic; faster moves wait
+    (docs/reference/rules.md). Errors: `CURSOR_MOVED` if the cursor has another value, `INVALID_POSITION`,
+    `INVALID_NAME`, `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`, and
+    `LOG_REFUSED`; after `LOG_REFUSED` the cursor is unchanged.
     """
 
 @_typing.type_check_only
 class ReadServiceAsyncStub(ReadServiceStub):
-    """For readers. Only durable messages are ever shown. Reading needs no session and leaves no trace.
+    """The service for readers. Readers receive only durable messages. Reading needs no session and changes nothing.
 
-    A reader keeps the position of the last message that it has processed, and reads on after it. The first message after
-    a position has its index + 1. If that message is gone, the answer is `POSITION_TRIMMED`, with the first index that is
-    left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after its end
-    `POSITION_AFTER_END`. If the topic has another message at the position, it is `POSITION_DIVERGED`.
+    A reader stores the position of the last message that it has processed, and continues after this position. The first
+    message after a position has the position's index + 1. A position can be refused with these errors:
+    `POSITION_TRIMMED` if that message was removed, with the first index that is still stored;
+    `POSITION_OF_ANOTHER_INCARNATION` if the position belongs to another incarnation of the topic; `POSITION_AFTER_END`
+    if it is after the topic's end; `POSITION_DIVERGED` if the topic has another message at the position.
 
-    While a topic recovers, its end is not known. What is certain is served, with `end_index` -1. These are refused with
-    `RECOVERING` and a delay after which to ask again: a start at `latest` or after what is certain, a request for the
-    end, and a stream to the end. Streams that follow, or have a `stop_index`, wait. In a damaged topic the answer is
-    `LOG_DAMAGED` where others would wait.
+    While a topic recovers, its end is unknown. Messages that are certain are served, with `end_index` -1. These requests
+    are refused with `RECOVERING`, and a delay after which to try again: a start at `latest` or after the certain
+    messages, a request for the end, and a stream to the end. Streams that follow, or that have a `stop_index`, wait. In
+    a damaged topic, such requests and streams fail with `LOG_DAMAGED`.
 
-    `LOG_DAMAGED` is also the answer to reading a damaged record. A reader with `skip_damaged` passes it: an answer
-    without records names the missing messages in `skipped`, each time one of them would be next. The position of a
-    damaged message is then accepted, although it cannot be compared.
+    Reading a damaged record also fails with `LOG_DAMAGED`. A reader with `skip_damaged` skips damaged records: each time
+    a damaged message would be next, it receives an answer without records that names the missing messages in `skipped`.
+    The position of a damaged message is then accepted, although the position cannot be compared with the message.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Read: _aio.UnaryUnaryMultiCallable[_read_pb2.ReadRequest, _read_pb2.ReadResponse]  # type: ignore[assignment]
-    """One page: at least one message if there is one, at most about 1 MiB. Or one batch, which is cut if it is above
-    4,000,000 bytes and has several rows. So gRPC's default limit of 4 MiB per message is enough, except for a single
-    larger message: a client that wants those sets `max_receive_message_length` to 6 MiB or more. An empty page means
-    the end for now.
+    """Returns one page. A page has at least one message, if there is one, and at most about 1 MiB. If a single batch is
+    larger, the page has this batch, cut if it is above 4,000,000 bytes and has several rows. So gRPC's default limit
+    of 4 MiB per message is enough, except for a single larger message. To receive such messages, a client sets
+    `max_receive_message_length` to 6 MiB or more. An empty page means that the reader is at the current end.
     """
     ReadStream: _aio.UnaryStreamMultiCallable[_read_pb2.ReadStreamRequest, _read_pb2.ReadStreamResponse]  # type: ignore[assignment]
-    """Messages from a start on, in pages as `Read` has them, until the requested end."""
+    """Returns the messages from a start to the requested end, in pages like those of `Read`."""
     Locate: _aio.UnaryUnaryMultiCallable[_read_pb2.LocateRequest, _read_pb2.LocateResponse]  # type: ignore[assignment]
-    """The index at which to start for a publish time, or to stop for a budget of bytes."""
+    """Returns the index at which a reader should start for a publish time, or stop for a budget of bytes."""
     GetLastMessageId: _aio.UnaryUnaryMultiCallable[_read_pb2.GetLastMessageIdRequest, _read_pb2.GetLastMessageIdResponse]  # type: ignore[assignment]
-    """The position of the last message, and the first index that is left."""
+    """Returns the position of the last message, and the first index that is still stored."""
     GetCursor: _aio.UnaryUnaryMultiCallable[_read_pb2.GetCursorRequest, _read_pb2.GetCursorResponse]  # type: ignore[assignment]
-    """What a named cursor of the topic keeps. For callers to whom the cursor belongs (docs/reference/rules.md). Errors:
-    `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain.
+    """Returns the value of a named cursor of the topic. Only callers to whom the cursor belongs may call this
+    (docs/reference/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while the value is not certain.
     """
     MoveCursor: _aio.UnaryUnaryMultiCallable[_read_pb2.MoveCursorRequest, _read_pb2.MoveCursorResponse]  # type: ignore[assignment]
-    """Sets the position of a named cursor, if it keeps what the caller expects: in one step, durable in the topic's log
-    when it is answered. A cursor that keeps nothing is created, at most 32 per topic. For callers to whom the cursor
-    belongs. Callers to whom rules apply have at most 8 cursors per topic, and 10 moves per second in each, for which
-    they wait (docs/reference/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`,
-    `INVALID_NAME`, `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`;
-    `LOG_REFUSED`: the cursor is unchanged.
+    """Sets the value of a named cursor, if its current value is the one that the caller expects. Comparing and setting
+    are one step. When the call is answered, the new value is durable in the topic's log. A missing cursor is created;
+    a topic has at most 32 cursors. Only callers to whom the cursor belongs may call this. A caller to whom rules apply
+    may have at most 8 cursors per topic, and 10 moves per second in each topic; faster moves wait
+    (docs/reference/rules.md). Errors: `CURSOR_MOVED` if the cursor has another value, `INVALID_POSITION`,
+    `INVALID_NAME`, `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`, and
+    `LOG_REFUSED`; after `LOG_REFUSED` the cursor is unchanged.
     """
 
 class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
-    """For readers. Only durable messages are ever shown. Reading needs no session and leaves no trace.
+    """The service for readers. Readers receive only durable messages. Reading needs no session and changes nothing.
 
-    A reader keeps the position of the last message that it has processed, and reads on after it. The first message after
-    a position has its index + 1. If that message is gone, the answer is `POSITION_TRIMMED`, with the first index that is
-    left. A position of another incarnation of the topic is `POSITION_OF_ANOTHER_INCARNATION`, one after its end
-    `POSITION_AFTER_END`. If the topic has another message at the position, it is `POSITION_DIVERGED`.
+    A reader stores the position of the last message that it has processed, and continues after this position. The first
+    message after a position has the position's index + 1. A position can be refused with these errors:
+    `POSITION_TRIMMED` if that message was removed, with the first index that is still stored;
+    `POSITION_OF_ANOTHER_INCARNATION` if the position belongs to another incarnation of the topic; `POSITION_AFTER_END`
+    if it is after the topic's end; `POSITION_DIVERGED` if the topic has another message at the position.
 
-    While a topic recovers, its end is not known. What is certain is served, with `end_index` -1. These are refused with
-    `RECOVERING` and a delay after which to ask again: a start at `latest` or after what is certain, a request for the
-    end, and a stream to the end. Streams that follow, or have a `stop_index`, wait. In a damaged topic the answer is
-    `LOG_DAMAGED` where others would wait.
+    While a topic recovers, its end is unknown. Messages that are certain are served, with `end_index` -1. These requests
+    are refused with `RECOVERING`, and a delay after which to try again: a start at `latest` or after the certain
+    messages, a request for the end, and a stream to the end. Streams that follow, or that have a `stop_index`, wait. In
+    a damaged topic, such requests and streams fail with `LOG_DAMAGED`.
 
-    `LOG_DAMAGED` is also the answer to reading a damaged record. A reader with `skip_damaged` passes it: an answer
-    without records names the missing messages in `skipped`, each time one of them would be next. The position of a
-    damaged message is then accepted, although it cannot be compared.
+    Reading a damaged record also fails with `LOG_DAMAGED`. A reader with `skip_damaged` skips damaged records: each time
+    a damaged message would be next, it receives an answer without records that names the missing messages in `skipped`.
+    The position of a damaged message is then accepted, although the position cannot be compared with the message.
     """
 
     @_abc_1.abstractmethod
@@ -142,10 +147,10 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _read_pb2.ReadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_read_pb2.ReadResponse, _abc.Awaitable[_read_pb2.ReadResponse]]:
-        """One page: at least one message if there is one, at most about 1 MiB. Or one batch, which is cut if it is above
-        4,000,000 bytes and has several rows. So gRPC's default limit of 4 MiB per message is enough, except for a single
-        larger message: a client that wants those sets `max_receive_message_length` to 6 MiB or more. An empty page means
-        the end for now.
+        """Returns one page. A page has at least one message, if there is one, and at most about 1 MiB. If a single batch is
+        larger, the page has this batch, cut if it is above 4,000,000 bytes and has several rows. So gRPC's default limit
+        of 4 MiB per message is enough, except for a single larger message. To receive such messages, a client sets
+        `max_receive_message_length` to 6 MiB or more. An empty page means that the reader is at the current end.
         """
 
     @_abc_1.abstractmethod
@@ -154,7 +159,7 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _read_pb2.ReadStreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_read_pb2.ReadStreamResponse], _abc.AsyncIterator[_read_pb2.ReadStreamResponse]]:
-        """Messages from a start on, in pages as `Read` has them, until the requested end."""
+        """Returns the messages from a start to the requested end, in pages like those of `Read`."""
 
     @_abc_1.abstractmethod
     def Locate(
@@ -162,7 +167,7 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _read_pb2.LocateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_read_pb2.LocateResponse, _abc.Awaitable[_read_pb2.LocateResponse]]:
-        """The index at which to start for a publish time, or to stop for a budget of bytes."""
+        """Returns the index at which a reader should start for a publish time, or stop for a budget of bytes."""
 
     @_abc_1.abstractmethod
     def GetLastMessageId(
@@ -170,7 +175,7 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _read_pb2.GetLastMessageIdRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_read_pb2.GetLastMessageIdResponse, _abc.Awaitable[_read_pb2.GetLastMessageIdResponse]]:
-        """The position of the last message, and the first index that is left."""
+        """Returns the position of the last message, and the first index that is still stored."""
 
     @_abc_1.abstractmethod
     def GetCursor(
@@ -178,8 +183,8 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _read_pb2.GetCursorRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_read_pb2.GetCursorResponse, _abc.Awaitable[_read_pb2.GetCursorResponse]]:
-        """What a named cursor of the topic keeps. For callers to whom the cursor belongs (docs/reference/rules.md). Errors:
-        `TOPIC_NOT_FOUND`, `RECOVERING` while that is not certain.
+        """Returns the value of a named cursor of the topic. Only callers to whom the cursor belongs may call this
+        (docs/reference/rules.md). Errors: `TOPIC_NOT_FOUND`, `RECOVERING` while the value is not certain.
         """
 
     @_abc_1.abstractmethod
@@ -188,12 +193,13 @@ class ReadServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _read_pb2.MoveCursorRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_read_pb2.MoveCursorResponse, _abc.Awaitable[_read_pb2.MoveCursorResponse]]:
-        """Sets the position of a named cursor, if it keeps what the caller expects: in one step, durable in the topic's log
-        when it is answered. A cursor that keeps nothing is created, at most 32 per topic. For callers to whom the cursor
-        belongs. Callers to whom rules apply have at most 8 cursors per topic, and 10 moves per second in each, for which
-        they wait (docs/reference/rules.md). Errors: `CURSOR_MOVED` if it keeps something else, `INVALID_POSITION`,
-        `INVALID_NAME`, `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`;
-        `LOG_REFUSED`: the cursor is unchanged.
+        """Sets the value of a named cursor, if its current value is the one that the caller expects. Comparing and setting
+        are one step. When the call is answered, the new value is durable in the topic's log. A missing cursor is created;
+        a topic has at most 32 cursors. Only callers to whom the cursor belongs may call this. A caller to whom rules apply
+        may have at most 8 cursors per topic, and 10 moves per second in each topic; faster moves wait
+        (docs/reference/rules.md). Errors: `CURSOR_MOVED` if the cursor has another value, `INVALID_POSITION`,
+        `INVALID_NAME`, `INVALID_REQUEST` for a note of more than 1,024 bytes, `TOO_MANY_CURSORS`, `SHARE_EXCEEDED`, and
+        `LOG_REFUSED`; after `LOG_REFUSED` the cursor is unchanged.
         """
 
 def add_ReadServiceServicer_to_server(servicer: ReadServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

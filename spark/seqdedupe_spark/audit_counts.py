@@ -156,7 +156,8 @@ class TopicMerge:
         self._add_producers(numbers[is_first], {name: columns[name][is_first] for name in _PRODUCER_COLUMNS})
 
     def suspects(self) -> Iterator[Suspects | None]:
-        """Yield, for each range, what the second pass must look for; None: nothing."""
+        """Yield, for each range, what the second pass must search for; None if the second pass need not read the
+        range."""
         is_suspect = self._table[:, LATE_HIGH] >= 0
         names = self.producers.names() if is_suspect.any() else []
         for numbers, before in self._before:
@@ -250,8 +251,8 @@ def suspect_rows(topic: int, stored: Iterable[StoredBatch], suspects: Suspects) 
 
 @dataclass(frozen=True, order=True)
 class LateMessage:
-    """A late message. If it is doubled, `other` is the index of the first copy. Otherwise `other` is the higher ID
-    before it."""
+    """A late message. If the message is doubled, `other` is the index of the first copy. Otherwise `other` is the
+    higher ID before the message."""
 
     index: int
     producer: int
@@ -287,8 +288,8 @@ class Judgement:
 
 
 def judge(batches: Iterable[pa.RecordBatch]) -> Judgement:
-    """Judge the rows of `suspect_rows`. They are sorted by topic, producer, ID and index, and contain all copies of a
-    message."""
+    """Judge the rows of `suspect_rows`. The rows are sorted by topic, producer, ID and index, and contain all copies of
+    a message."""
     judgement = Judgement()
     key_before: Int64s = np.full(3, -1, np.int64)
     first_index = -1
@@ -355,7 +356,7 @@ class IdJudgement:
 
 
 def judge_ids(batches: Iterable[pa.RecordBatch]) -> IdJudgement:
-    """Judge the rows of `id_rows`. They are sorted by topic, ID and index, and contain all copies of a message."""
+    """Judge the rows of `id_rows`. The rows are sorted by topic, ID and index, and contain all copies of a message."""
     judgement = IdJudgement()
     before: tuple[int, bytes] | None = None
     first_index, was_copy = -1, False

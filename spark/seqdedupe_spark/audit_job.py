@@ -41,11 +41,11 @@ from pyspark.sql import DataFrame, SparkSession
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import error
+from seqdedupe.figures import counted
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import sidecar_options, told_files
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 from seqdedupe_spark import planning
 from seqdedupe_spark.audit_counts import (
     DOUBLED,
@@ -495,12 +495,12 @@ def _shown(deduplication_id: bytes) -> tuple[str, str | None]:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("topics", nargs=-1)
-@click.option("--topics-pattern", metavar="REGEX", help="Audit the topics whose full or short names match as a whole.")
+@click.option("--topics-pattern", metavar="REGEX", help="Audit the topics whose whole full or short names match.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/guides/spark-audit.md describes it.")
 @sidecar_options
 def main(topics: tuple[str, ...], topics_pattern: str | None, as_json: bool, address: str) -> int:
-    """Report what is doubled, out of order or missing in TOPICS. The exit status is 0 if there is nothing, 1 if
-    there is something, 2 if the audit failed."""
+    """Report messages of TOPICS that are doubled, out of order or missing. The exit status is 0 if there are no such
+    messages, 1 if there are some, 2 if the audit failed."""
     if bool(topics) == bool(topics_pattern):
         raise click.UsageError("Name topics, or give --topics-pattern.")
     sidecar = SidecarService(address, **told_files())

@@ -34,11 +34,11 @@ from pyspark.sql.types import (
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.exports import LATEST_MS, KnownId, Watermark, write_watermarks, write_window
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name
 from seqdedupe.sidecar_options import sidecar_options, told_credentials
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 from seqdedupe_spark import planning
 from seqdedupe_spark.options import file_options
 from seqdedupe_spark.session import run_command, start_session
@@ -323,7 +323,7 @@ def _grouped(
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--topic", help="Read this topic. With sequence IDs, it must be a single partition.")
+@click.option("--topic", help="Read this topic. A topic of sequence IDs must be a single partition.")
 @click.option("--parquet", multiple=True, metavar="PATH", help="Read these files, folders or globs.")
 @click.option("--producer-column", metavar="NAME", help=f"In Parquet; else {' or '.join(names(PRODUCER_COLUMN))}.")
 @click.option(

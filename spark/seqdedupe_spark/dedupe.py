@@ -33,7 +33,8 @@ class Deduplicator:
         self._before = self._highest.copy()
 
     def keep(self, stored: StoredBatch) -> Int64s | None:
-        """Return the valid rows in ascending order, possibly none; None if all rows are valid.
+        """Return the valid rows in ascending order. The result is empty if no row is valid, and None if all rows are
+        valid.
 
         Raises INVALID_OPTION if the messages have deduplication IDs instead of producers.
         """

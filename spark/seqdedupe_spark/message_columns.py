@@ -96,7 +96,8 @@ def _plain_name(field: pa.Field) -> str:
 
 
 def column_of(batch: pa.RecordBatch | pa.Table, name: str) -> Any:
-    """Return the column of messages, with the leading `__` or without it. Raises KeyError if there is none."""
+    """Return the column of messages with this name, with the leading `__` or without it. Raises KeyError if the
+    messages have no such column."""
     return batch.column("__" + name if "__" + name in batch.schema.names else name)
 
 

@@ -51,7 +51,8 @@ Place = End | Time | Mapping[str, PlaceInTopic]
 
 
 def offsets(text: str, words: tuple[End, ...]) -> Place:
-    """Return one of the words, or a place for every topic from JSON. Raises ValueError, INVALID_POSITION."""
+    """Return the text if it is one of `words`; otherwise return a place for every topic, read from JSON. Raises
+    ValueError, INVALID_POSITION."""
     forms = f'{" or ".join(words)}, or JSON, as {{"topic": "message ID"}} or {{"topic": index}}'
     return _word(text, words) or _by_topic(text, forms, lambda name, value: _offset(name, value, words))
 
@@ -249,8 +250,8 @@ _AUTHENTICATION = re.compile(r"(?:org\.apache\.pulsar\.client\.impl\.auth\.(?:oa
 
 @dataclass(frozen=True)
 class Selection:
-    """The selected topics: those with these full names, or those that match the pattern. `option` is the option
-    used."""
+    """The selected topics: the topics with these full names, or the topics that match the pattern. `option` is the
+    option that the user has set."""
 
     option: str
     names: tuple[str, ...] = ()
@@ -267,7 +268,7 @@ class Least:
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """The maximum that is read at once, for all topics together. None: no limit."""
+    """The limits on what is read at once from all topics together. None means no limit."""
 
     messages: int | None = None
     size_bytes: int | None = None
@@ -278,7 +279,8 @@ NO_LIMITS = ReadLimits()
 
 @dataclass(frozen=True)
 class Options:
-    """The user's options, or their defaults. `starting` and `ending` are None if they were not given."""
+    """The user's options, or the default values of options that the user has not set. `starting` and `ending` are None
+    if the user has not set them."""
 
     selection: Selection
     service: Service = DEFAULT_ADDRESS
@@ -344,7 +346,7 @@ def _service(given: "Given") -> Service:
 
 
 def sidecar_of(given: "Given", address: str) -> str | SidecarService:
-    """Return the sidecar at this address, with the files of the credentials for it. Raises INVALID_OPTION."""
+    """Return the sidecar at this address, with the files of the credentials for this sidecar. Raises INVALID_OPTION."""
     params = given.take("authParams", str, "")
     token_file = path_of(params) or ""
     if params and not token_file:
@@ -422,7 +424,8 @@ def _authentication(text: str) -> str:
 
 
 def address(text: str) -> str:
-    """Check the form of a sidecar's address, or of several. Raises ValueError."""
+    """Check the form of one sidecar's address, or of several addresses. Return the text unchanged. Raises
+    ValueError."""
     try:
         Sidecars.parse(text)
     except SeqdedupeError:
@@ -432,7 +435,8 @@ def address(text: str) -> str:
 
 
 class Given:
-    """The user's options by name. Raises INVALID_OPTION for a name that is not in `names`."""
+    """The options that the user has set, by name. The constructor raises INVALID_OPTION for an option whose name is not
+    in `names`."""
 
     def __init__(self, options: Mapping[str, str], names: Sequence[str] = NAMES) -> None:
         said = {name.lower(): str(value) for name, value in options.items()}
@@ -442,18 +446,21 @@ class Given:
             raise error("INVALID_OPTION", f"there is no option {name}: {advice(name, names)}")
 
     def one_of(self, *names: str) -> str | None:
-        """Return the one of these options that was given; None if none was. Raises INVALID_OPTION if several were."""
+        """Return the one option of `names` that the user has set; None if the user has set none of these options.
+        Raises INVALID_OPTION if the user has set several of these options."""
         said = [name for name in names if name.lower() in self._values]
         if len(said) > 1:
             raise error("INVALID_OPTION", f"{' and '.join(said)} contradict each other: give one of them")
         return said[0] if said else None
 
     def first_of(self, *beginnings: str) -> str | None:
-        """Return an option that was given and whose name begins with one of these prefixes; None if there is none."""
+        """Return the first option that the user has set and whose name begins with one of these prefixes; None if the
+        user has set no such option."""
         return next((name for name in NAMES if name.lower() in self._values and name.startswith(beginnings)), None)
 
     def take(self, name: str, convert: Callable[[str], T], default: T) -> T:
-        """Return the value of an option. `convert` raises ValueError, whose text describes the problem."""
+        """Return the converted value of an option, or `default` if the user has not set the option. If `convert` raises
+        ValueError, this method raises INVALID_OPTION with the text of the ValueError."""
         text = self._values.get(name.lower())
         if text is None:
             return default

@@ -20,10 +20,10 @@ from seqdedupe.errors import (
     UnavailableError,
     error,
 )
+from seqdedupe.figures import counted
 from seqdedupe.message_id import Position
 from seqdedupe.names import namespace_of, partition_name, topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 from seqdedupe_spark import cluster, stock
 from seqdedupe_spark.options import NO_LIMITS, Place, PlaceInTopic, ReadLimits, Selection, Time
 from seqdedupe_spark.ranges import NOT_PARTITIONED, TopicRange, cut, partition_of, shares
@@ -54,7 +54,8 @@ class Loss:
 
     @property
     def may_be_accepted(self) -> bool:
-        """Whether `failOnDataLoss=false` allows reading to continue. It never allows reading to go back."""
+        """Whether `failOnDataLoss=false` allows reading to continue. This option never allows a position to move
+        back."""
         return self.next is not None or self.reason == "TOPIC_NOT_FOUND"
 
     def error(self) -> SeqdedupeError:
@@ -264,12 +265,13 @@ class TopicListing:
         return patiently(call, should_stop=self._should_stop)
 
     def select(self, selection: Selection, known: Iterable[str] = ()) -> list[str]:
-        """Return the full names of the selected topics. If there is no topic of a selected name, the name stands for
-        the partitions of a partitioned topic.
+        """Return the full names of the selected topics. If no topic has a selected name, the name stands for the
+        partitions of a partitioned topic.
 
-        A pattern matches whole names, full or short, with or without `-partition-3`; it may match none. Topics that are
-        `known` are already being read, and count as existing. If a name stood for such partitions, it still does after
-        a topic with that name is created. Raises NotFoundError if a named topic, or a partition of it, is missing.
+        A pattern is compared with whole names, full or short, with or without `-partition-3`. A pattern that matches no
+        topic is valid. Topics in `known` are already being read, and count as existing. If a name stood for the
+        partitions in `known`, the name still stands for them after a topic with that name is created. Raises
+        NotFoundError if a named topic, or a partition of a named topic, is missing.
         """
         known = set(known)
         there = self._topics.keys() | known
@@ -444,7 +446,7 @@ class TopicListing:
         return [one if count == len(one) else self._cut(one, count) for one, count in zip(ranges, counts, strict=True)]
 
     def _cut(self, one: TopicRange, count: int) -> TopicRange:
-        """Return the range of its first messages, or entries; `count` is their number."""
+        """Return the first `count` messages, or entries, of the range."""
         found = self._stock.get(one.topic)
         if found is None:
             return self._with_known_end(cut(one, 0, count))

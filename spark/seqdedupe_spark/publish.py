@@ -14,14 +14,14 @@ from seqdedupe.client import blocking
 from seqdedupe.client.blocking.producer import Producer
 from seqdedupe.client.pending import Verdict
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.names import producer_name, topic_name
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 from seqdedupe_spark.options import parse_sink
 from seqdedupe_spark.planning import patiently
+from seqdedupe_spark.row_layout import frame_of, pieces
 from seqdedupe_spark.service import SidecarService, sidecar_at
 from seqdedupe_spark.session import activate, typed_failures
-from seqdedupe_spark.sink.row_layout import frame_of, pieces
 
 _TYPES = {
     "value": ("binary", "string"),

@@ -40,9 +40,9 @@ def read_stored(service: Service, range: TopicRange, timeout_seconds: float | No
     if isinstance(service, PulsarCluster):
         # The packages for brokers need not be installed.
         cluster.prepare()
-        from seqdedupe_spark.cluster import broker_reader
+        from seqdedupe_spark.cluster import cluster_client
 
-        yield from broker_reader.read_stored(service, range, timeout_seconds)
+        yield from cluster_client.read_stored(service, range, timeout_seconds)
         return
     client = sidecar_at(service).connect()
     with client.reader(range.topic, range.start, stop_index=range.stop_index) as reader:

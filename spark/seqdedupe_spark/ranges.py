@@ -15,8 +15,8 @@ _PARTITION = re.compile(r"-partition-(\d+)$")
 
 
 def partition_of(topic: str) -> int:
-    """Return the partition number in a topic's name, `…-partition-3`, as in Pulsar; NOT_PARTITIONED if there is
-    none."""
+    """Return the partition number in a topic's name, `…-partition-3`, as in Pulsar; NOT_PARTITIONED if the name
+    contains no partition number."""
     found = _PARTITION.search(topic)
     return int(found[1]) if found else NOT_PARTITIONED
 

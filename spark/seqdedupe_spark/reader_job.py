@@ -1,7 +1,8 @@
-"""`python -m seqdedupe_spark.reader_job`: topics into a table, each message once. As a library: `ReaderJob`.
+"""`python -m seqdedupe_spark.reader_job` writes the messages of topics to a table, each message once. `ReaderJob` does
+the same as a library.
 
-Begin with `run`. There is one way to run a job, `ReaderJob.run`. With a checkpoint, a streaming query is its clock
-(`_stream`). The progress output of a job comes before the commands.
+Begin with the command `run`. Every run of a job is a call of `ReaderJob.run`. With a checkpoint, a streaming query
+decides when it is called (`_stream`). The progress output comes before the commands.
 """
 
 import importlib
@@ -20,10 +21,10 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from seqdedupe.client.blocking import Client
 from seqdedupe.command import FAILED, Seconds, say
 from seqdedupe.errors import PositionError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.names import topic_name
 from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
 from seqdedupe.sidecar_options import sidecar_options, told_credentials
-from seqdedupe.wording import counted
 from seqdedupe_spark import options
 from seqdedupe_spark.job.dead_letter_rows import MAX_DEAD_LETTERS, SUFFIX
 from seqdedupe_spark.job.positions import positions_of, reset_position
@@ -34,17 +35,18 @@ from seqdedupe_spark.session import run_command, start_session, typed_failures
 from seqdedupe_spark.source import SeqdedupeDataSource
 from seqdedupe_spark.stores.urls import from_url
 
-# -- The progress output of a job: one line, rewritten in place on a terminal; else a new line from time to time.
+# -- The progress output of a job. On a terminal, one line is rewritten in place. Otherwise a new line is printed every
+# few seconds.
 
 LINE_SECONDS = 5.0
-"""The time between two lines if a line cannot be rewritten."""
+"""The least time between two lines if the output is not a terminal."""
 
 _RATE_SECONDS = 10.0
-"""The approximate time over which the rate is measured."""
+"""The approximate time over which the displayed rate is measured."""
 
 
 class Progress:
-    """The progress line of a job, on `stream`. It counts the rows written."""
+    """The progress line of a job, written to `stream`. It shows the number of rows written, the rate and the lag."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -81,7 +83,7 @@ class Progress:
 
 
 def summary(total: Round, seconds: float) -> dict[str, object]:
-    """Return the result of a run, for JSON. The form is documented: keep it stable."""
+    """Return the result of a run as an object for JSON. The fields are documented, so keep them stable."""
     return {
         "read": total.read,
         "written": total.written,
@@ -97,7 +99,7 @@ def summary(total: Round, seconds: float) -> dict[str, object]:
 
 
 def text(total: Round, seconds: float) -> str:
-    """Return the same for a person."""
+    """Return the result of a run as text for a person."""
     if not total.has_looked:
         return f"nothing was read in {seconds:.1f} s: the ends of the topics could not be determined"
     dropped = f", {counted(total.duplicates, 'duplicate')} dropped" if total.duplicates else ""
@@ -115,12 +117,20 @@ Command = Callable[..., Any]
 
 _log = logging.getLogger(__name__)
 
-_job = click.option("--job", required=True, metavar="NAME", help="The job: its positions are stored under this name.")
-_store = click.option("--store", "store_url", required=True, metavar="URL", help="sqlite:///FILE, postgresql://…, …")
+_job = click.option(
+    "--job", required=True, metavar="NAME", help="The name of the job. Its positions are stored under this name."
+)
+_store = click.option(
+    "--store",
+    "store_url",
+    required=True,
+    metavar="URL",
+    help="The store of rows and positions: sqlite:///FILE, postgresql://…, …",
+)
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, as docs/guides/spark-job.md describes it.")
 
 _OTHER_NAMES = {"address": "service.url", "admin_url": "admin.url"}
-"""The names of options of the data source that a job takes, too. All others have the command's names, in camel case."""
+"""The data source's names for options of the command. All other options have the command's names in camel case."""
 
 _CLIENT = "pulsar.client."
 
@@ -128,7 +138,7 @@ _CLOCK_OPTIONS = ("service.url", "admin.url", "topic", "topics", "topicsPattern"
 
 
 def _options(*options: Command) -> Command:
-    """Return a decorator that applies all of these. `--help` shows them in this order."""
+    """Return a decorator that applies all these decorators. `--help` shows the options in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -146,13 +156,13 @@ _service_options = _options(
         "pulsar_client",
         multiple=True,
         metavar="NAME=VALUE",
-        help="An option pulsar.client.NAME, as authParams=file:///PATH.",
+        help="An option pulsar.client.NAME of the data source, for example authParams=file:///PATH.",
     ),
 )
 
 
 def _given(source: dict[str, Any]) -> dict[str, str]:
-    """Return the options of the data source that were given."""
+    """Return the given options of the data source, by the data source's names."""
     said = {name: value for name, value in source.items() if value is not None and name != "pulsar_client"}
     given = {_OTHER_NAMES.get(name) or _camel_case(name): str(value) for name, value in said.items()}
     given |= file_options()
@@ -169,33 +179,37 @@ def _camel_case(name: str) -> str:
 
 _source_options = _options(
     _service_options,
-    click.option("--topic", metavar="TOPIC", help="One topic, or all partitions of one."),
-    click.option("--topics", metavar="TOPIC,…", help="Several."),
-    click.option("--topics-pattern", metavar="REGEX", help="All topics whose full or short name matches."),
-    click.option("--starting-offsets", metavar="earliest|latest|JSON", help="Where the first start begins to read."),
+    click.option("--topic", metavar="TOPIC", help="Read one topic, or all partitions of a partitioned topic."),
+    click.option("--topics", metavar="TOPIC,…", help="Read several topics."),
+    click.option("--topics-pattern", metavar="REGEX", help="Read all topics whose full or short names match."),
     click.option(
-        "--starting-time", metavar="MS|JSON", help="Or begin with what was published at this time, in ms since 1970."
+        "--starting-offsets", metavar="earliest|latest|JSON", help="Where the first run of the job begins to read."
     ),
     click.option(
-        "--max-offsets-per-trigger", metavar="N", help="At most this number of messages in a round, of all topics."
+        "--starting-time",
+        metavar="MS|JSON",
+        help="Begin with messages published at this time, in ms since 1970, instead of --starting-offsets.",
     ),
-    click.option("--max-bytes-per-trigger", metavar="N", help="At most about this number of bytes in a round."),
+    click.option(
+        "--max-offsets-per-trigger", metavar="N", help="The most messages in a round, of all topics together."
+    ),
+    click.option("--max-bytes-per-trigger", metavar="N", help="The approximate most bytes in a round."),
     click.option(
         "--fail-on-data-loss/--no-fail-on-data-loss",
         default=True,
         show_default=True,
-        help="Whether messages that were removed before they were read are an error or a warning.",
+        help="Whether it is an error or a warning if messages were removed before they were read.",
     ),
     click.option(
         "--read-timeout-seconds",
         metavar="N",
-        help="A task that receives no message for this time ends, and is planned again; default: 20.",
+        help="A task that receives no message for N seconds ends, and its range is planned again; default: 20.",
     ),
-    click.option("--plain-column-names", is_flag=True, help="Columns without the leading __."),
+    click.option("--plain-column-names", is_flag=True, help="Name the columns without the leading __."),
     click.option(
         "--pulsar-columns",
         is_flag=True,
-        help="More columns: exact keys, ordering keys, schema versions.",
+        help="Add columns for exact keys, ordering keys and schema versions.",
     ),
 )
 
@@ -206,20 +220,23 @@ _source_options = _options(
     "missing in topics. `seqdedupe job bootstrap` writes producers' highest sequence IDs to a file.",
 )
 def cli() -> None:
-    """Read topics into a table, each message once, even if the job is killed, started again or run twice."""
+    """Read topics into a table. Each message is written once, even if the job is killed, restarted or run twice at the
+    same time."""
 
 
 @cli.command(short_help="Run the job.")
 @_job
 @_store
-@click.option("--table", required=True, help="Table for the rows; created if it is missing.")
+@click.option("--table", required=True, help="The table for the rows. A missing table is created.")
 @_source_options
 @click.option(
     "--transform",
     metavar="MODULE:FUNCTION",
-    help="Function that turns an Arrow RecordBatch of messages into one of rows.",
+    help="The function that converts an Arrow RecordBatch of messages to a RecordBatch of rows.",
 )
-@click.option("--deduplicate", is_flag=True, help="Drop messages that the topic itself holds twice.")
+@click.option(
+    "--deduplicate", is_flag=True, help="Drop further copies of messages that are in the topic more than once."
+)
 @click.option(
     "--transaction",
     type=click.Choice(["topic", "batch"]),
@@ -241,7 +258,7 @@ def cli() -> None:
     metavar="N",
     help=f"With --on-error dead-letter: more than N in one transaction end the job; default: {MAX_DEAD_LETTERS}.",
 )
-@click.option("--follow", is_flag=True, help="Continue when all is read, until SIGTERM or Ctrl-C.")
+@click.option("--follow", is_flag=True, help="When all messages are read, wait for new ones, until SIGTERM or Ctrl-C.")
 @click.option(
     "--trigger-seconds",
     type=Seconds(),
@@ -250,7 +267,7 @@ def cli() -> None:
     help="With --follow: the interval at which to look for new messages.",
 )
 @click.option("--checkpoint-location", metavar="DIR", help="Run as a streaming query with this checkpoint.")
-@click.option("--master", metavar="URL", help="Spark's master; default: spark-submit's, else this machine.")
+@click.option("--master", metavar="URL", help="Spark's master; default: the master of spark-submit, else this machine.")
 @metrics_options
 @_as_json
 def run(
@@ -269,10 +286,10 @@ def run(
     as_json: bool,
     **source: Any,
 ) -> int:
-    """Read all messages that exist now, or with --follow also later ones, and write them.
+    """Read all messages that exist now, and write them to the table. With --follow, continue with later messages.
 
-    SIGTERM ends the job after the round; Ctrl-C or kill -9 ends it at once, without harm. The next start continues at
-    the positions in the database.
+    SIGTERM ends the job after the current round. Ctrl-C or kill -9 ends the job at once; no data is lost or doubled.
+    The next start continues at the stored positions.
     """
     given = _given(source)
     if on_error == "dead-letter":
@@ -327,9 +344,9 @@ def _stream(
     trigger_seconds: float,
     progress: Progress,
 ) -> None:
-    """Run the job as a streaming query, which is only the clock. At each tick all messages are read, from the stored
-    positions. Messages that the checkpoint counts as read, but the database does not have, are read before or after it.
-    """
+    """Run the job as a streaming query that only decides when to read. At each tick of the query, the job reads all
+    messages after the stored positions. The checkpoint does not matter: messages that it counts as read, but that are
+    not in the database, are read before, during or after the query."""
     clock = {name: value for name, value in given.items() if name in _CLOCK_OPTIONS or name.startswith(_CLIENT)}
     clock |= {"startingOffsets": "earliest", "failOnDataLoss": "false"}
 
@@ -357,11 +374,11 @@ def _stream(
         except UnavailableError:
             pass
         except PositionError as e:
-            # If one of the job's own positions does not fit, this reports it and ends the job.
+            # If a position of the job itself is invalid, this call raises, which ends the job.
             read()
             _log.warning("%s: the checkpoint does not fit, so the query begins a new one elsewhere: %s", checkpoint, e)
             writer = query()
-        # If the sidecar or the database is away, this waits for longer than a query does.
+        # If the sidecar or the database is unavailable, this call waits for longer than a query does.
         read()
 
 
@@ -410,8 +427,8 @@ def positions(job: str, store_url: str, as_json: bool) -> None:
 def lag(
     job: str, store_url: str, max_messages: int | None, max_seconds: float | None, address: str, as_json: bool
 ) -> int:
-    """Show how many messages the job has not read, and the age of the oldest. The command compares the stored positions
-    with the ends of the topics at a sidecar. The job need not run."""
+    """Show how many messages the job has not read, and the age of the oldest such message. The command compares the
+    stored positions with the ends of the topics at a sidecar. The job need not run."""
     found = positions_of(from_url(store_url, create=False), job)
     positions = {topic: stored.position for topic, stored in found.items()}
     with Client(address, told_credentials()) as client:
@@ -427,12 +444,12 @@ def lag(
     "place",
     required=True,
     metavar="earliest|latest|INDEX|MESSAGE_ID",
-    help="The index of the first message to read, or the ID of the last one not to.",
+    help="The index of the first message to read, or the ID of the message before it.",
 )
 @_service_options
 @_as_json
 def reset(job: str, store_url: str, topic: str, place: str, as_json: bool, **source: Any) -> None:
-    """Set a topic's position, in a new epoch. Runs under way end with POSITION_RESET. Rows stay as they are."""
+    """Set a topic's position, in a new epoch. Running jobs end with POSITION_RESET. Rows in the table do not change."""
     service = options.parse(_given(source) | {"topic": topic}).service
     before, after = reset_position(from_url(store_url, create=False), job, topic, place, service)
     topic = topic_name(topic)

@@ -40,7 +40,8 @@ def typed_failures() -> Iterator[None]:
 
 
 def first_line(text: str) -> str:
-    """Return Spark's message in a line: a plan or a traceback may come after it, and a line break before it."""
+    """Return the first line of Spark's error text. A plan or a traceback may follow the line, and a line break may
+    precede it."""
     return text.strip().partition("\n")[0]
 
 
@@ -66,10 +67,10 @@ _JAVA_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
 
 
 def start_session(name: str, master: str | None = None) -> SparkSession:
-    """Return the session of spark-submit or of Spark Connect if there is one. Otherwise start a new session on
+    """Return the session of spark-submit or of Spark Connect if such a session exists. Otherwise start a new session on
     `master`.
 
-    Raises INVALID_CONFIGURATION, before anything is started, if there is no Java. Workers on this machine can import
+    Raises INVALID_CONFIGURATION, before the session is started, if Java is missing. Workers on this machine can import
     modules of the current directory, and find the data source.
     """
     if not (_GATEWAY in os.environ or _REMOTE in os.environ):
@@ -131,10 +132,12 @@ def _check_has_this_package(context: SparkContext) -> None:
 
 
 def activate(spark: SparkSession) -> None:
-    """Make the session the active one of this thread. Spark looks there for data sources to write to.
+    """Make the session the active session of this thread. Spark finds the data sources to write to in the active
+    session.
 
-    A Python thread has a JVM thread, and the active session belongs to that thread. Without one, `save()` and `start()`
-    with the format `seqdedupe` end with DATA_SOURCE_NOT_FOUND. Over Spark Connect there is nothing to do.
+    A Python thread has a JVM thread, and the active session belongs to the JVM thread. Without an active session,
+    `save()` and `start()` with the format `seqdedupe` end with DATA_SOURCE_NOT_FOUND. Over Spark Connect this function
+    does nothing.
     """
     if isinstance(spark, SparkSession):
         spark._jvm.SparkSession.setActiveSession(spark._jsparkSession)  # type: ignore[union-attr]
@@ -147,7 +150,8 @@ def workers_path(*folders: str | Path) -> str:
 
 
 def check_java() -> None:
-    """Raise INVALID_CONFIGURATION, with the package to install, unless there is a Java on which Spark runs."""
+    """Raise INVALID_CONFIGURATION, which names the package to install, unless a Java version on which Spark runs is
+    installed."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home, "bin", "java")) if home else shutil.which("java")
     try:

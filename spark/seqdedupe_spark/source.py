@@ -42,8 +42,8 @@ from seqdedupe_spark.options import (
 from seqdedupe_spark.planning import Loss, PlanningClient, TopicListing, open_client
 from seqdedupe_spark.range_reader import joined, read_range, read_stored
 from seqdedupe_spark.ranges import TopicRange, packed, split
-from seqdedupe_spark.sink.row_layout import layout_of
-from seqdedupe_spark.sink.task import BatchWriter, Began, SinkTask, StreamWriter, began, now
+from seqdedupe_spark.row_layout import layout_of
+from seqdedupe_spark.sink import BatchWriter, Began, SinkTask, StreamWriter, began, now
 
 # -- The offsets of a streaming query. Spark keeps them in a checkpoint, and returns them to plan a batch, or to plan it
 # again.
@@ -190,7 +190,7 @@ def wanted_columns(schema: StructType, options: Options) -> pa.Schema:
 
 
 class _Reading:
-    """The common part of both readers. It is pickled for every task, so it contains no connection."""
+    """The base class of both readers. Spark pickles a reader for every task, so the reader contains no connection."""
 
     def __init__(self, options: Options, schema: pa.Schema) -> None:
         self.options = options
@@ -307,7 +307,8 @@ class Delaying:
 
 
 class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads from its position to the end, repeatedly. Its offsets are described above."""
+    """Reads from the query's position to the end of the topics, repeatedly. The comments at `Offsets` describe the
+    offsets."""
 
     def __init__(self, options: Options, schema: pa.Schema) -> None:
         super().__init__(options, schema)

@@ -12,7 +12,7 @@ from seqdedupe.limits import Retention
 from seqdedupe.topic import clock
 from seqdedupe.topic.clock import LOOKS
 from seqdedupe.topic.frame import NumbersCache
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.client.helpers import until
 

@@ -12,10 +12,10 @@ from seqdedupe.cli.commands import cli
 from seqdedupe.client import Client, Verdict, admin
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.exports import KnownId
+from seqdedupe.figures import counted
 from seqdedupe.names import partition_name, partition_of, topic_name
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 IDS = [b"%04d" % k for k in range(600)]
 PARTITIONS = 5

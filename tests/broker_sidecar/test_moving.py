@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from broker_sidecar.cluster import pulsar_cluster
 from broker_sidecar.cluster.peers import Neighbours
-from broker_sidecar.services import cluster_calls
-from broker_sidecar.services.cluster_calls import Moves
+from broker_sidecar.cluster.pulsar_cluster import Moves
 from seqdedupe.errors import UnavailableError, error
 from seqdedupe.topic.base import State
 from tests.topic.test_standby import Two
@@ -60,7 +60,7 @@ async def test_whoever_has_it_in_the_end_serves_it(two: Two, reason: str) -> Non
 
 
 async def test_if_nobody_takes_it_it_is_served_again_and_told_why(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_calls, "TAKE_SECONDS", 0.3)
+    monkeypatch.setattr(pulsar_cluster, "TAKE_SECONDS", 0.3)
     others = Others(two)
     others.refused = {"other:6680": "RECOVERING"}
     with pytest.raises(UnavailableError, match=r"no sidecar has taken it within 0 s; .*it has not got it"):

@@ -8,7 +8,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from broker_sidecar import proto_messages
+from broker_sidecar.services import statistics
 from seqdedupe.client.blocking import Client
 from seqdedupe.core.id_window import IdWindow
 from seqdedupe.errors import InvalidRequestError, NotFoundError
@@ -61,7 +61,7 @@ def test_a_window_that_lost_all_it_held_knows_nothing_of_what_came_before_now() 
     for forgotten in (0, 7):
         kept = SimpleNamespace(window=IdWindow(b"k" * 16, forgotten), policy=Policy())
         message, before_ms = admin_pb2.Topic(), time.time_ns() // 1_000_000
-        proto_messages._fill_window(message, cast(TopicBase, kept))
+        statistics._fill_window(message, cast(TopicBase, kept))
         assert (message.window_forgotten, message.window_messages) == (forgotten, 0)
         if forgotten:
             assert message.window_first_publish_time_ms >= before_ms

@@ -116,7 +116,7 @@ def test_who_follows_the_hint_about_a_corrected_file_stores_its_new_records_once
     assert b"`--verify` lists the differences" in hint
     listed = run(*publish, "--verify", status=1).stdout
     assert listed.count(b"with another payload") == 2
-    assert b"put the new records alone into a separate file, and publish that under another" in hint
+    assert b"put only the new records into a separate file, and publish that file under another" in hint
     (tmp_path / "new").write_bytes(b"d\n")
     for _ in range(2):
         run("publish", "new", "--topic", "corrected", "--producer", "p-corrected")

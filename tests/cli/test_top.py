@@ -83,7 +83,7 @@ def test_without_rich_it_says_what_to_install(environment: dict[str, str]) -> No
     command = [sys.executable, "-c", f"{hidden}; sys.argv = ['seqdedupe', 'top', '--once']; m.main()"]
     done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS, env=environment)
     assert done.returncode == 2
-    assert b"[INVALID_CONFIGURATION] Install it: pip install 'PATH[top]'" in done.stderr
+    assert b"[INVALID_CONFIGURATION] Install the missing extra: pip install 'PATH[top]'" in done.stderr
 
 
 def test_names_and_warnings_do_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

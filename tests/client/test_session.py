@@ -657,7 +657,7 @@ async def test_a_reader_whose_topic_is_gone_is_told_that_it_was_there(fake: Fake
         for start in ("earliest", Position.start(INCARNATION)):
             with pytest.raises(NotFoundError) as caught:
                 await anext(client.reader("t", start=start))
-            assert caught.value.hint.startswith("Is the name mistyped?")
+            assert caught.value.hint.startswith("Check the topic's name")
 
 
 async def test_a_reader_says_once_what_it_waits_for(fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch) -> None:

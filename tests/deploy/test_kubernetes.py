@@ -12,7 +12,7 @@ import yaml
 
 from broker_sidecar.config import KEYS, Config, environment_of, flag_of, load
 from broker_sidecar.security import tokens
-from seqdedupe.cli.backup_commands import make
+from seqdedupe.cli.directory_commands import make
 from seqdedupe.names import SHARDS, from_text
 from tests.deploy.durations import longest_stop_seconds
 

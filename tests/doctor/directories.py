@@ -13,7 +13,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import NO_LIMIT, Applied
 from seqdedupe.topic.readers import read_on
 from seqdedupe.topic.topic import Topic

@@ -63,7 +63,7 @@ def test_many_outputs_of_one_input(start: Start, shared_sidecar: Sidecar, topic:
 def test_a_process_ends_though_nobody_reads_its_output() -> None:
     """As where the worker has died: an exception out of `end` would be one out of `process`."""
     script = (
-        "import sys; from seqdedupe.functions.process import InstanceProcess; sys.stdout.write('unread')\n"
+        "import sys; from seqdedupe.functions import InstanceProcess; sys.stdout.write('unread')\n"
         "try:\n    InstanceProcess().end('why', failed=True)\nfinally:\n    import os; os._exit(77)"
     )
     unread, output = os.pipe()

@@ -341,7 +341,7 @@ async def test_what_a_proxy_answers_is_waited_out_and_final_at_the_start(
     assert not works.process.ended.is_set()
     assert starts.process.failed
     assert code.name in starts.process.why
-    assert "a proxy on the way: not here [NOT_A_SIDECAR] If there is a proxy" in starts.process.why
+    assert "a proxy on the way: not here [NOT_A_SIDECAR] Check that the address" in starts.process.why
     assert starts.acks == []
     await asyncio.to_thread(sidecar.start)
     await asyncio.to_thread(works.until_acknowledged, 3)

@@ -10,8 +10,7 @@ from seqdedupe.errors import InvalidRequestError, SeqdedupeError, UnavailableErr
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.base import State as TopicState
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
-from seqdedupe.topic.operations import reset_producer
+from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.sessions import OpenAnswer
 from seqdedupe.topic.topic import Topic

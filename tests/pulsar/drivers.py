@@ -8,7 +8,7 @@ from typing import Any
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.conformance.cases import CANNOT_BE_SAID, ids_of, in_runs, in_words, is_said
 from tests.log.conformance import replayed

@@ -24,7 +24,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, until

@@ -26,7 +26,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch

@@ -1,6 +1,7 @@
 """One service URL for producers and consumers: stock clients that publish and consume through a sidecar's door."""
 
 import os
+import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +28,7 @@ from tests.pulsar.test_door import connect as connect
 from tests.pulsar.test_door import namespace as namespace
 from tests.pulsar.test_door import start as start
 from tests.pulsar.test_door import topic as topic
+from tests.tiers import GO
 
 Connect = Callable[..., pulsar.Client]
 
@@ -44,9 +46,8 @@ def sidecar_memory(sidecar: Sidecar) -> int:
 def next_of(consumer: Any, counts: Topic) -> Any:
     """The next message that counts: markers and control records do not."""
     while True:
-        message = (
-            consumer.receive(timeout_millis=WAIT_MS) if hasattr(consumer, "receive") else consumer.read_next(WAIT_MS)
-        )
+        is_consumer = hasattr(consumer, "acknowledge")
+        message = consumer.receive(timeout_millis=WAIT_MS) if is_consumer else consumer.read_next(WAIT_MS)
         place = message.message_id()
         if counts.counts(message.properties(), place.ledger_id(), place.entry_id()):
             return message
@@ -54,7 +55,7 @@ def next_of(consumer: Any, counts: Topic) -> Any:
             consumer.acknowledge(message)
 
 
-def taken(consumer: Any, count: int) -> list[bytes]:
+def taken(consumer: Any, count: int, *, acknowledge: bool = True) -> list[bytes]:
     counts, found = Topic(), list[bytes]()
     while len(found) < count:
         message = next_of(consumer, counts)
@@ -266,7 +267,7 @@ def test_a_java_client_publishes_and_consumes_with_one_url(
     sidecar = start(**ONE_URL)
     with JavaClient(pulsar_home) as java:
         java.connect(f"pulsar://{door_of(sidecar)}")
-        java.ask("subscribe", "c", topic, "s")
+        java.ask("subscribe", "c", topic, "s", "Exclusive")
         java.open(topic, "p", "batches")
         java.ask("send", "a", 1, 30)
         java.ask("send", "a", 1, 40)
@@ -276,7 +277,37 @@ def test_a_java_client_publishes_and_consumes_with_one_url(
         java.ask("send", "a", 41, 60)
         java.ask("flush", "a")
         assert java.ask("take", "c", 20) == " ".join(map(str, range(41, 61)))
-        java.ask("seek", "c")
+        java.ask("seek", "c", "-")
         assert java.ask("take", "c", 60) == " ".join(map(str, range(1, 61)))
     found = consumed(broker, topic)
     assert ids_of(found) == list(range(1, 61))
+
+
+@pytest.fixture(scope="module")
+def stock_go(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of stock_go."""
+    GO.check()
+    program = tmp_path_factory.mktemp("go") / "stock"
+    command = [GO.where("go") or "", "build", "-o", str(program), "."]
+    # Modules that are not here are not fetched by a test.
+    environment = os.environ | {"GOFLAGS": "-mod=readonly", "GOPROXY": "off"}
+    folder = Path(__file__).with_name("stock_go")
+    if subprocess.run(command, cwd=folder, env=environment, check=False, stderr=subprocess.DEVNULL).returncode:
+        GO.missing()
+    return program
+
+
+def test_a_go_client_publishes_and_consumes_with_one_url(
+    start: Start, stock_go: Path, broker: Broker, topic: str
+) -> None:
+    sidecar = start(**ONE_URL)
+
+    def run(first: int, last: int) -> list[list[int]]:
+        command = [str(stock_go), f"pulsar://{door_of(sidecar)}", topic, str(first), str(last)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=LAST_RESORT_SECONDS)
+        return [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+
+    assert run(1, 40) == [list(range(1, 41))] * 2
+    sidecar.restart()
+    assert run(41, 60) == [list(range(41, 61)), list(range(1, 61))]
+    assert ids_of(consumed(broker, topic)) == list(range(1, 61))

@@ -12,12 +12,14 @@ from pulsar.schema import BytesSchema, Integer, JsonSchema, Record, String, Stri
 
 from pulsar_broker.standalone import Broker
 from seqdedupe.client.blocking import Client
-from seqdedupe.pulsar_wire.connection import connect_to_owner
+from seqdedupe.pulsar_wire.batches import rows_of
+from seqdedupe.pulsar_wire.connection import StoredEntry, connect_to_owner
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, Schema
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.door.conftest import open_wire as open_wire
 from tests.broker_sidecar.door.wire import Wire, batch, door_of, ids_of, single
 from tests.pulsar.owners import quiet
+from tests.pulsar.test_door import MEBIBYTE
 from tests.pulsar.test_door import broker as broker
 from tests.pulsar.test_door import connect as connect
 from tests.pulsar.test_door import namespace as namespace
@@ -103,28 +105,68 @@ def test_the_schema_is_that_of_the_registry(
     assert wire.next().type == BaseCommand.SEND_ERROR
 
 
-async def stored_times(broker: Broker, topic: str, count: int) -> list[int]:
-    """The delivery times of this many messages, as their entries have them."""
+async def stored(broker: Broker, topic: str, count: int) -> list[tuple[int, bytes]]:
+    """The delivery times and schema versions of this many entries with messages."""
     connection = await connect_to_owner(broker.service_url, topic)
     try:
         reader = await connection.reader(topic, "times")
-        found: list[int] = []
+        found: list[tuple[int, bytes]] = []
         while len(found) < count:
-            metadata = (await reader.next()).metadata
-            if all(pair.key != b"seqdedupe.kind" for pair in metadata.properties):
-                found.append(metadata.deliver_at_time)
+            entry = await reader.next()
+            if b"seqdedupe.kind" not in (*(pair.key for pair in entry.metadata.properties), *kinds(entry)):
+                found.append((entry.metadata.deliver_at_time, entry.metadata.schema_version))
         return found
     finally:
         await connection.close()
 
 
+def kinds(entry: StoredEntry) -> list[bytes]:
+    """The names of the properties of the first message of a batch."""
+    if not entry.metadata.HasField("num_messages_in_batch"):
+        return []
+    rows = rows_of(entry.entry, entry.metadata, MEBIBYTE)
+    return [name for name, _ in rows.row(0).properties]
+
+
+@pytest.mark.parametrize("entry_format", ["plain", "native"])
 def test_a_message_has_its_delivery_time(
-    start: Callable[..., Sidecar], broker: Broker, topic: str, connect: Callable[..., pulsar.Client]
+    start: Callable[..., Sidecar],
+    broker: Broker,
+    topic: str,
+    connect: Callable[..., pulsar.Client],
+    entry_format: str,
 ) -> None:
-    producer = connect(start()).create_producer(topic, producer_name="p", batching_enabled=False)
+    sidecar = start(pulsar_entry_format=entry_format)
+    producer = connect(sidecar).create_producer(topic, producer_name="p", batching_enabled=False)
     producer.send(b"later", deliver_at=2**41)
     producer.send(b"now")
-    assert asyncio.run(stored_times(broker, topic, 2)) == [2**41, 0]
+    assert asyncio.run(stored(broker, topic, 2)) == [(2**41, b""), (0, b"")]
+
+
+def test_each_native_entry_has_the_version_of_its_schema(
+    start: Callable[..., Sidecar], broker: Broker, topic: str, open_wire: Callable[..., Wire]
+) -> None:
+    """Also in a topic that was created without a schema, and by producers of several versions."""
+    wire = open_wire(door_of(start(pulsar_entry_format="native")))
+    assert not wire.produce(topic).producer_success.schema_version
+    wire.send(0, single(0))
+    assert ids_of(wire.receipts(1)) == [0]
+
+    def schema(*fields: str) -> Schema:
+        each = [{"name": name, "type": ["null", "int"], "default": None} for name in fields]
+        definition = json.dumps({"type": "record", "name": "Order", "fields": each})
+        return Schema(name="Order", type=Schema.Type.Value("Avro"), schema_data=definition.encode())
+
+    first = wire.produce(topic, "first", schema=schema("a")).producer_success.schema_version
+    second = wire.get_or_create_schema(topic, schema("a", "b")).getOrCreateSchemaResponse.schema_version
+    assert (first, second) == (bytes(8), b"\0" * 7 + b"\1")
+    for i, version in enumerate((first, second, first)):
+        wire.send(i, single(i, schema_version=version))
+    assert ids_of(wire.receipts(3)) == [0, 1, 2]
+    assert asyncio.run(stored(broker, topic, 4)) == [(0, b""), (0, first), (0, second), (0, first)]
+    # Pulsar judges whether a schema can be added.
+    other = Schema(name="Order", type=Schema.Type.Value("Avro"), schema_data=b'"string"')
+    assert wire.get_or_create_schema(topic, other).getOrCreateSchemaResponse.HasField("error_code")
 
 
 def test_packed_entries_have_no_delivery_times(

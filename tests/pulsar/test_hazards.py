@@ -15,7 +15,7 @@ from seqdedupe.log.pulsar import writer
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.conformance.cases import Difference, differences
 from tests.pulsar.conftest import StartBroker

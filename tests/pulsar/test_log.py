@@ -83,10 +83,10 @@ class PulsarHarness(LogHarness):
 
 
 class TestPulsarLog(LogConformance):
-    @pytest.fixture(params=EntryFormat, ids=lambda entry_format: entry_format.value)
+    @pytest.fixture(params=[*EntryFormat, None], ids=["plain", "packed", "native", "native and not deduplicated"])
     async def harness(self, request: pytest.FixtureRequest, cluster: Cluster, topic: str) -> AsyncIterator[LogHarness]:
-        await cluster.create(topic)
-        harness = PulsarHarness(cluster, topic, request.param)
+        await cluster.create(topic, deduplicates=request.param is not None)
+        harness = PulsarHarness(cluster, topic, request.param or EntryFormat.NATIVE)
         yield harness
         await harness.close()
 

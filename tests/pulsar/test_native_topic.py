@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,21 @@ import pytest
 from pulsar_broker.standalone import Broker, free_port
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import native_topic
-from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry, PulsarMessage
+from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, EntrySettings, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.entry_limit import Brokers
+from seqdedupe.log.pulsar.log import PulsarLog
 from seqdedupe.log.pulsar.native_topic import NativeReader, open_native_reader
 from seqdedupe.log.pulsar.writer import RESERVED, EntryWriter, SettledEntry, open_writer
 from seqdedupe.message_id import MessageId
 from tests.batches import batch
+from tests.log.conformance import Owner as OwnerOfLog
+from tests.log.conformance import ids_of, replayed
 from tests.log.pulsar.test_native import control, marker
 from tests.log.pulsar.topics import native
+from tests.pulsar.conftest import StartBroker
 from tests.pulsar.line import Line
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, quiet, until
+from tests.pulsar.test_log import INCARNATION, shared
 
 _openings = itertools.count(1000)
 
@@ -179,6 +185,30 @@ async def test_a_stock_consumer_reads_what_was_published(
         assert f"seq={sequence_id}," in str(message._message)
     places = [(message.message_id().entry_id(), message.message_id().batch_index()) for message in found]
     assert places == [(1, 0), (1, 1), (2, 0)]
+
+
+async def test_a_java_consumer_that_acknowledges_one_by_one_has_no_backlog(
+    cluster: Cluster, topic: str, pulsar_home: Path
+) -> None:
+    """Of entries without messages either: hidden ones would stay in it, and its subscription would not move on."""
+    await cluster.create(topic)
+    owner = NativeOwner(cluster.service_url, topic)
+    writer = await owner.open()
+    one, two = batch([("p", 1), ("p", 5)], payloads=[b"one", b"two"]), batch([("q", 1)], payloads=[b"three"])
+    writer.append([control(1, 1, 0), *native(1, 2, 0, one), control(1, 3, 2), *native(1, 4, 2, two)])
+    await owner.until_confirmed(5)
+    await writer.close()
+    command = [str(pulsar_home / "bin" / "pulsar-client"), "--url", cluster.service_url, "consume", topic]
+    options = ["--subscription-name", "java", "--num-messages", "6", "--subscription-position", "Earliest"]
+    consumer = await asyncio.create_subprocess_exec(*command, *options, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(LIMIT_SECONDS):
+        said = (await consumer.communicate())[0].decode()
+    contents = [line.partition("content:")[2] for line in said.splitlines() if "content:" in line]
+    assert [content for content in contents if content in ("one", "two", "three")] == ["one", "two", "three"]
+    assert [said.count(f"seqdedupe.kind={kind}") for kind in ("marker", "control")] == [1, 2]
+    cursor = (await cluster.url.get(topic.replace("://", "/") + "/internalStats"))["cursors"]["java"]
+    last = owner.confirmed[-1]
+    assert cursor["markDeletePosition"] == f"{last.ledger_id}:{last.entry_id}"
 
 
 async def test_another_writer_is_refused_and_a_released_topic_is_free(cluster: Cluster, topic: str) -> None:
@@ -348,6 +378,27 @@ async def test_entries_of_stock_producers_have_their_names_and_highest_ids(
     found = await all_of(cluster, topic)
     assert [(entry.producer_name, entry.sequence_id) for entry in found] == [("single", 7), ("batches", 30)]
     assert not any(entry.message.properties for entry in found)
+
+
+async def test_ledgers_that_roll_over_under_a_live_producer(start_broker: StartBroker, topic: str) -> None:
+    broker = start_broker(managedLedgerMaxEntriesPerLedger=20, managedLedgerMinLedgerRolloverTimeMinutes=0)
+    cluster = Cluster(broker.service_url, broker.admin_url)
+    await cluster.create(topic, deduplicates=False)
+    client: Any = None
+    settings = EntrySettings(EntryFormat.NATIVE, "SEQUENCE_ID", 0, "host:6680")
+    log = PulsarLog(shared(client, cluster, Brokers(cluster.service_url)), topic, INCARNATION, settings)
+    await log.begin(0)
+    owner = await OwnerOfLog(log, 1).open()
+    for index in range(300):
+        owner.append(3 * index, 3)
+        if index % 50 == 0:
+            await owner.until_stored(index + 1)
+    await owner.until_stored(300)
+    told = [one for runs in owner.runs for one in ids_of(runs)]
+    assert len({one.ledger_id for one in told}) > 3
+    assert [(await log.locate(index)).message_id for index in range(0, 900, 30)] == told[::30]
+    assert [one for record in await replayed(log) for one in record.batch.sequence_ids] == list(range(900))
+    await log.close()
 
 
 async def test_without_a_broker_it_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.contract import Layout
 from seqdedupe.names import whole_of
 from seqdedupe.topic import directory
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
 from tests.pulsar.members import MakeMember, Member, reason_of
 from tests.pulsar.owners import Cluster, quiet

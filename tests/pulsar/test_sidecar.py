@@ -153,7 +153,11 @@ async def test_an_issuer_gives_the_token(made: Start, tmp_path: Path, topic: str
         if secret == secured.CLIENT_SECRET:
             sidecar.wait_until_serving()
             with blocking.Client(sidecar.address) as client:
-                client.admin.create_topic(topic)
+                for entry_format in ("plain", "native"):
+                    name = f"{topic}-{entry_format}"
+                    client.admin.create_topic(name, entry_format=entry_format)
+                    with client.producer(name, "p") as producer:
+                        producer.send(b"one", 1).result()
             assert issuer.audiences == ["urn:us"], "the token is kept"
         else:
             await until(lambda: logged(sidecar, "gives no token: it answers 401"))

@@ -23,7 +23,7 @@ from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import EncodedBatch, EntryFormat, EntrySettings, PulsarMessage
 from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.cluster import broker_connection, broker_reader, stock_reader
+from seqdedupe_spark.cluster import broker_connection, cluster_client, stock_reader
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader
 from tests.batches import batch
 from tests.log.batches import encoded_batch
@@ -200,7 +200,7 @@ async def trim(cluster: Cluster, topic: str) -> None:
 def in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is fetched far ahead."""
     monkeypatch.setattr(broker_connection, "MAX_QUEUE_ENTRIES", 2)
-    monkeypatch.setattr(broker_reader, "STEP_BYTES", 1)
+    monkeypatch.setattr(cluster_client, "STEP_BYTES", 1)
     monkeypatch.setattr(stock_reader, "STEP_BYTES", 1)
     monkeypatch.setattr("seqdedupe_spark.range_reader.MAX_ROWS", 1)
 

@@ -84,7 +84,7 @@ async def stop(*publishing: "asyncio.Future[None]") -> None:
 async def test_what_two_owners_acknowledge_stands_there_once(
     cluster: Cluster, topic: str, process: MakeProcess, entry_format: EntryFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await cluster.create(topic)
+    await cluster.create(topic, deduplicates=entry_format is not EntryFormat.NATIVE)
     a, b = process(entry_format, "a"), process(entry_format, "b")
     # What was lost is not taken back here.
     await split_by(entry_format, monkeypatch, topic, a, b, openings=(1, 9))
@@ -114,7 +114,7 @@ async def test_two_owners_that_take_the_topic_from_each_other(
     cluster: Cluster, topic: str, process: MakeProcess, entry_format: EntryFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both producers live all the time: anyone who finds the other's marker marks again."""
-    await cluster.create(topic)
+    await cluster.create(topic, deduplicates=entry_format is not EntryFormat.NATIVE)
     a, b = process(entry_format, "a"), process(entry_format, "b")
     left = await split_by(entry_format, monkeypatch, topic, a, b, openings=(10, MANY))
     of_a, of_b = publishers = Publisher("of a"), Publisher("of b")

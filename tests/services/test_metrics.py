@@ -44,7 +44,7 @@ LOOPBACK = "127.0.0.1:0"
 @pytest.fixture(autouse=True)
 def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("seqdedupe.exposition.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("seqdedupe.http_server.FRESH_SECONDS", 0.0)
 
 
 def scrape(address: str) -> Page:

@@ -16,7 +16,7 @@ from pyspark.sql.types import StructType
 
 from seqdedupe.client import blocking
 from seqdedupe_spark.session import start_session
-from seqdedupe_spark.sink.task import BatchWriter, SinkTask, StreamWriter
+from seqdedupe_spark.sink import BatchWriter, SinkTask, StreamWriter
 from seqdedupe_spark.source import SeqdedupeDataSource
 from tests.spark.jobs import Gate
 from tests.spark.run_job import QUICK

@@ -43,16 +43,16 @@ from seqdedupe.names import partition_of, topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
+from seqdedupe_spark import row_layout as rows
+from seqdedupe_spark import row_layout as rows_module
+from seqdedupe_spark import sink as task_module
 from seqdedupe_spark.message_columns import columns_of
 from seqdedupe_spark.options import parse_sink
 from seqdedupe_spark.publish import Published, publish_sorted
 from seqdedupe_spark.range_reader import read_range
 from seqdedupe_spark.ranges import TopicRange
-from seqdedupe_spark.sink import row_layout as rows
-from seqdedupe_spark.sink import row_layout as rows_module
-from seqdedupe_spark.sink import task as task_module
-from seqdedupe_spark.sink.row_layout import SeenIdentities, check_apart, layout_of
-from seqdedupe_spark.sink.task import MAX_IN_FLIGHT_BYTES, BatchWriter, Began, Committed, SinkReport, SinkTask
+from seqdedupe_spark.row_layout import SeenIdentities, check_apart, layout_of
+from seqdedupe_spark.sink import MAX_IN_FLIGHT_BYTES, BatchWriter, Began, Committed, SinkReport, SinkTask
 from seqdedupe_spark.source import SeqdedupeDataSource
 from tests.client.foreign import CODES, answering
 from tests.client.helpers import until
@@ -767,7 +767,7 @@ def test_a_write_that_outgrows_the_window_is_warned_about(
 async def test_what_a_proxy_answers_to_a_publisher_that_begins_is_waited_out(
     start_sidecar: StartSidecar, monkeypatch: pytest.MonkeyPatch, code: grpc.StatusCode
 ) -> None:
-    monkeypatch.setattr("seqdedupe_spark.sink.task.PATIENCE_SECONDS", LAST_RESORT_SECONDS)
+    monkeypatch.setattr("seqdedupe_spark.sink.PATIENCE_SECONDS", LAST_RESORT_SECONDS)
     sidecar = await asyncio.to_thread(start_sidecar)
     is_open, may_go_on = threading.Event(), threading.Event()
 

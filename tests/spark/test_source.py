@@ -27,10 +27,10 @@ from pyspark.sql.types import (
 from seqdedupe.client import blocking
 from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
+from seqdedupe.figures import counted
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
-from seqdedupe.wording import counted
 from seqdedupe_spark.message_columns import SCHEMA
 from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.source import (

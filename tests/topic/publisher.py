@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.readers import PAGE_BYTES, end_index, read_page
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch

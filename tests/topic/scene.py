@@ -5,8 +5,7 @@ import asyncio
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
-from seqdedupe.topic.operations import MessageState, message_state
+from seqdedupe.topic.operations import MessageState, message_state, open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch

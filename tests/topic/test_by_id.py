@@ -32,7 +32,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal, check_by_id
 from seqdedupe.topic.judge import ByDeduplicationId
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch

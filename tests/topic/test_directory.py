@@ -19,7 +19,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.logs import MemoryLogs

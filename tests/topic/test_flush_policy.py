@@ -26,7 +26,7 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.topic import Topic
 from tests.log.batches import SECRET

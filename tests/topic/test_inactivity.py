@@ -21,7 +21,7 @@ from seqdedupe.topic import control, keeper
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.keeper import DUE_PERIODS
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.sessions import OpenAnswer
 from seqdedupe.topic.topic import Topic

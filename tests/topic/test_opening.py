@@ -11,8 +11,7 @@ from seqdedupe.core.rule import EPOCH, PERSISTED, PUSHED
 from seqdedupe.errors import UnavailableError
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import Flight, FrameReceipt
-from seqdedupe.topic.open_call import open_sessions
-from seqdedupe.topic.operations import reset_producer
+from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.sessions import LAST_OPEN
 from tests.topic.scene import Scene
 

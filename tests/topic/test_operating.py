@@ -12,11 +12,10 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import control, message_search
+from seqdedupe.topic import control, readers
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import LISTED_AT_ONCE, Flight, FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
-from seqdedupe.topic.operations import MessageState, in_flight, message_state, reset_producer
+from seqdedupe.topic.operations import MessageState, in_flight, message_state, open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.topic import Topic
@@ -205,11 +204,11 @@ async def test_after_a_restart_a_message_is_looked_for_in_the_log(
         )
     for sequence_id in (1, 4):
         assert (await message_state(topic, "b", sequence_id)).state is MessageState.BELOW_WATERMARK
-    assert message_search.LOOKED_THROUGH_MESSAGES >= RECENT_MESSAGES
+    assert readers.LOOKED_THROUGH_MESSAGES >= RECENT_MESSAGES
     # No more is looked through than that.
     for limit, value in (("LOOKED_THROUGH_MESSAGES", 3), ("LOOKED_THROUGH_BYTES", 100)):
         with monkeypatch.context() as patch:
-            patch.setattr(message_search, limit, value)
+            patch.setattr(readers, limit, value)
             assert (await message_state(topic, "b", 5)).state is MessageState.STORED
             assert (await message_state(topic, "a", 7)).state is MessageState.BELOW_WATERMARK
     await topic.close("")

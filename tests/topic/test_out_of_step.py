@@ -23,7 +23,7 @@ from seqdedupe.topic import judge
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import Flight, FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.judge import ByDeduplicationId
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.owner import Owner
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.topic import Topic

@@ -17,7 +17,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.directory import Namespaces
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import LEAST, MOST, NAMES, WINDOW, Applied, GapPolicy, OverlapPolicy, Policy
 from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.topic import Topic

@@ -18,7 +18,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.base import State
 from seqdedupe.topic.control import ProducerSessions, Purge, decode, encode, runs
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import NAMES, Applied, DeduplicationRoute, GapPolicy, NamedCursor, OverlapPolicy, Policy
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch

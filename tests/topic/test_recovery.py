@@ -21,7 +21,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import owner
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal, check
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, NamedCursor, Policy
 from seqdedupe.topic.readers import check_index, end_index, index_after, read_on
 from seqdedupe.topic.retention import state_again, trim

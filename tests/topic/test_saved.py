@@ -23,8 +23,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import BrokersTopics
-from seqdedupe.topic.open_call import open_sessions
-from seqdedupe.topic.operations import reset_producer
+from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
 from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.sessions import LAST_OPEN

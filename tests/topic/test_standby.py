@@ -18,8 +18,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import owner, retention
 from seqdedupe.topic.base import State
-from seqdedupe.topic.open_call import open_sessions
-from seqdedupe.topic.operations import message_state, reset_producer
+from seqdedupe.topic.operations import message_state, open_sessions, reset_producer
 from seqdedupe.topic.owner import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.readers import check_index, end_index, read_on

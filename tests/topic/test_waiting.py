@@ -17,7 +17,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import delete, find, find_or_create
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache
 from seqdedupe.topic.listing import renew
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.registry import Closed
 from tests.batches import batch

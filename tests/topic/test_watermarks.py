@@ -27,8 +27,7 @@ from seqdedupe.topic.attached import AttachedTopic, Columns
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import Import, Imported, ImportParts
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.open_call import open_sessions
-from seqdedupe.topic.operations import reset_producer
+from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
 from seqdedupe.transfer.imports import _ImportIntoLog, begin_import

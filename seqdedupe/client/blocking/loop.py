@@ -114,5 +114,5 @@ class Messages:
         return self.on_loop.rest_in_hand() if self.on_loop.has_in_hand() or self._fetch() else None
 
     def close(self) -> None:
-        """End the reader. Another thread that waits in it gets the end."""
+        """End the reader. Another thread that waits for a message of this reader receives the end of the messages."""
         run(self.on_loop.close)

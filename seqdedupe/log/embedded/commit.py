@@ -1,10 +1,13 @@
 """Group commit: one thread writes and syncs for all topics of a sidecar, with one journal. Begin with `Committer`.
 
-The thread takes all appends that have arrived, writes them with one call per topic, and makes them durable. It then
-notifies the event loop, topic by topic. Appends that arrive meanwhile form the next group. A group of one topic is
-durable when its segment is synced. A group of several topics is durable when the journal is synced, and their segments
-are synced later. A topic's flush policy may let writes wait for their sync. Such a topic is notified twice: when the
-batches are written, and when a sync of its segment has made them durable.
+The thread takes all appends that have arrived, writes them with one call per topic, and makes them durable. The thread
+then notifies the event loop, topic by topic. Appends that arrive meanwhile form the next group.
+
+A group of one topic is durable when the topic's segment is synced. A group of several topics is durable when the
+journal is synced; the topics' segments are synced later.
+
+A topic's flush policy may let written batches wait for their sync. Such a topic is notified twice: when the batches are
+written, and when a sync of the segment has made the batches durable.
 """
 
 import asyncio
@@ -29,17 +32,17 @@ from seqdedupe.log.embedded.journal_replay import JournalReplay, journal_path
 from seqdedupe.log.embedded.writer import FatalError, LateAppends, Syncer, Writer, WriteTerm, WrittenAppends
 
 GATHER_SECONDS = 0.0001
-"""The time that the next group waits for more batches, after a group of several batches.
+"""After a group of several batches, the next group waits for this time, so that more batches can arrive.
 
 A client that sends several batches at once usually has more in flight. On few cores the wake-ups and syncs of small
 groups cost more than the wait (`python -m bench publish single_messages`). A lone batch never waits.
 """
 
 MAX_OPEN_FILES = 1024
-"""The most files held open for topics that are written to. With more topics, the files used last stay open.
+"""The most files held open for topics that are written to. With more topics, the most recently used files stay open.
 
-A file that has records in the journal must be synced before it is closed. So each topic above the limit costs one more
-sync.
+A file whose records are in the journal must be synced before the file is closed. So each topic above the limit costs
+one more sync.
 """
 
 OPEN_FILES_SHARE = 8
@@ -49,15 +52,15 @@ MAX_ROUND = 128
 """The most topics in one round."""
 
 MAX_LATE_BYTES = 32 * 1024 * 1024
-"""When topics with a flush policy have written this number of bytes, all their waiting data is synced: memory holds
-it."""
+"""When topics with a flush policy have written this number of bytes, all data that waits for a sync is synced. The
+limit exists because memory holds the waiting data."""
 
 SYNC_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 GROUP_BATCHES = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)
 """Bucket bounds of the metrics of rounds."""
 
 IDLE_SECONDS = 10
-"""The time after which an idle file is closed, and the interval at which the journal is emptied."""
+"""A file that is idle for this time is closed. This is also the interval at which the journal is emptied."""
 
 
 class Closing(NamedTuple):
@@ -68,19 +71,20 @@ class Closing(NamedTuple):
 
 
 class Signal(Enum):
-    """The messages from the event loop to the thread, in addition to work."""
+    """The messages, other than work, from the event loop to the thread."""
 
     TICK = "look for idle files"
     END = "end when all is done that came before"
 
 
 def open_files_within(limit: int) -> int:
-    """Return the number of files held open if the process may open `limit`. As many again may wait for a sync."""
+    """Return how many files to hold open if the process may open `limit` files. The same number of further files may
+    wait for a sync."""
     return min(MAX_OPEN_FILES, max(1, limit // OPEN_FILES_SHARE))
 
 
 def wall_ms() -> int:
-    """Return the publish time of new messages, by the process's clock."""
+    """Return the publish time of new messages, from the process's clock."""
     return time.time_ns() // 1_000_000
 
 
@@ -88,7 +92,7 @@ Work = WriteTerm | Closing | Signal
 
 
 class Committer:
-    """The commit thread. It must be created on the event loop that receives the outcomes.
+    """The commit thread. A `Committer` must be created on the event loop that receives the outcomes.
 
     The thread calls `fatal` with the reason why the process must end.
     """
@@ -99,7 +103,7 @@ class Committer:
         self._fatal = fatal
         self._loop = asyncio.get_running_loop()
         self.sync_seconds = Buckets(SYNC_SECONDS)
-        """The duration of each sync that made a round durable, of the journal or of a segment."""
+        """The duration of each sync, of the journal or of a segment, that made a round durable."""
         self.group_batches = Buckets(GROUP_BATCHES)
         """The number of batches in each round."""
         self._news: deque[WrittenAppends | LateAppends | Closing] = deque()
@@ -107,9 +111,11 @@ class Committer:
         self._gathers = False
         self._has_failed = False
         self._open: OrderedDict[Writer, float] = OrderedDict()
-        """The writers that hold a file open, and when the file was last used. The least recently used comes first."""
+        """The writers that hold a file open, and the time when each file was last used. The least recently used file
+        comes first."""
         self._late_bytes = 0
-        """Bytes reported as written since all files were last synced."""
+        """The number of bytes that were reported as written, but not as durable, since all waiting data was last
+        synced."""
         self._journal = journal
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_open_files = open_files_within(soft) if soft != resource.RLIM_INFINITY else MAX_OPEN_FILES
@@ -153,19 +159,21 @@ class Committer:
             raise
 
     def _tick(self) -> None:
-        # The thread itself waits without a time-out: setting a timer for every batch costs more than its header.
+        # The commit thread waits without a time-out, because setting a timer for every batch costs more than packing
+        # the batch's header.
         self._timer = self._loop.call_later(IDLE_SECONDS, self._tick)
         self.queue.put(Signal.TICK)
 
     def _wait(self) -> list[Work]:
-        """Return the work that has arrived, at least one item."""
+        """Wait for work. Return all work that has arrived, at least one item."""
         work = [self.queue.get()]
         if self._gathers:
             time.sleep(GATHER_SECONDS)
         return work + [self.queue.get() for _ in range(self.queue.qsize())]
 
     def _round(self, work: list[WriteTerm | Closing]) -> None:
-        """Write all work of a round, and make it durable: by one sync of the journal, or file by file."""
+        """Write all work of a round, and make the written data durable: with one sync of the journal, or by syncing
+        file by file."""
         now_ms = self._clock_ms()
         written = []
         asked = []
@@ -191,7 +199,7 @@ class Committer:
             for news in of_journal:
                 news.opening.writer.in_journal()
         elif self._journal.has_failed:
-            # The block that could not be written may have held the end of a confirmed round.
+            # The disk block that could not be written may also have held the end of a confirmed round.
             self._forget()
         for news in written:
             writer = news.opening.writer
@@ -220,7 +228,8 @@ class Committer:
                 self._tell(item)
 
     def _sync(self, writer: Writer) -> bool:
-        """Make durable what is due, and report it. Return whether that succeeded."""
+        """If the writer's data must be durable now, sync it. Report all data that is durable. Return whether the sync
+        succeeded."""
         try:
             if writer.is_due:
                 began = time.perf_counter()
@@ -248,8 +257,8 @@ class Committer:
             self._tell_durable(writer)
 
     def _leave(self, writer: Writer) -> None:
-        """Close the writer's file. If it is not synced, the background syncs it first. Data that is durable nowhere
-        else is synced here."""
+        """Close the writer's file. If the file is not synced, the background thread syncs it before closing it. Data
+        that is not durable in the journal either is synced here."""
         if self._syncer.is_full or writer.has_unsynced:
             try:
                 writer.sync_file()
@@ -259,9 +268,9 @@ class Committer:
             self._syncer.sync(left)
 
     def _forget(self) -> None:
-        """Have the journal forget its rounds when all segments named in them are synced.
+        """Have the journal forget its rounds once all segments named in the rounds are synced.
 
-        Segments that are not open are being synced already.
+        Segments whose files are not open are already being synced in the background.
         """
         leaving = [writer for writer in self._open if writer.is_in_journal]
         for writer in leaving:
@@ -272,14 +281,14 @@ class Committer:
             number = self._journal.end_file()
             self._syncer.then(lambda: self._journal.forget(number))
         if has_lost:
-            # Nothing new is reported before the segments hold what the journal may have lost, and the journal has
-            # forgotten it. Otherwise a start would take the loss for damage.
+            # The journal may have lost rounds. Report nothing new before the segments have these rounds and the journal
+            # has forgotten them. Otherwise the next start would treat the loss as damage.
             self._syncer.wait()
         for writer in leaving:
             self._tell_durable(writer)
 
     def _fail(self, why: str) -> None:
-        """Report that the process must end. The journal is kept."""
+        """Report that the process must end. Keep the journal."""
         self._has_failed = True
         self._fatal(why)
 
@@ -301,36 +310,40 @@ class Committer:
                 elif not news.closed.done():
                     news.closed.set_result(None)
         finally:
-            # A caller's exception goes to the loop's handler. The other outcomes must not wait for new ones.
+            # If a callback raises, the exception goes to the loop's handler. The remaining outcomes must not wait for
+            # the next notification.
             if self._news:
                 self._loop.call_soon(self._deliver)
 
 
 # -- The journal: one sync for a round that wrote to several segments.
 #
-# The segments of such a round are not synced at once. The round is written a second time to the journal, in one piece,
-# and the sync of the journal confirms it. The segments are synced in the background. When all segments named in a
-# journal file are synced, the file is forgotten. After a crash `journal_replay` writes back what a segment lacks.
+# The segments of such a round are not synced at once. The round is also written to the journal, in one piece, and the
+# sync of the journal confirms the round. The segments are synced in the background. When all segments named in a
+# journal file are synced, the journal forgets the file. After a crash, `journal_replay` writes the records that a
+# segment lacks from the journal to the segment.
 
 logger = logging.getLogger("seqdedupe.log")
 
 SYNC_BYTES = 64 * 1024
-"""Saving one sync is worth writing this number of bytes twice."""
+"""The journal is used only if it writes fewer bytes than this per saved sync."""
 
 FILE_BYTES = 16 * 1024 * 1024
-"""When a file has this size, its segments are synced. A start reads all files that exist."""
+"""When a journal file has this size, the segments named in it are synced. The size is limited because a start reads all
+journal files."""
 
 MAX_FILES = 4
-"""While this number of files wait to be forgotten, the disk is behind, and the journal takes nothing new."""
+"""While this number of journal files wait to be forgotten, the disk is behind, and the journal accepts no new
+rounds."""
 
 
 class Journal:
-    """The journal. It belongs to the commit thread, except `forget`. Reads and writes begin with the first round that
-    needs it.
+    """The journal. Only the commit thread may use it, except for `forget`. The journal is read and written only when a
+    round first needs it.
 
-    A failed write or sync of the journal is no failure of the round: the segments are synced instead, and the journal
-    rests. `tell` is called before anything is written. Its argument says whether an earlier version would miss
-    something. It may raise OSError.
+    If a write or sync of the journal fails, the round does not fail. Instead, its segments are synced, and the journal
+    is paused. `tell` is called before anything is written, and when the journal ends empty. Its argument is whether the
+    journal may hold rounds that an earlier version of this program would miss. `tell` may raise OSError.
     """
 
     def __init__(self, replay: JournalReplay, tell: Callable[[bool], None]) -> None:
@@ -342,7 +355,7 @@ class Journal:
         self._file: int | None = None
         self._path = Path()
         self._is_begun = False
-        """Whether the existence of this file is recorded elsewhere."""
+        """Whether the existence of this file is recorded outside the journal."""
         self._end = 0
         self._number = 0
         """The number of the last round, even if the round was refused."""
@@ -350,11 +363,11 @@ class Journal:
         """The number of the last round that was confirmed."""
         self._forgotten = 0
         self._to_forget: deque[tuple[int, Path]] = deque()
-        """Files that are no longer written, with the numbers of their last rounds."""
+        """Files that are no longer written to, with the numbers of their last rounds."""
 
     @property
     def is_due(self) -> bool:
-        """Whether the file should end now."""
+        """Whether the journal should begin a new file now."""
         return self._file is not None and self._end >= FILE_BYTES
 
     @property
@@ -363,7 +376,8 @@ class Journal:
         return self._file is not None and self._rests
 
     def confirm(self, round_: Sequence[WrittenAppends]) -> bool:
-        """Make a round durable as a whole, or not at all. Return False if each segment must be synced instead."""
+        """Make a whole round durable in the journal, and return True. Return False if each segment must be synced
+        instead."""
         new = [news for news in round_ if news.buffers]
         size = sum(news.end - news.start for news in new)
         if size >= (len(new) - 1) * SYNC_BYTES or self._rests or len(self._to_forget) >= MAX_FILES:
@@ -372,7 +386,7 @@ class Journal:
             file = self._opened()
             if file is None:
                 return False
-            # A number is never used twice: a refused round may be in the file all the same.
+            # A number is never used twice, because a round that was refused may still be in the file.
             self._number += 1
             raw = journal.encoded(
                 [_part(news) for news in new],
@@ -396,8 +410,8 @@ class Journal:
         return True
 
     def end_file(self) -> int:
-        """End the file, so that the next round begins a new one. Return the number of the last round in it: rounds up
-        to that number may be forgotten when their segments are synced."""
+        """End the current file, so that the next round begins a new file. Return the number of the last round. Rounds
+        up to this number may be forgotten when their segments are synced."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -405,7 +419,8 @@ class Journal:
         return self._number
 
     def wake(self) -> None:
-        """End the rest after a while, and empty what earlier processes left, if no round has needed that yet."""
+        """End a pause of the journal. If earlier processes have left rounds, and no round of this process has needed
+        the journal yet, empty the journal."""
         self._rests = False
         if not self._is_ready and self._replay.has_something:
             try:
@@ -414,7 +429,8 @@ class Journal:
                 logger.warning("the journal %s is not emptied now: %s", self._folder, e)
 
     def forget(self, number: int) -> None:
-        """Forget all rounds up to `number`: their segments are synced. For the thread that has synced them."""
+        """Forget all rounds up to `number`, whose segments are synced. The thread that synced the segments calls this
+        method."""
         try:
             while self._to_forget and self._to_forget[0][0] <= number:
                 last, path = self._to_forget[0]
@@ -425,7 +441,7 @@ class Journal:
             logger.warning("the journal %s is not emptied now: %s", self._folder, e)
 
     def end(self) -> None:
-        """End the journal: nothing is written any more. If it is empty, record that."""
+        """End the journal: nothing is written to it any more. If the journal is empty, record that it is empty."""
         try:
             if self._file is None and not self._to_forget and self._replay.is_empty:
                 self._tell(False)
@@ -433,7 +449,8 @@ class Journal:
             logger.warning("an earlier version would not open the logs %s: %s", self._folder.parent, e)
 
     def _begin(self) -> bool:
-        """Empty what earlier processes left. Return whether new rounds may be written."""
+        """Remove the rounds that earlier processes left, unless this was done before. Return whether new rounds may be
+        written."""
         if not self._is_ready and self._replay.empty():
             self._tell(True)
             self._number = self._confirmed = self._forgotten = self._replay.highest
@@ -441,7 +458,7 @@ class Journal:
         return self._is_ready
 
     def _opened(self) -> int | None:
-        """Return the file to write to; None if there can be none. Raises OSError."""
+        """Return the file to write to; None if the journal cannot be used now. Raises OSError."""
         if not self._begin():
             return None
         if self._file is None:

@@ -1,7 +1,7 @@
-"""Reading every byte of a log, from its first file to its last, past all damage. Changes nothing.
+"""Read every byte of a log, from its first file to its last. Continue after damage, and change nothing.
 
-Opening a log (`tail`) and reading it stop at the first damage. An inspection names the damage with the indexes
-concerned. It then continues with the next header that this log wrote at that place.
+Opening a log (`tail`) or reading it stops at the first damage. An inspection reports the damage and the indexes of the
+affected messages. It then continues at the next valid header of this log.
 """
 
 import os
@@ -21,12 +21,13 @@ from seqdedupe.log.embedded.segment import WHAT_STANDS_THERE, LogIdentity, Segme
 from seqdedupe.log.embedded.tail import base_indexes, can_be_torn, headers_from, past_damage, read_what_can_be
 
 STEP_BYTES = 1024 * 1024
-"""The size of one read and check: it stays in the processor's cache meanwhile."""
+"""The number of bytes that are read and checked at once. This amount stays in the processor's cache between the read
+and the check."""
 
 
 @dataclass(frozen=True, slots=True)
 class Intact:
-    """Whole records, one after the other: `table` has a place row (`format.columns`) for each record in `raw`."""
+    """Complete records, one after the other. `table` has a place row (`format.columns`) for each record in `raw`."""
 
     raw: bytes
     table: Int64s
@@ -40,19 +41,19 @@ class Damage:
     offset: int
     what: str
     first_index: int
-    """The first index of the messages concerned, which may be none."""
+    """The index of the first affected message. The damage may affect no message."""
 
     next_index: int | None
-    """The index after them; None if it is unknown."""
+    """The index after the last affected message; None if it is unknown."""
 
     record: tuple[bytes, Int64s] | None = None
-    """Buffer and place row of the record, if its columns are whole."""
+    """The buffer and the place row of the damaged record, if its columns are intact."""
 
 
 @dataclass(frozen=True, slots=True)
 class TornEnd:
-    """Data that a crash has left half-written, and that was never reported as stored. Opening the log for writing cuts
-    it off."""
+    """Data that a crash has left half-written, and that was never reported as stored. The next opening for writing cuts
+    this data off."""
 
     file: Path
     offset: int
@@ -69,9 +70,9 @@ class DurablePart:
     identity: LogIdentity
     base_index: int
     end: int
-    """The place in the file up to which there are records."""
+    """The offset in the file at which the records end."""
     next_index: int
-    """The index after them."""
+    """The index after the last record."""
 
 
 Read = Callable[[int, int, int], bytes]
@@ -81,12 +82,13 @@ Found = Intact | Damage | TornEnd
 
 
 def inspect(folder: Path, identity: LogIdentity, replay: JournalReplay | None = None) -> Iterator[Found]:
-    """Yield the content of a log's files, in order, with what the journal has for them. A torn end comes last.
+    """Yield the content of a log's files, in order, as if the log's records in the journal were already written back. A
+    torn end comes last.
 
-    `replay` is the journal of its folder, if it was read before.
+    `replay` is the journal of the logs' folder, if the caller has already read it.
 
     Raises NEWER_FORMAT, OLDER_FORMAT for a record of another version; LOG_DAMAGED if the log's part of the journal is
-    damaged; OSError. Data that the disk cannot return raises nothing: it is damage.
+    damaged; OSError. Data that the disk cannot return raises no error, but is yielded as damage.
     """
     bases = base_indexes(folder) if folder.exists() else []
     if not bases:
@@ -110,7 +112,8 @@ def inspect(folder: Path, identity: LogIdentity, replay: JournalReplay | None = 
 
 
 def inspect_part(part: DurablePart, read: Read) -> Generator[Found, None, None]:
-    """Yield the content of one segment file, as far as it was synced: nothing in that part may be torn.
+    """Yield the content of the synced part of one segment file. Nothing in this part can be torn, so every error is
+    damage.
 
     Raises NEWER_FORMAT; OSError, including FileNotFoundError; and the errors of `read`.
     """
@@ -122,7 +125,7 @@ def inspect_part(part: DurablePart, read: Read) -> Generator[Found, None, None]:
 
 
 def _with_parts(read: Read, parts: list[Part]) -> Read:
-    """Return a function that reads as if these parts were written in the file."""
+    """Return a function that reads as if these parts were already written to the file."""
 
     def patched(file: int, size: int, offset: int) -> bytes:
         raw = bytearray(read(file, size, offset))
@@ -137,12 +140,12 @@ def _with_parts(read: Read, parts: list[Part]) -> Read:
 
 
 class _Inspection:
-    """The state that one file of a log passes on to the next one."""
+    """The state that the inspection of one file passes to the inspection of the next file."""
 
     def __init__(self, identity: LogIdentity, next_index: int, read: Read, *, is_open: bool) -> None:
         self.is_open = is_open
-        """Whether the log is open. Then it is of this version, and a record that looks like an earlier one is
-        damage."""
+        """Whether the log is open. An open log has this format version, so a record that seems to have an earlier
+        version is damage."""
         self.identity = identity
         self.next_index = next_index
         self.read = read
@@ -150,12 +153,13 @@ class _Inspection:
         """Like `read`, but raises OSError for data that the disk cannot return."""
         self.ownership = 0
         self.unfinished: tuple[Path, int, str] | None = None
-        """Damage whose end only the next file shows: file, offset, what."""
+        """The file, offset and description of damage whose end is only known from the next file."""
         self.end: tuple[Path, int] | None = None
-        """The place where the records of the previous file end."""
+        """The previous file, and the offset at which its records end."""
 
     def begin(self, path: Path, base: int) -> Iterator[Damage]:
-        """Begin a file: its first record has this index."""
+        """Begin the file at `path`, whose first record should have the index `base`. Yield damage between the previous
+        file and this one."""
         before, self.next_index = self.next_index, max(base, self.next_index)
         if self.unfinished is not None:
             yield Damage(*self.unfinished, before, self.next_index)
@@ -191,7 +195,7 @@ class _File:
                 at = step.end
                 is_at_end = step.why == records.END
                 if is_at_end:
-                    # Payloads and the rest are checked while the next records are read.
+                    # Check the payloads of these records while the thread reads the next records.
                     following = thread.submit(self._step, at, step.next_index, step.ownership)
                 for raw, table in step.parts:
                     for found in self._with_payloads(raw, table):
@@ -211,7 +215,8 @@ class _File:
         return read_step(self._file, identity, at, self._size, next_index, ownership, STEP_BYTES, self._log.read)
 
     def _with_payloads(self, raw: bytes, table: Int64s) -> Iterator[Found]:
-        """Yield records whose columns are whole. Records with damaged payloads come separately."""
+        """Yield the records, whose columns are intact. Yield each record with damaged payloads separately, as
+        damage."""
         self._named_synced = max(self._named_synced, int(table[:, SYNCED_OFFSET].max()))
         view = np.frombuffer(raw, np.uint8)
         while len(table):
@@ -233,8 +238,8 @@ class _File:
             yield Damage(self._path, offset, what, first, self._log.next_index, (raw, places))
 
     def _past(self, at: int, why: int) -> tuple[int, Damage | TornEnd | None]:
-        """Return where to continue after the reason that stopped the scan there, and the finding; None if the next file
-        decides."""
+        """Return the offset at which the inspection continues after the scan stopped at `at`, and what was found there.
+        The finding is None if only the next file shows where the damage ends."""
         log = self._log
         first = log.next_index
         what = WHAT_STANDS_THERE[why]
@@ -256,8 +261,8 @@ class _File:
         return headers_from(self._file, self._log.identity, at, self._size, self._base_index, self._log.read)
 
     def _may_be_torn(self, offset: int) -> bool:
-        """Return whether a crash may have left the record like this. That is possible only after the highest synced
-        offset in any header of the last file. See `can_be_torn`."""
+        """Return whether a crash may have left the record in this state. This is possible only in the last file, at or
+        after the highest synced offset in any of its headers. See `can_be_torn`."""
         if not self._is_last:
             return False
         if self._synced is None:

@@ -1,8 +1,8 @@
-"""The journal of an earlier process, and how each log takes back its part.
+"""Read the journal of an earlier process, and write each log's part of the journal back to the log.
 
-The segments were not synced when the journal confirmed the records, so a power cut may have removed them from the
-segments. They are always written at their places again: after a failed sync the system shows data that the disk does
-not have.
+When the journal confirmed the records, the segments were not synced yet. So a power cut may have removed the records
+from the segments. The records are always written to the segments again, even if the segments seem to have them: after a
+failed sync, the system shows data that the disk does not have.
 """
 
 import logging
@@ -41,10 +41,10 @@ KEPT_SUFFIX = ".kept"
 SECRET_FILE = "secret"
 FORGOTTEN_FILE = "forgotten"
 BEGUN_FILE = "journal-begun"
-"""In the folder of the logs: the number of the first confirmed round in the journal's newest file. That file must
-exist. The loss of any other file shows in later rounds."""
+"""A file in the folder of the logs, with the number of the first confirmed round in the journal's newest file. From
+this number, a start notices the loss of the newest file. Later rounds show the loss of any other file."""
 DAMAGED_READS = 2
-"""Damage is believed after this number of consecutive reads."""
+"""Damage is considered permanent after this number of consecutive reads have found it."""
 _NUMBER_BYTES, _CRC_BYTES = 8, 4
 _HINT = (
     "Nothing was changed. Stop the sidecar and restore logs, store and the folder journal from one backup. Without "
@@ -53,15 +53,16 @@ _HINT = (
 
 
 def journal_path(folder: Path, number: int) -> Path:
-    """Return the file whose first round has this number."""
+    """Return the path of the file whose first round has this number."""
     return folder / f"{number:020d}{SUFFIX}"
 
 
 class JournalReplay:
-    """The rounds that earlier processes left in the journal of a folder of logs. For any thread.
+    """The rounds that earlier processes left in the journal of a folder of logs. Any thread may use this object.
 
-    The journal is read at the first use. While a part is missing or damaged, nothing is forgotten, unless the caller
-    gives the damaged parts up: then everything intact counts. `is_expected`: there must be a journal.
+    The journal is read at the first use. While a part is missing or damaged, the journal forgets nothing. With
+    `gives_up`, damaged parts are ignored and all intact parts are used. With `is_expected`, a missing journal is
+    damage.
     """
 
     def __init__(self, logs_folder: Path, *, is_expected: bool = False, gives_up: bool = False) -> None:
@@ -69,64 +70,66 @@ class JournalReplay:
         self._is_expected = is_expected
         self._gives_up = gives_up
         self.given_up: list[str] = []
-        """The missing or damaged parts that were given up."""
+        """The missing or damaged parts that were ignored because of `gives_up`."""
         self.folder = logs_folder / FOLDER
         self.key: Int64s = NO_KEY
         self.highest = 0
         """The highest number of any round so far."""
         self._lock = threading.Lock()
         self._begun = 0
-        """The number in BEGUN_FILE; 0 if no file has to exist."""
+        """The number in BEGUN_FILE; 0 if no journal file has to exist."""
         self._begun_lock = threading.Lock()
         self._is_read = False
         self._damaged_reads = 0
         """The number of consecutive reads that found damage."""
         self._parts: defaultdict[int, list[Part]] = defaultdict(list)
-        """By incarnation, in the order in which the parts were written."""
+        """The parts of each log, by incarnation, in the order in which they were written."""
         self._done: set[int] = set()
-        """Logs that have taken back their part, or are deleted."""
+        """The incarnations of logs that no longer need the journal, because their parts were written back or they were
+        deleted."""
         self._why: dict[int, SeqdedupeError] = {}
-        """Logs whose part is damaged."""
+        """The errors of logs whose parts are damaged, by incarnation."""
         self._files: list[Path] = []
 
     @property
     def has_something(self) -> bool:
-        """Whether there are files to forget, as far as the journal was read."""
+        """Whether the journal has files to forget; False if it was not read yet."""
         return bool(self._files)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the journal was read, and no log needs any of it any more."""
+        """Whether the journal was read and no log needs any part of it any more."""
         return self._is_read and not (self._files or self._parts or self._why)
 
     def look(self) -> list[str]:
-        """Read the journal. Return the parts that are given up. Raises OSError."""
+        """Read the journal. Return `given_up`. Raises OSError."""
         with self._lock:
             self._read()
             return self.given_up
 
     def left(self) -> set[int]:
-        """Return the logs that have something to take back. Raises OSError."""
+        """Return the incarnations of the logs that have a part in the journal. Raises OSError."""
         with self._lock:
             self._read()
             return set(self._parts)
 
     def parts_of(self, incarnation: int) -> list[Part]:
-        """Return the parts that a log would take back, in order. Change nothing. Raises LOG_DAMAGED, NEWER_FORMAT;
-        OSError."""
+        """Return the parts that `take_back` would write to a log, in order. Change nothing. Raises LOG_DAMAGED,
+        NEWER_FORMAT; OSError."""
         with self._lock:
             self._read()
             if why := self._why.get(incarnation):
-                # The next call reads again: one bad read is no damage. But each further log does not cause one more
-                # read.
+                # Let the next call read again, because one bad read does not prove damage. After DAMAGED_READS bad
+                # reads, do not read again for each further log.
                 self._is_read = isinstance(why, DamagedError) and self._damaged_reads >= DAMAGED_READS
                 raise why
             return list(self._parts.get(incarnation, ()))
 
     def take_back(self, folder: Path, identity: LogIdentity) -> None:
-        """Write a log's part of the journal to its segments, durable on return.
+        """Write a log's part of the journal to the log's segments. Durable on return.
 
-        Raises LOG_DAMAGED, NEWER_FORMAT; OSError, after which it can be repeated: the journal keeps the part.
+        Raises LOG_DAMAGED, NEWER_FORMAT; OSError. After OSError, the call can be repeated, because the journal keeps
+        the part.
         """
         parts = self.parts_of(identity.incarnation)
         if not parts:
@@ -136,16 +139,17 @@ class JournalReplay:
                 self._forget_log(identity.incarnation)
 
     def drop(self, incarnation: int) -> None:
-        """Forget a log that is deleted. Raises OSError."""
+        """Forget the part of a log that is deleted. Raises OSError."""
         with self._lock:
             self._read()
             self._forget_log(incarnation)
 
     def empty(self) -> bool:
-        """Forget everything that was taken back. A part that its log has not taken back yet is kept in a separate file.
+        """Forget all rounds of earlier processes. Parts that are not written back to their logs yet are kept, in one
+        file per log.
 
-        Durable on return. Afterwards the folder exists. Return whether a new round may be written: False while
-        something is damaged. Raises OSError: then no new round may be written either.
+        Durable on return. Afterwards the journal's folder exists. Return whether new rounds may be written: False while
+        a part is damaged. Raises OSError; after it, no new round may be written either.
         """
         with self._lock:
             self._read()
@@ -158,22 +162,23 @@ class JournalReplay:
                 else:
                     # This log no longer exists.
                     self._forget_log(incarnation)
-            # The kept files have their names before anything is forgotten.
+            # Make the names of the kept files durable before any round is forgotten.
             sync_folder(self.folder)
-            # A round that a power cut has torn, or that was refused, has a number too.
+            # Skip one number, which a torn or refused round may have used.
             self.highest += 1
             self.forget(self.highest, self._files)
             self._files = []
             return True
 
     def begun(self, number: int) -> None:
-        """Record that the newest file has its first confirmed round. From now on its loss is noticed. Durable on
-        return. Raises OSError."""
+        """Record the number of the first confirmed round in the newest file. From then on, a start notices the loss of
+        this file. Durable on return. Raises OSError."""
         with self._begun_lock:
             self._tell_begun(number)
 
     def forget(self, number: int, files: list[Path]) -> None:
-        """Forget the rounds up to this number. That is durable before the files are removed. Raises OSError."""
+        """Record that the rounds up to this number are forgotten, then remove the files. The record is durable before
+        the files are removed. Raises OSError."""
         _write_in_place(self.folder / FORGOTTEN_FILE, _sealed(number))
         with self._begun_lock:
             if 0 < self._begun <= number:
@@ -196,8 +201,8 @@ class JournalReplay:
         _kept_path(self.folder, incarnation).unlink(missing_ok=True)
 
     def _make(self) -> None:
-        """Make the folder with its secret. An existing folder may be from a process that was killed before its
-        syncs."""
+        """Make the journal's folder with its secret. Sync an existing folder too, because the process that made it may
+        have been killed before the sync."""
         path = self.folder / SECRET_FILE
         secret = path.read_bytes() if len(self.key) else os.urandom(SECRET_BYTES)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -251,7 +256,7 @@ class JournalReplay:
         forgotten = max([self._forgotten(), *(found.forgotten for found in rounds)])
         numbers = {found.number for found in rounds}
         self.highest = max(forgotten, self._begun, *numbers)
-        # An earlier version forgets rounds without recording that their file may be gone.
+        # `forgotten` is compared because an earlier version of this program forgets rounds without updating BEGUN_FILE.
         if self._begun > forgotten and self._begun not in numbers:
             why = f"the newest file is missing or damaged, which began with round {self._begun}"
             self._damage_all(self.folder, why)
@@ -259,7 +264,7 @@ class JournalReplay:
             try:
                 found = journal.round_at(path.read_bytes(), 0, self.key)
             except OSError as e:
-                # The file holds nothing of other logs.
+                # This file has only the parts of one log, so the other logs are not affected.
                 self._why[int(path.stem)] = unreadable(path, e)
                 continue
             if found is None or found.damaged:
@@ -270,7 +275,7 @@ class JournalReplay:
         is_more_missing = bool(chain) and may_miss_later(file_of_last, rounds[-1], self._begun)
         if None in chain or is_more_missing:
             self._damage_all(self.folder, "a round of the journal is missing or damaged")
-            # Refused rounds among them also name data that their segments received.
+            # This includes refused rounds. The segments received the data of these rounds too.
             intact = sorted(rounds, key=lambda found: found.number) if self._gives_up else []
             chain = [found for found in intact if found.number > forgotten]
         for found in filter(None, chain):
@@ -293,7 +298,7 @@ class JournalReplay:
             self._why[incarnation] = _why(path, "the log's part of the journal is damaged")
 
     def _damage_all(self, path: Path, what: str, reason: str = "LOG_DAMAGED") -> None:
-        """Record damage for every existing log: each may have something in the journal."""
+        """Record damage for every existing log, since any log may have had records in the journal."""
         if self._gives_up and reason == "LOG_DAMAGED":
             self.given_up.append(f"{path}: {what}")
             return
@@ -312,17 +317,18 @@ class JournalReplay:
         path = self.folder / FORGOTTEN_FILE
         if (number := _number_in(path)) is not None:
             return number
-        # More is then written back than necessary, to the places where it is already.
+        # Without this number, records that the segments already have are also written back, unchanged.
         logger.warning("%s is missing or damaged: the whole journal is taken back", path)
         return 0
 
 
 def confirmed(rounds: list[JournalRound], forgotten: int, begun: int) -> Iterator[JournalRound | None]:
-    """Yield the confirmed rounds, in order; None for a round that is missing, or too damaged to tell which logs it
-    concerns.
+    """Yield the confirmed rounds, in order. Yield None for a round that is missing, or so damaged that the affected
+    logs are unknown.
 
-    The last round may be torn, and then it does not count. If it is not torn, it may have been confirmed. Every other
-    round was confirmed if the next one says so. A refused round that is in the file all the same is skipped.
+    The last round is omitted if it is torn. If it is not torn, it may have been confirmed, and is yielded. Each earlier
+    round was confirmed if the next confirmed round names it as the previous one. Refused rounds that are still in the
+    file are skipped.
     """
     by_number = {found.number: found for found in rounds if found.number > forgotten}
     number = max(by_number, default=0)
@@ -331,35 +337,34 @@ def confirmed(rounds: list[JournalRound], forgotten: int, begun: int) -> Iterato
         found = by_number.get(number)
         chain.append(found)
         if found is None:
-            # The rounds before it cannot be distinguished from refused ones. All logs are concerned anyway.
+            # Earlier rounds cannot be distinguished from refused rounds. The missing round affects all logs anyway.
             break
         number = found.previous
     return reversed(chain[1:] if chain and chain[0] and is_unconfirmed(chain[0], begun) else chain)
 
 
 def is_unconfirmed(last: JournalRound, begun: int) -> bool:
-    """Return whether the last round was perhaps never confirmed. The round with which the newest file was `begun` was
-    confirmed."""
+    """Return whether the last round may never have been confirmed. The round with the number `begun` was confirmed."""
     return last.is_torn and last.number > begun
 
 
 def may_miss_later(raw: bytes, last: JournalRound, begun: int) -> bool:
-    """Return whether rounds may be missing after the last readable one, without a power cut as the reason.
+    """Return whether rounds may be missing after the last readable round for a reason other than a power cut.
 
-    `raw` is the file of that round.
+    `raw` is the content of the file that has the round `last`.
     """
     if last.damaged and not is_unconfirmed(last, begun):
-        # The cause of its damage may have damaged more.
+        # The cause of this damage may also have damaged later rounds in the file.
         return last.end != len(raw)
     return journal.has_damaged_head(raw, last.end)
 
 
 def put_back(folder: Path, identity: LogIdentity, parts: list[Part]) -> bool:
-    """Write a log's parts to its segments, durable on return. Return False if it has no segments. Raises LOG_DAMAGED;
-    OSError."""
+    """Write a log's parts to the log's segments. Durable on return. Return False if the log has no segments. Raises
+    LOG_DAMAGED; OSError."""
     bases = base_indexes(folder) if folder.exists() else []
-    # Missing segments are damage enough: `open_segments` reports it. Segments that retention has dropped are not made
-    # again.
+    # If all segments are missing, `open_segments` reports the damage. Segments that retention has dropped are not
+    # recreated.
     for base in sorted({part.base_index for part in parts if bases and part.base_index >= bases[0]}):
         _put_back(folder, identity, base, [part for part in parts if part.base_index == base])
     return bool(bases)
@@ -382,7 +387,7 @@ def _put_back(folder: Path, identity: LogIdentity, base_index: int, parts: list[
 
 
 def why_not(path: Path, file: int, identity: LogIdentity, parts: list[Part]) -> DamagedError | None:
-    """Return why a segment cannot take these parts back; None if it can. Change nothing."""
+    """Return the reason why these parts cannot be written to a segment; None if they can. Change nothing."""
     end = os.fstat(file).st_size
     try:
         for part in parts:
@@ -394,7 +399,8 @@ def why_not(path: Path, file: int, identity: LogIdentity, parts: list[Part]) -> 
 
 
 def _check_place(path: Path, file: int, identity: LogIdentity, part: Part, end: int) -> None:
-    """Raise LOG_DAMAGED if the segment holds other records there, or the part does not belong to this log."""
+    """Raise LOG_DAMAGED if the segment has other records at the part's offset, or ends before it, or if the part does
+    not belong to this log."""
     body, offset = part.body, part.offset
     table, size, _ = scan_bytes(body, identity, offset, -1, -1)
     if size != len(body):
@@ -410,8 +416,8 @@ def _check_place(path: Path, file: int, identity: LogIdentity, part: Part, end: 
 
 
 def _write_in_place(path: Path, data: bytes) -> None:
-    """Write a file in place. Durable on return, except the file's entry in the folder. The few bytes of a number are
-    never torn. Raises OSError."""
+    """Write a file in place. The content is durable on return, but the file's entry in its folder is not. A crash never
+    tears the few bytes of a number. Raises OSError."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         write_all(file, data, 0)
@@ -425,8 +431,8 @@ def _kept_path(folder: Path, incarnation: int) -> Path:
 
 
 def _number_in(path: Path) -> int | None:
-    """Return the number that `_sealed` has written there; None if there is nothing or something else. Raises
-    OSError."""
+    """Return the number that `_sealed` has encoded in a file; None if the file is missing or has another content.
+    Raises OSError."""
     raw = path.read_bytes() if path.exists() else b""
     number = int.from_bytes(raw[:_NUMBER_BYTES], "little")
     return number if raw == _sealed(number) else None

@@ -1,7 +1,7 @@
-"""The embedded log: one folder of append-only segment files per topic. `docs/internals/formats.md` draws the files.
+"""The embedded log: one folder of append-only segment files per topic. `docs/internals/formats.md` describes the files.
 
-It is made for one machine. An append is confirmed when the file has been synced, and its outcome is never unknown. A
-failed write is undone before it is reported as refused. Where that is impossible, the process ends.
+The log is made for one machine. An append is confirmed when the append is durable, and its outcome is never unknown. A
+failed write is undone before the write is reported as refused. If it cannot be undone, the process ends.
 """
 
 import asyncio
@@ -30,22 +30,24 @@ from seqdedupe.log.embedded.writer import LateAppends, Writer, WriteTerm, Writte
 logger = logging.getLogger("seqdedupe.log")
 
 SEGMENTS_AN_AGE = 10
-"""With retention by time, a segment takes messages for about a tenth of the retention time."""
+"""With retention by time, a segment accepts messages for about a tenth of the retention time."""
 LEAST_SEGMENT_MS = 60_000
-"""A segment takes messages for at least this time, for any retention."""
+"""Retention by time never ends a segment before this time."""
 
 MAX_PLACES = 10_000
-"""The most places of damage kept in memory per log. A disk that fails everywhere must not fill the memory too."""
+"""The most places of damage kept in memory per log. The limit exists because a failing disk may have damage
+everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedResources:
-    """The common resources of all logs of a sidecar: settings, the commit thread, the reading threads."""
+    """The resources that all logs of a sidecar share: settings, the commit thread, the reading threads."""
 
     clock_ms: Callable[[], int]
-    """The publish time of messages that arrive now."""
+    """Return the publish time of messages that arrive now."""
     earliest_ms: Callable[[], int]
-    """A time that the present is not earlier than. Retention goes by it. 0: not known yet."""
+    """Return a time that is not later than the present, or 0 if no such time is known yet. Retention by time uses this
+    clock."""
     segment_bytes: int
     committer: Callable[[], Committer]
     threads: ThreadPoolExecutor
@@ -56,10 +58,10 @@ class EmbeddedResources:
 
 
 class EmbeddedLog:
-    """The log of one topic. It satisfies `seqdedupe.log.contract.Log`, and is made by `EmbeddedLogs.open`.
+    """The log of one topic. It implements `seqdedupe.log.contract.Log`. `EmbeddedLogs.open` creates it.
 
-    In a message ID the ledger is the incarnation and the entry is the index. `cut_bytes` and `cut_records`
-    (approximate) say how much opening found torn.
+    In a message ID, the ledger is the incarnation and the entry is the index. `cut_bytes` is the size of the torn tail
+    found when the log was opened. `cut_records` is the approximate number of records in it.
     """
 
     replays_what_is_certain = False
@@ -77,7 +79,7 @@ class EmbeddedLog:
         self._opening: WriteTerm | None = None
         self._flush_due: asyncio.TimerHandle | None = None
         self._is_mended = False
-        """Whether the end of the log, as found by opening, is known to be on the disk."""
+        """Whether the end of the log that opening found is certainly on the disk."""
         if not tail.next_index:
             segments[-1].made_ms = steady_ms()
         self._ahead = Ahead(folder)
@@ -87,7 +89,7 @@ class EmbeddedLog:
         self._trimming: asyncio.Task[None] | None = None
         self.is_closed = False
         self._damage: dict[tuple[int, int], Damage] = {}
-        """The damage found by the scrub, by the segment's first index and the place in the file."""
+        """The damage found by the scrub. The key is the segment's first index and the offset in the file."""
 
     @property
     def place(self) -> str:
@@ -122,7 +124,7 @@ class EmbeddedLog:
 
     @property
     def parts(self) -> list[DurablePart]:
-        """Everything that readers may see, as of this call."""
+        """Everything that readers may see at the time of this call."""
         reader = self._reader
         return [
             DurablePart(segment.path, self.identity, segment.base_index, segment.end, reader.index_after(segment))
@@ -130,11 +132,12 @@ class EmbeddedLog:
         ]
 
     def durable_part(self, base_index: int) -> DurablePart | None:
-        """Return the segment that begins with this index. None if it is being removed or gone, or the log is closed.
+        """Return the segment that begins with this index. Return None if the segment is removed or being removed, or if
+        the log is closed.
 
         The last segment is returned only if the log has been opened for writing. After a failed sync, the only good
-        copy of its end may be in the system's memory until it is written again. Reading from the disk would drop that
-        copy.
+        copy of the segment's end may be in the system's memory, until opening for writing writes the end again. Reading
+        from the disk would drop that copy.
         """
         reader = self._reader
         for segment in () if self.is_closed else reader.segments[: None if self._is_mended else -1]:
@@ -143,7 +146,8 @@ class EmbeddedLog:
         return None
 
     def add_damage(self, base_index: int, damage: Damage) -> bool:
-        """Remember damage in a segment, at most MAX_PLACES in all. Return whether it was unknown and is known now."""
+        """Store damage in a segment. Return False if the damage was known, the segment was removed, or MAX_PLACES
+        places are stored."""
         place = base_index, damage.offset
         if place in self._damage or base_index < self.first_index or len(self._damage) >= MAX_PLACES:
             return False
@@ -166,7 +170,7 @@ class EmbeddedLog:
     # Writing.
 
     def check(self, batch: bytes) -> None:
-        """Take any batch that fits into a frame."""
+        """Accept every batch that fits into a frame."""
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
         self._opening = opening = WriteTerm(self._writer, self._shared.committer().queue.put, term, token, settle)
@@ -186,7 +190,7 @@ class EmbeddedLog:
     def flush_every(self, interval: FlushInterval) -> None:
         self._writer.flush_interval = interval
         if self._flush_due is not None:
-            # The waiting batches were written under another interval.
+            # The batches that wait were written with the previous interval.
             self.flush()
 
     def flush(self) -> None:
@@ -194,7 +198,7 @@ class EmbeddedLog:
             self._opening.flush()
 
     def _on_late(self, late: LateAppends) -> None:
-        """Settle appends as written. Readers do not see them yet."""
+        """Settle appends as written but not durable. Readers do not see these messages yet."""
         opening = late.opening
         if opening is not self._opening or self.is_closed:
             return
@@ -208,10 +212,10 @@ class EmbeddedLog:
         self.flush()
 
     def _on_news(self, news: WrittenAppends) -> None:
-        """Make durable messages readable, then notify the topic."""
+        """Make the durable messages readable, then notify the topic."""
         self._shared.read_ahead.written_at = time.monotonic()
         if self._flush_due is not None:
-            # Batches that still wait for their sync are reported again.
+            # For batches that still wait for their sync, `_on_late` sets the timer again.
             self._flush_due.cancel()
             self._flush_due = None
         segments = self._reader.segments
@@ -228,7 +232,7 @@ class EmbeddedLog:
             return
         opening.opened = news.failure is None
         if opening.opened:
-            # Opening wrote the end of the log again before the marker.
+            # Opening for writing wrote the end of the log again, before it wrote the marker.
             self._is_mended = True
             self._certain_index = news.next_index
         if opening.ready.cancelled():
@@ -244,7 +248,7 @@ class EmbeddedLog:
         return self._reader.replay(from_index)
 
     async def wait_for_more(self) -> None:
-        # No other process writes to the folder.
+        # Wait forever, because no other process writes to the folder.
         await asyncio.get_running_loop().create_future()
 
     async def wait_until_free(self) -> None:
@@ -277,7 +281,7 @@ class EmbeddedLog:
         return b""
 
     async def snapshot_is_durable(self, place: bytes) -> None:
-        """Do nothing: trimmed messages are gone at once."""
+        """Do nothing, because messages are removed at once when they are trimmed."""
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
         segments = list(self._reader.segments)
@@ -290,9 +294,11 @@ class EmbeddedLog:
         return segments[count].base_index
 
     async def _too_many(self, segments: list[Segment], size_bytes: int) -> int:
-        """Return how many of the oldest segments may go while the messages of the others still take `size_bytes`.
+        """Return how many of the oldest segments retention may remove so that the messages of the remaining segments
+        still have `size_bytes`.
 
-        Only messages count. A client can cause control records by moving a cursor; that must not remove messages.
+        Control records do not count. A client that moves a cursor causes control records, and they must not make
+        retention remove messages.
         """
         if sum(segment.end for segment in segments[1:]) < size_bytes:
             return 0
@@ -307,11 +313,11 @@ class EmbeddedLog:
         return 0
 
     async def _too_old(self, segments: list[Segment], age_ms: int) -> int:
-        """Return how many of the oldest segments hold no message younger than `age_ms`.
+        """Return how many of the oldest segments have only messages that are older than `age_ms`.
 
-        The clock must be trustworthy: if it were ahead, retention would drop messages that are minutes old. If the last
-        segment is old enough, the next message begins a new segment. Otherwise old messages would stay as long as the
-        new ones.
+        The clock must be trustworthy. If it were ahead, retention would drop messages that are only minutes old. If the
+        last segment has existed for long enough, the next message begins a new segment. Otherwise old messages would be
+        kept as long as the new messages in their segment.
         """
         await self._look_behind(segments)
         if not (earliest_ms := self._shared.earliest_ms()):
@@ -327,7 +333,8 @@ class EmbeddedLog:
                     break
                 count += 1
             if (
-                # On a quiet topic much later messages may follow: then the messages of the segment itself must be read.
+                # On a quiet topic, the next segment may begin much later. Then the age of this segment's last message
+                # decides, and must be read.
                 count + 1 < len(segments)
                 and segments[count].base_index not in self._behind
                 and await self._reader.begins_before(segments[count], earliest_ms - age_ms - part_ms)
@@ -339,20 +346,21 @@ class EmbeddedLog:
         return count
 
     async def _is_older(self, segment: Segment, age_ms: int, earliest_ms: int) -> bool:
-        """Return whether a segment's first message, and so all messages before it, are older than `age_ms`."""
+        """Return whether a segment's first message, and therefore every earlier message, is older than `age_ms`."""
         if segment.base_index in self._behind:
             return self._behind.age_ms(segment.base_index) > age_ms
         is_older = self._ahead.age_ms(segment.base_index) > age_ms
         return is_older or await self._reader.begins_before(segment, earliest_ms - age_ms)
 
     async def _ends_before(self, segment: Segment, publish_time_ms: int) -> bool:
-        """Return whether all messages of a segment, which is not the last one, were published before that time."""
+        """Return whether all messages of a segment were published before that time. The segment must not be the last
+        one."""
         end_index = self._reader.index_after(segment)
         return await self._reader.locate_time(publish_time_ms, end_index) == end_index
 
     async def _look_ahead(self, segments: list[Segment], too_late_ms: int) -> None:
-        """Find the segments that begin too late to be plausible. They are the last ones, since publish times never
-        fall."""
+        """Find the segments whose first publish time is after `too_late_ms`, and so cannot be right. These are the last
+        segments, because publish times never decrease."""
         first, end = 0, len(segments)
         while first < end:
             middle = (first + end) // 2
@@ -369,8 +377,8 @@ class EmbeddedLog:
         await self._see(self._ahead, bases, why)
 
     async def _look_behind(self, segments: list[Segment]) -> None:
-        """Find the segments made by this process that begin earlier than possible. They are the first ones, since
-        publish times never fall."""
+        """Find the segments whose first publish time is earlier than the time when this process made the segment. These
+        are the first segments made by this process, because publish times never decrease."""
         apart_ms = (self._shared.earliest_ms() or self._shared.clock_ms()) - steady_ms() - AHEAD_MS
         bases: list[int] = []
         for segment in segments:
@@ -379,7 +387,7 @@ class EmbeddedLog:
             try:
                 began_ms = await self._reader.began_ms(segment)
             except SeqdedupeError:
-                # Retention by age stops there.
+                # Retention by age stops at this segment.
                 break
             if began_ms is None or began_ms >= segment.made_ms + apart_ms:
                 break
@@ -390,7 +398,7 @@ class EmbeddedLog:
         await self._see(self._behind, bases, why)
 
     async def _see(self, seen: Ahead, bases: list[int], why: str) -> None:
-        """Count the age of these segments from the first look that found them. That is logged once."""
+        """Count the age of these segments from the time when they were first found. Log each segment once."""
         async with self._looking:
             run, threads = asyncio.get_running_loop().run_in_executor, self._shared.threads
             new = await run(threads, seen.look, bases, frozenset(self.base_indexes))
@@ -403,7 +411,7 @@ class EmbeddedLog:
         await asyncio.shield(self.go_on_trimming())
 
     def go_on_trimming(self) -> "asyncio.Task[None]":
-        """Remove what a hold has kept from removal."""
+        """Remove the segments that a hold has kept."""
         if self._trimming is None or self._trimming.done():
             self._trimming = asyncio.get_running_loop().create_task(self._trim())
         return self._trimming
@@ -415,20 +423,20 @@ class EmbeddedLog:
 
     @property
     def has_to_trim(self) -> bool:
-        """Whether a hold has kept segments from removal."""
+        """Whether trimmed segments still exist, for example because of a hold."""
         segments = self._reader.segments
         return len(segments) > 1 and segments[1].base_index <= self._trim_below
 
     async def _trim(self) -> None:
-        """Remove segments one after the other. Each removal is durable before the next one.
+        """Remove segments one after the other. Each removal is durable before the next removal begins.
 
-        So an earlier file never outlasts a later one. A segment that cannot be removed stays readable.
+        So no file exists whose successor was removed. A segment that cannot be removed stays readable.
         """
         run, threads = asyncio.get_running_loop().run_in_executor, self._shared.threads
         segments = self._reader.segments
         try:
             while self.has_to_trim and not self._shared.holds:
-                # An earlier call may have removed files without making that durable.
+                # An earlier call may have removed files without making the removal durable.
                 await run(threads, sync_folder, self._folder)
                 self._reader.leaving = segments[0]
                 await run(threads, segments[0].path.unlink, True)

@@ -1,9 +1,12 @@
-"""The small files in a log's folder, next to its segments. Every opening obeys them.
+"""The small files in a log's folder, next to its segments. Every opening of the log reads them.
 
-`secret` binds its records to the log, and `topic` names the topic. Other files say that another sidecar has the log, or
-may have it by now. `leaving` is written before the other sidecar learns that it may serve. From then on only the other
-sidecar can say who has the topic. If it has the topic, the file becomes `moved`. If it does not and never will, the
-file is removed.
+- `secret` has the secret that binds the log's records to the log.
+- `topic` has the topic's name.
+- `leaving` and `moved` record that another sidecar has the log, or may have it.
+
+`leaving` is written before the other sidecar learns that it may serve the topic. From then on, only the other sidecar
+can say who has the topic. If the other sidecar has the topic, `leaving` is renamed to `moved`. If the other sidecar
+does not have the topic and never will, `leaving` is removed.
 """
 
 import os
@@ -19,35 +22,36 @@ from seqdedupe.format.headers import SECRET_BYTES
 from seqdedupe.log.embedded.segment import begins_with_an_older_record, older, segment_path
 from seqdedupe.log.embedded.tail import base_indexes
 
-# -- A log's secret, which binds its records to it. It is in a file of the log's folder and in the store's record of the
-# topic.
+# -- A log's secret, which binds the log's records to the log. The log's folder and the store's record of the topic both
+# have the secret.
 
 SECRET_FILE = "secret"
-"""The file with the log's secret. It is never served."""
+"""The file with the log's secret. The sidecar never serves this file."""
 TOPIC_FILE = "topic"
-"""The file with the full name of the log's topic, in case the store is lost. For a partition, a second line gives the
-number of partitions."""
+"""The file with the full name of the log's topic. It is needed if the store is lost. For a partition, a second line has
+the number of partitions."""
 
 
 class Secret(NamedTuple):
-    """The knowledge about a log's secret."""
+    """The result of looking for a log's secret."""
 
     secret: bytes
-    """The secret; empty if it is not known."""
+    """The secret; empty if it is unknown."""
     missing: Path | None
-    """The file, if it must be written again."""
+    """The path of the secret file if the file must be written again; else None."""
     why: SeqdedupeError | None
-    """The reason why the log cannot be opened: LOG_DAMAGED, OLDER_FORMAT."""
+    """The error, LOG_DAMAGED or OLDER_FORMAT, if the log cannot be opened; else None."""
 
 
 def secret_of(folder: Path, known: bytes) -> Secret:
-    """Return the secret of the log in a folder. `known` is the store's copy; empty if it has none.
+    """Return the secret of the log in a folder. `known` is the store's copy of the secret; empty if the store has no
+    copy.
 
     Changes nothing. Raises OSError.
     """
     bases = base_indexes(folder) if folder.exists() else []
     if not bases:
-        # The missing segments are damage enough: `open_segments` reports it.
+        # `open_segments` reports the missing segments as damage.
         return Secret(bytes(SECRET_BYTES), None, None)
     path = folder / SECRET_FILE
     there = path.read_bytes() if path.exists() else b""
@@ -69,24 +73,26 @@ def secret_of(folder: Path, known: bytes) -> Secret:
     return Secret(b"", None, why)
 
 
-# -- A log that another sidecar has, or may have by now.
+# -- A log that another sidecar has, or may have.
 
 LEAVING_FILE = "leaving"
 MOVED_FILE = "moved"
 ARRIVED_FILE = "arrived"
-"""The file in the folder of a log that has arrived, until the sidecar that sent it certainly knows that."""
+"""A file in the folder of a log that has arrived from another sidecar. It is removed when the sending sidecar certainly
+knows of the arrival."""
 
 
 class To(NamedTuple):
-    """The receiver of a log."""
+    """The sidecar that receives a log."""
 
     address: str
     receiver: str
-    """The receiving data directory and the move, as the receiver named them."""
+    """The ID that the receiver has given, which names its data directory and the move."""
 
 
 def check_stays(folder: Path) -> None:
-    """Raise NOT_OWNER with the address of the sidecar that has the topic, or may have it. Raises OSError."""
+    """Raise NOT_OWNER, with the address of the other sidecar, if another sidecar has the topic or may have it. Raises
+    OSError."""
     if (to := moved_to(folder)) is not None:
         raise not_here(to, "has it")
     if (to := leaving_to(folder)) is not None:
@@ -94,24 +100,25 @@ def check_stays(folder: Path) -> None:
 
 
 def not_here(to: To, what: str) -> SeqdedupeError:
-    """Return NOT_OWNER for a topic whose log was moved to that sidecar."""
+    """Return the error NOT_OWNER for a topic whose log was moved to another sidecar."""
     hint = f"Name both sidecars to clients, this one and that one, with a comma between them: …,{to.address}"
     return error("NOT_OWNER", f"it was moved: the sidecar at {to.address} {what}", hint=hint, owner_address=to.address)
 
 
 def leaving_to(folder: Path) -> To | None:
-    """Return the sidecar that must be asked whether it has the topic; None if there is none. Raises OSError."""
+    """Return the sidecar that may have the topic and must be asked; None if there is no such sidecar. Raises
+    OSError."""
     return _said(folder / LEAVING_FILE)
 
 
 def moved_to(folder: Path) -> To | None:
-    """Return the sidecar that has the topic; None if no other one is known to have it. Raises OSError."""
+    """Return the other sidecar that certainly has the topic; None if there is no such sidecar. Raises OSError."""
     return _said(folder / MOVED_FILE)
 
 
 def leave(folder: Path, to: To) -> None:
-    """Record that from now on only the other sidecar can say who has the topic. Durable on return. Raises OSError: then
-    it may be recorded or not."""
+    """Record that from now on only the other sidecar can say who has the topic. Durable on return. Raises OSError;
+    after it, the record may exist or not."""
     new = folder / f"{LEAVING_FILE}.new"
     write_synced(new, "\n".join(to).encode())
     os.rename(new, folder / LEAVING_FILE)
@@ -119,15 +126,16 @@ def leave(folder: Path, to: To) -> None:
 
 
 def has_left(folder: Path) -> None:
-    """Record that the other sidecar has the topic, for good. Durable on return. Raises OSError; it can be repeated."""
+    """Record that the other sidecar has the topic for good. Durable on return. Raises OSError; the call can be
+    repeated."""
     if (folder / LEAVING_FILE).exists():
         os.rename(folder / LEAVING_FILE, folder / MOVED_FILE)
     sync_folder(folder)
 
 
 def stays(folder: Path) -> None:
-    """Record that the other sidecar does not have the topic and never will. Durable on return. Raises OSError; it can
-    be repeated."""
+    """Record that the other sidecar does not have the topic and never will. Durable on return. Raises OSError; the call
+    can be repeated."""
     (folder / LEAVING_FILE).unlink(missing_ok=True)
     sync_folder(folder)
 
@@ -138,17 +146,18 @@ def has_messages(folder: Path) -> bool:
 
 
 def remove_messages(folder: Path) -> None:
-    """Remove the messages of a moved log. The record of its new place stays. Raises OSError; it can be repeated."""
+    """Remove the messages of a moved log. Keep the record of the sidecar that has it. Raises OSError; the call can be
+    repeated."""
     for base_index in base_indexes(folder):
         segment_path(folder, base_index).unlink()
     sync_folder(folder)
 
 
 def is_known(folder: Path, receiver: str) -> None:
-    """Record that the sender knows that the log has arrived by the move named in `receiver`. Durable on return. Raises
-    OSError; it can be repeated."""
+    """Record that the sending sidecar knows that the log has arrived with the move named in `receiver`. Durable on
+    return. Raises OSError; the call can be repeated."""
     arrived = folder / ARRIVED_FILE
-    # A sidecar that sent the log long ago may confirm again: it is not the last sender.
+    # Ignore a confirmation from a sidecar that sent the log earlier and is not the last sender.
     if arrived.exists() and arrived.read_text() == receiver:
         arrived.unlink()
     sync_folder(folder)
@@ -164,18 +173,19 @@ def _said(path: Path) -> To | None:
     return To(address, receiver)
 
 
-# -- A log that arrives from another sidecar. It stays apart from the logs, where no start looks, until it is complete.
+# -- A log that arrives from another sidecar. Until the log is complete, it is in a separate folder, which a start
+# ignores.
 
 ARRIVING = "arriving"
-"""In the folder of all logs: the folder of logs that are arriving, and are not this sidecar's yet."""
+"""A folder in the folder of all logs. It contains the logs that are arriving and do not belong to this sidecar yet."""
 RECEIVER_FILE = "receiver"
-"""In the folder of all logs: the file that identifies this data directory to sidecars that send topics."""
+"""A file in the folder of all logs. It has the ID of this data directory for sidecars that send topics."""
 RECEIVER_BYTES = 16
 MOVE_BYTES = 16
-"""The random ID of a move has this size, and follows the ID of the data directory."""
+"""The size of the random ID of a move, which follows the ID of the data directory."""
 SYNC_BYTES = 8 * 1024 * 1024
-"""The log is synced after each part of this size. So little remains to be synced at the end, when no sidecar serves the
-topic."""
+"""An arriving log is synced after each part of this size. So little is left to sync at the end of the move, when no
+sidecar serves the topic."""
 
 _making_receiver = threading.Lock()
 
@@ -190,8 +200,8 @@ def receiver(logs: Path) -> str:
             logs.mkdir(exist_ok=True)
             write_synced(path, said.encode())
         else:
-            # The process that made the file may have been killed before its syncs. Other sidecars remember the ID that
-            # they receive.
+            # The process that made the file may have been killed before it synced the file. The ID must be durable,
+            # because other sidecars store it.
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             sync_folder(logs)
@@ -199,25 +209,27 @@ def receiver(logs: Path) -> str:
 
 
 def remove_all(logs: Path) -> None:
-    """Remove the logs that were arriving when the process ended. A later start removes what cannot be removed now."""
+    """Remove the logs that were still arriving when the previous process ended. A later start removes files that cannot
+    be removed now."""
     shutil.rmtree(logs / ARRIVING, ignore_errors=True)
 
 
 class Arrival:
-    """A log that arrives. Every method blocks, is called by one thread at a time, and raises OSError."""
+    """A log that is arriving. Every method blocks and raises OSError. Only one thread at a time may call the
+    methods."""
 
     def __init__(self, logs: Path, incarnation: int) -> None:
         self._folder = logs / ARRIVING / str(incarnation)
         self._log_folder = logs / str(incarnation)
         self._base_index, self._end = -1, 0
-        """The segment that is arriving, and the number of its bytes that have arrived."""
+        """The first index of the segment that is arriving (-1: none), and the number of its bytes that have arrived."""
         self._unsynced = 0
         self.has_begun = False
-        """Whether there are files of it, and it is not a log yet."""
+        """Whether the arrival has files and is not a complete log yet."""
 
     def begin(self, topic: str, secret: bytes) -> None:
-        """Begin the arrival. Durable on return: its folder says that the store may hold something of it. Raises
-        FileExistsError while an earlier arrival is being removed."""
+        """Begin the arrival. Its folder is durable on return, and shows that the store may hold data of this log.
+        Raises FileExistsError while an earlier arrival is being removed."""
         self._folder.parent.mkdir(parents=True, exist_ok=True)
         self._folder.mkdir()
         self.has_begun = True
@@ -227,7 +239,7 @@ class Arrival:
             sync_folder(made)
 
     def write(self, base_index: int, offset: int, data: bytes) -> None:
-        """Write the next part of a segment. Raises MOVE_FAILED if it is not the next part."""
+        """Write the next part of a segment. Raises MOVE_FAILED if the data is not the next part."""
         if (base_index, offset) != (self._base_index, self._end) and (base_index <= self._base_index or offset):
             raise error("MOVE_FAILED", f"a part of the log came that is not the next: {base_index}, {offset}")
         file = os.open(segment_path(self._folder, base_index), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -242,7 +254,8 @@ class Arrival:
         self._base_index, self._end = base_index, offset + len(data)
 
     def finish(self, receiver: str) -> None:
-        """Turn the arrival into a log, durable on return. `receiver` is the answer that the sender received."""
+        """Turn the arrival into a log of this sidecar. Durable on return. `receiver` is the ID that the sender has
+        received."""
         write_synced(self._folder / ARRIVED_FILE, receiver.encode())
         for path in self._folder.iterdir():
             with path.open("rb") as file:
@@ -253,12 +266,13 @@ class Arrival:
         sync_folder(self._log_folder.parent)
 
     def remove_messages(self) -> None:
-        """Remove the files that take room, unless it is a log by now. The folder stays."""
+        """Remove the segments, unless the arrival has become a log. Keep the folder."""
         if self.has_begun:
             remove_messages(self._folder)
 
     def remove(self) -> None:
-        """Remove everything, unless it is a log by now. Another arrival that has begun meanwhile stays."""
+        """Remove all files of this arrival, unless it has become a log. Keep another arrival that has begun
+        meanwhile."""
         if self.has_begun:
             shutil.rmtree(self._folder)
             self.has_begun = False

@@ -1,5 +1,5 @@
-"""All embedded logs of a sidecar: one folder, in which each log has a separate folder. Also the scrub, which reads the
-logs again in the background."""
+"""All embedded logs of a sidecar, in one folder with a subfolder per log. This module also has the scrub, which reads
+the logs in the background to find damage."""
 
 import asyncio
 import logging
@@ -30,25 +30,24 @@ from seqdedupe.log.embedded.segment import LogIdentity, Segment, segment_path, u
 from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments, read_what_can_be
 from seqdedupe.names import topic_name
 
-# -- Reading all logs again in the background, slowly, to find damage before a reader needs the damaged data.
+# -- The scrub reads all logs slowly in the background, to find damage before a reader needs the damaged data.
 
 PASS_SECONDS = 24 * 3600.0
-"""The least time between the beginnings of two passes over all logs: small logs are not read all the time."""
+"""The least time between the starts of two passes over all logs. So small logs are not read all the time."""
 
 FILE_BYTES = 64 * 1024
-"""Opening a file counts as reading this number of bytes, so that thousands of nearly empty logs are not all read at
-once."""
+"""Opening a file counts as reading this number of bytes. So thousands of nearly empty logs are not all read at once."""
 
 _NEXT_START = "But the next start reads this file, the log's last one, and may find the topic DAMAGED. "
 
 
 class Scrub:
-    """Reads all segments of the open logs, in passes without end. Belongs to the event loop.
+    """Reads all segments of the open logs, in pass after pass. All methods must be called on the event loop.
 
-    In the long run it reads at most `bytes_per_second`, above 0; one read takes one or two megabytes. The segments of a
-    pass are in random order, so that restarts do not always begin with the same ones. Damaged data is read a second
-    time in whole before it is reported. Each place is reported once, in the log at level ERROR and in
-    `EmbeddedLog.damage_found`. `name_of` returns the topic of a log's folder.
+    On average, the scrub reads at most `bytes_per_second`, which is above 0. One read has one or two megabytes. A pass
+    reads the segments in random order, so that a restart does not always begin with the same segments. A segment that
+    seems damaged is read a second time as a whole before damage is reported. Each damaged place is reported once, to
+    the logger at level ERROR and in `EmbeddedLog.damage_found`. `name_of` returns the topic's name for a log's folder.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Scrub:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """End after the present read, which takes a moment."""
+        """Stop the scrub after the current read."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -87,7 +86,7 @@ class Scrub:
             await self._sleep(max(PASS_SECONDS - seconds, 0))
 
     async def run_once(self) -> None:
-        """Make one pass over the segments that exist now."""
+        """Make one pass over the segments that exist at the time of this call."""
         segments = [(incarnation, base) for incarnation, log in self._logs.items() for base in log.base_indexes]
         random.shuffle(segments)
         for incarnation, base_index in segments:
@@ -102,7 +101,8 @@ class Scrub:
                 logger.error("%s: the scrub has failed in the segment of index %d", log.place, base_index, exc_info=e)
 
     async def _look_at(self, log: EmbeddedLog, base_index: int) -> None:
-        """Read a segment, twice if it seems to be damaged. Raises OSError."""
+        """Read a segment. If it seems damaged, read it again, and report the damage found by both reads. Raises
+        OSError."""
         if not (seen := await self._damage_of(log, base_index)):
             return
         again = {damage.offset for damage in await self._damage_of(log, base_index)}
@@ -120,7 +120,7 @@ class Scrub:
         try:
             while (item := await run(self._thread, next, parts, None)) is not None:
                 if isinstance(item, Damage) and len(found) < MAX_PLACES:
-                    # Its record would keep in memory everything that was read with it.
+                    # The record is dropped, because it would keep the whole buffer of the read in memory.
                     found.append(replace(item, record=None))
                 await self._pay()
             await self._pay()
@@ -128,12 +128,12 @@ class Scrub:
             found.append(_whole_file(part, e))
         finally:
             self._thread.submit(parts.close)
-        # Retention may have dropped the segment meanwhile, or the topic was deleted. Missing data is then no damage.
+        # If retention has dropped the segment meanwhile, or the topic was deleted, missing data is not damage.
         return found if log.durable_part(base_index) is not None else []
 
     def _read_from_disk(self, file: int, size: int, offset: int) -> bytes:
-        """Read from the disk itself, not from the system's page cache. The cache does not keep what only the scrub has
-        read."""
+        """Read from the disk itself, not from the system's page cache. Afterwards, drop the data from the page
+        cache."""
         os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
         raw = read_what_can_be(file, size, offset)
         os.posix_fadvise(file, offset, len(raw), os.POSIX_FADV_DONTNEED)
@@ -141,7 +141,7 @@ class Scrub:
         return raw
 
     async def _pay(self) -> None:
-        """Wait as long as the rate requires for the bytes read."""
+        """Wait until the bytes read so far are within the allowed rate."""
         size = self._bytes_read - self._bytes_paid
         self._bytes_paid += size
         await self._sleep(size / self._bytes_per_second)
@@ -189,17 +189,18 @@ T = TypeVar("T")
 
 
 class EmbeddedLogs:
-    """The logs of one folder, which no other process may use. Satisfies `seqdedupe.log.contract.Logs`.
+    """The logs of one folder, which no other process may use. Implements `seqdedupe.log.contract.Logs`.
 
-    - `clock_ms` returns publish times; omitted: the process's clock.
-    - `earliest_ms` returns the time that retention goes by, 0 while it is not known; omitted: the same clock.
-    - `fatal` is called, in a thread, with a reason when the content of the disk is no longer known. It must end the
-      process.
-    - `segment_bytes`: a new segment begins when the last one exceeds this size. Retention drops whole segments.
-    - `tell_journal` receives, in a thread, the value that the next process must pass as `has_journal`. If that is true,
-      a missing journal is damage.
-    - `gives_up_journal`: damage in the journal is passed over.
-    - `known_names` returns, in a thread, the topics and partition counts of logs that are also known elsewhere.
+    - `clock_ms` returns the publish time of new messages. Default: the process's clock.
+    - `earliest_ms` returns the time that retention uses, or 0 while this time is unknown. Default: `clock_ms`.
+    - `fatal` is called, in a thread, with a reason when the content of the disk is no longer known. The function must
+      end the process.
+    - `segment_bytes`: a new segment begins when the last segment has reached this size. Retention drops whole segments.
+    - `tell_journal` is called, in a thread, with the value that the next process must pass as `has_journal`.
+    - `has_journal`: if true, a missing journal is damage.
+    - `gives_up_journal`: if true, damaged parts of the journal are ignored.
+    - `known_names` returns, in a thread, the topics and partition counts of the logs that the store knows, by
+      incarnation.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class EmbeddedLogs:
         self._open: dict[int, EmbeddedLog] = {}
         self._look_for_closed_at = 2
         self._made: set[int] = set()
-        """Logs that are durable and have not been opened since they were made."""
+        """The incarnations of logs that this process has created durably and has not opened yet."""
         self._scrub: Scrub | None = None
         self._tell_journal = tell_journal
         self._replay = JournalReplay(folder, is_expected=has_journal, gives_up=gives_up_journal)
@@ -239,19 +240,19 @@ class EmbeddedLogs:
 
     @property
     def committer(self) -> Committer:
-        """The commit thread. The first access starts it, on the event loop."""
+        """The commit thread. The first access, which must be on the event loop, starts the thread."""
         if self._committer is None:
             self._committer = Committer(self._shared.clock_ms, self._fatal, Journal(self._replay, self._tell_journal))
         return self._committer
 
     @property
     def running_committer(self) -> Committer | None:
-        """The commit thread, if it is running."""
+        """The commit thread; None if it was not started."""
         return self._committer
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
-        """See `Logs.list`. If a log's folder has lost its topic, and it is known elsewhere, the file is written
-        again."""
+        """See `Logs.list`. If a log's folder has lost the topic's name, and the store knows the name, the file is
+        written again."""
         try:
             return await self._in_thread(_names, self._folder, self._replay, self._known_names())
         except OSError as e:
@@ -272,7 +273,7 @@ class EmbeddedLogs:
         return self._folder / str(incarnation)
 
     def arrival(self, incarnation: int) -> log_folder.Arrival:
-        """Return the arrival of a log from another sidecar."""
+        """Return an object that receives a log from another sidecar."""
         return log_folder.Arrival(self._folder, incarnation)
 
     def receiver(self) -> str:
@@ -280,8 +281,8 @@ class EmbeddedLogs:
         return log_folder.receiver(self._folder)
 
     def empty_arrivals(self) -> set[int]:
-        """Remove the large files of logs that were arriving when the process ended. Return their incarnations. Blocks.
-        Raises OSError."""
+        """Remove the segments of logs that were arriving when the previous process ended. Return the incarnations of
+        these logs. Blocks. Raises OSError."""
         folder = self._folder / log_folder.ARRIVING
         coming = incarnations(folder) if folder.is_dir() else []
         for incarnation in coming:
@@ -297,25 +298,26 @@ class EmbeddedLogs:
         return log_folder.moved_to(self.folder_of(incarnation)) is not None
 
     def has_arrived(self, incarnation: int) -> bool:
-        """Return whether the log has arrived from another sidecar that may not know that yet. Raises OSError."""
+        """Return whether the log has arrived from another sidecar, and that sidecar may not know of the arrival yet.
+        Raises OSError."""
         return (self.folder_of(incarnation) / log_folder.ARRIVED_FILE).exists()
 
     def secret_of(self, incarnation: int, known: bytes) -> bytes:
-        """Return the secret of a log; `known` is the store's copy. Blocks. Raises LOG_DAMAGED, OLDER_FORMAT;
-        OSError."""
+        """Return the secret of a log. `known` is the store's copy of the secret. Blocks. Raises LOG_DAMAGED,
+        OLDER_FORMAT; OSError."""
         found = secret_of(self.folder_of(incarnation), known)
         if found.why is not None:
             raise found.why
         return found.secret
 
     def remove_moved(self, incarnation: int) -> None:
-        """Remove the messages of a log that another sidecar has. The record of its new place stays. Blocks. Raises
-        OSError; it can be repeated."""
+        """Remove the messages of a log that another sidecar has. Keep the record of that sidecar. Blocks. Raises
+        OSError; the call can be repeated."""
         self._replay.drop(incarnation)
         log_folder.remove_messages(self.folder_of(incarnation))
 
     async def announce(self, whole: str) -> None:
-        """See `Logs.announce`. No other sidecar shares these logs."""
+        """See `Logs.announce`. Do nothing, because no other sidecar shares these logs."""
 
     async def delete(self, *incarnations: int) -> None:
         """See `Logs.delete`."""
@@ -337,9 +339,9 @@ class EmbeddedLogs:
     ) -> EmbeddedLog:
         """See `Logs.open`. Raises NOT_OWNER if another sidecar has the log, or may have it.
 
-        A crash may leave a torn tail. It is skipped, and counted in the log's `cut_bytes` and `cut_records`. The first
-        `open_for_writing` cuts it, makes the end of the log durable again, and writes a secret that the folder lacks.
-        So a log on a full disk can be opened and read.
+        A crash may leave a torn tail. The tail is skipped, and counted in the log's `cut_bytes` and `cut_records`. The
+        first `open_for_writing` cuts the tail off, makes the end of the log durable again, and writes the secret if the
+        folder lacks it. Opening itself writes none of this, so a log on a full disk can be opened and read.
         """
         folder = self.folder_of(incarnation)
 
@@ -369,16 +371,15 @@ class EmbeddedLogs:
         if len(self._open) >= self._look_for_closed_at:
             for closed in [key for key, log in self._open.items() if log.is_closed]:
                 del self._open[closed]
-            # The next search comes after as many openings as there are logs: a search at each opening would take longer
-            # than the opening.
+            # Search again when the number of entries has doubled: a search at each opening would take longer than the
+            # opening.
             self._look_for_closed_at = 2 * len(self._open) + 1
         self._open[incarnation] = log = EmbeddedLog(self._shared, folder, *opened)
         return log
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Keep retention from removing anything while the block runs; afterwards it goes on. Topics may still be
-        deleted."""
+        """Pause retention while the block runs, and resume it afterwards. Topics may still be deleted."""
         hold = object()
         self._shared.holds.add(hold)
         try:
@@ -392,11 +393,11 @@ class EmbeddedLogs:
                     log.go_on_trimming()
 
     def parts(self) -> "dict[int, Sequence[DurablePart]]":
-        """Return what readers may see of every open log, by incarnation, as of this call."""
+        """Return the parts of every open log that readers may see at the time of this call, by incarnation."""
         return {incarnation: log.parts for incarnation, log in self._open.items() if not log.is_closed}
 
     def scrub(self, bytes_per_second: int) -> None:
-        """Begin to scrub the open logs for damage, until `close`, at most this fast; the rate is above 0."""
+        """Begin to scrub the open logs for damage, until `close`. The rate must be above 0."""
         self._scrub = Scrub(self._open, bytes_per_second, topic_of)
         self._scrub.begin()
 
@@ -413,14 +414,15 @@ class EmbeddedLogs:
 
 
 def create_log(folder: Path, topic: str, secret: bytes, partitions: int = 0) -> None:
-    """Make an empty log in its folder, or complete an unfinished one; durable on return. Raises OSError."""
+    """Create an empty log in its folder, or complete a log whose creation was interrupted. Durable on return. Raises
+    OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     folders = (folder, folder.parent, folder.parent.parent)
-    # On a disk with slow syncs, several concurrent syncs take as long as one.
+    # On a disk with slow syncs, several concurrent syncs take only as long as one sync.
     with ThreadPoolExecutor(len(folders), "seqdedupe-create") as threads:
         if not base_indexes(folder):
             write_all_synced(folder, {SECRET_FILE: secret, TOPIC_FILE: _saying(topic, partitions)}, threads)
-            # Last: a log with a segment has everything that it needs.
+            # The segment is created last. So a log that has a segment also has all other files.
             os.close(os.open(segment_path(folder, 0), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
         list(threads.map(sync_folder, folders))
 
@@ -429,13 +431,14 @@ def _names(folder: Path, replay: JournalReplay, known: Mapping[int, tuple[str, i
     if not folder.exists():
         return []
     unfinished = set[int]()
-    with suppress(OSError):  # opening a log fails in the same way, and is retried
+    with suppress(OSError):  # opening a log raises the same error, and is retried
         unfinished = replay.left()
     return [_name(folder, incarnation, incarnation in unfinished, known) for incarnation in incarnations(folder)]
 
 
 def _name(folder: Path, incarnation: int, is_unfinished: bool, known: Mapping[int, tuple[str, int]]) -> LogName:
-    """Return the name of one log. A log that cannot be read does not block the others."""
+    """Return the name of one log. If the name cannot be read, return the error in `why`, so that the other logs are
+    still listed."""
     path = folder / str(incarnation) / TOPIC_FILE
     topic: str | None = None
     partitions = 0
@@ -445,7 +448,7 @@ def _name(folder: Path, incarnation: int, is_unfinished: bool, known: Mapping[in
     except DamagedError as e:
         why = e
     except OSError as e:
-        # The file is not written again: the disk may only fail for a moment, and there might be two files then.
+        # Do not write the file again: the failure of the disk may be temporary.
         return LogName(incarnation, None, is_unfinished=is_unfinished, why=_without_name(path, unreadable(path, e)))
     if topic is None and incarnation in known:
         topic, partitions = known[incarnation]
@@ -459,7 +462,7 @@ def _name(folder: Path, incarnation: int, is_unfinished: bool, known: Mapping[in
 
 
 def _without_name(path: Path, why: SeqdedupeError) -> SeqdedupeError:
-    """Return the error for a name that the store does not know either."""
+    """Return the error for a log whose name the store does not know either."""
     log, logs = path.parent, path.parent.parent
     hint = (
         "The sidecar does not start, and nothing was changed. Put the file back from a backup; or set this log aside, "
@@ -479,12 +482,13 @@ def incarnations(folder: Path) -> list[int]:
 
 
 def topic_of(folder: Path) -> str | None:
-    """Return the topic's name from a log's folder; None if it has no name yet. Raises LOG_DAMAGED; OSError."""
+    """Return the topic's name from a log's folder; None if the folder has no name. Raises LOG_DAMAGED; OSError."""
     return said_by(folder)[0]
 
 
 def said_by(folder: Path) -> tuple[str | None, int]:
-    """Return `topic_of`, and the number of partitions if the topic is a partition, else 0."""
+    """Return the result of `topic_of`, and the number of partitions if the topic is a partition, else 0. Raises
+    LOG_DAMAGED; OSError."""
     path = folder / TOPIC_FILE
     try:
         raw = path.read_bytes()

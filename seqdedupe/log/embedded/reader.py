@@ -1,4 +1,4 @@
-"""Reading one topic's log: the durable data in its segment files."""
+"""Read one topic's log: the durable data in its segment files."""
 
 import asyncio
 import errno
@@ -43,64 +43,69 @@ from seqdedupe.log.embedded.tail import look_past
 from seqdedupe.message_id import MessageId
 from seqdedupe.tasks import retrieve
 
-# -- Segments that were written while the clock was ahead: their age, without any clock that can be wrong.
+# -- The age of segments that were written while the clock was wrong, determined without a clock that can be wrong.
 #
-# The publish times in such a segment lie in the future. So do those of all later messages, since publish times never
-# fall. So the age of the segment counts from the first look that found it. It is the time that processes have run since
-# then, by the steady clock, which never jumps. The time between two processes does not count. So a segment may be taken
-# for younger than it is, never for older. The modification time of the file is not used: if the clock was behind, it is
-# too early, and new messages would be removed.
+# If a segment was written while the clock was ahead, its publish times are in the future. The publish times of all
+# later messages are in the future too, because publish times never decrease. So the age of such a segment is counted
+# from the time when the segment was first found. The age is the time for which processes have run since then, by the
+# steady clock, which never jumps. The time between two processes does not count. So the counted age may be lower than
+# the real age, but never higher. The modification time of the file is not used: if the clock was behind, that time is
+# too early, and retention would remove new messages.
 #
-# A segment that was written while the clock was behind would be removed as soon as the clock is right. The process that
-# made the segment knows its age, and finds it while it runs. Such a segment counts in the same way.
+# If a segment was written while the clock was behind, retention would remove the segment as soon as the clock is right.
+# The process that made the segment knows the segment's age, and finds the segment while that process runs. The age of
+# such a segment is counted in the same way.
 
 logger = logging.getLogger("seqdedupe.log")
 
 AHEAD_FILE = "ahead"
 BEHIND_FILE = "behind"
 AHEAD_MS = 60 * 60 * 1000
-"""A segment was written by a wrong clock if its first publish time is further ahead of the trusted time than this."""
+"""A segment was written with a wrong clock if its first publish time differs from the expected time by more than
+this."""
 
 _VERSION = 1
 _SAVE_MS = 60_000
-"""The most counted time that is lost when a process ends, in addition to the time since its last look."""
+"""When a process ends, the time since its last look is lost, and at most this much of the time counted before."""
 
 
 class Ahead:
-    """The time for which such segments of one log have been seen. `look` blocks, and is called by one thread at a
-    time."""
+    """The counted ages of the segments of one log that were written with a wrong clock. `look` blocks. Only one thread
+    at a time may call `look`."""
 
     def __init__(self, folder: Path, name: str = AHEAD_FILE) -> None:
         self._path = folder / name
         self._ran_ms = self._saved_ms = 0
-        """How long processes have run since the first segment was seen, and the part of it that the file records."""
+        """The time for which processes have run since the first segment was found, and the part of this time that the
+        file records."""
         self._seen_ms: dict[int, int] = {}
-        """When each segment was first seen, in that time, by the segment's first index."""
+        """The value of `_ran_ms` when each segment was first found, by the segment's first index."""
         self._looked_ms: int | None = None
-        """When this process last looked, by the steady clock."""
+        """The time of this process's last look, by the steady clock; None before the first look."""
 
     def age_ms(self, base_index: int) -> int:
-        """Return the minimum age of a segment."""
+        """Return the counted age of a segment, which is at most its real age; 0 if the segment was not found."""
         seen_ms = self._seen_ms.get(base_index)
         return 0 if seen_ms is None else self._ran_ms - seen_ms
 
     @property
     def is_empty(self) -> bool:
-        """Whether no such segment is known from the looks of this process."""
+        """Whether the looks of this process have found or loaded no such segment."""
         return not self._seen_ms
 
     @property
     def has_looked(self) -> bool:
-        """Whether the findings of earlier processes have been loaded."""
+        """Whether the first `look` has loaded the findings of earlier processes."""
         return self._looked_ms is not None
 
     def __contains__(self, base_index: int) -> bool:
         return base_index in self._seen_ms
 
     def look(self, ahead: Sequence[int], there: Set[int]) -> list[int]:
-        """Record which of the existing segments lie ahead. Return those that were not known yet.
+        """Record the segments `ahead`, which were written with a wrong clock, and forget segments that are not in
+        `there`. Return the newly found segments.
 
-        Without the file, or with a damaged one, all segments count from now again.
+        If the file is missing or damaged, the ages of all segments are counted from now.
         """
         now_ms = steady_ms()
         if self._looked_ms is None:
@@ -137,7 +142,7 @@ class Ahead:
             os.rename(new, self._path)
             self._saved_ms = self._ran_ms
         except OSError as e:
-            # The write is retried. Until it succeeds, a new process counts the segments from the beginning.
+            # The next look retries the write. Until a write succeeds, a new process counts the ages from 0.
             logger.warning("%s cannot be written: %s", self._path, e)
             self._saved_ms = -_SAVE_MS
 
@@ -146,32 +151,35 @@ def steady_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
-# -- Reading ahead: the records that a thread has read and checked in one step are returned in several slices. With the
-# last slice the next step has begun.
+# -- Reading ahead: a thread reads and checks many records in one step, and the reader returns these records in several
+# slices. When the last slice is returned, the next step has already begun.
 
 WINDOW_BYTES = 1024 * 1024
-"""The size of one read for a reader that continues where it was."""
+"""The size of one read for a reader that continues where its last read ended."""
 
 INLINE_BESIDE_PUBLISHERS_BYTES = 256 * 1024
-"""The most that the event loop itself reads while it is busy with publishing. A thread reads more than that, and reads
-ahead.
+"""The most bytes that the event loop itself reads at once while it is busy with publishing. Larger reads, and reads
+ahead, are done in a thread.
 
-A lone reader gets more per second if the loop reads: the data is then still in the processor's cache when it is sent.
+Without publishing, reading on the event loop has a higher throughput: the data is still in the processor's cache when
+it is sent.
 """
 
 PUBLISHING_SECONDS = 0.1
-"""For this time after a commit, publishers are expected to need the event loop again."""
+"""For this time after a commit, the event loop counts as busy with publishing."""
 
 MAX_WINDOWS = 16
 MAX_WINDOWS_BYTES = 16 * 1024 * 1024
-"""The most windows and bytes kept for all readers of a sidecar. The least recently used window goes first."""
+"""The most windows, and the most bytes of windows, kept for all readers of a sidecar. The least recently used window is
+dropped first."""
 
 
 class Window:
-    """Checked records of one segment, from the piece's record `first` on, and how far they have been returned.
+    """Checked records of one segment, beginning with the record number `first` of a piece. The window tracks which
+    records have been returned.
 
-    `goes_on`: the window is for a reader that has had the window before it. With more readers than windows there is
-    none.
+    `goes_on`: the reader has also read the previous window. If there are more readers than windows, previous windows
+    are lost, and this is false.
     """
 
     def __init__(self, segment: Segment, piece: SegmentPiece, first: int, *, goes_on: bool) -> None:
@@ -179,12 +187,12 @@ class Window:
         self.segment = segment
         self.goes_on = goes_on
         self.end = piece.end
-        """The place in the file where reading continues."""
+        """The offset in the file at which reading continues after this window."""
         self._end_index = piece.next_index(segment.base_index)
         table = table[table[:, COUNT] > 0]
         self._raw = piece.raw
         self._starts, self._ends, self._bases = table[:, START].copy(), table[:, END].copy(), table[:, BASE].copy()
-        # Markers are not in the table: a slice ends where one stands.
+        # Markers are not in the table. A slice ends before a marker.
         self._gaps = np.append(np.flatnonzero(self._starts[1:] != self._ends[:-1]) + 1, len(table))
         self._next = 0
         self._following: asyncio.Future[SegmentPiece] | None = None
@@ -209,8 +217,8 @@ class Window:
         return len(self._raw)
 
     def cut(self, stop_index: int, max_bytes: int) -> memoryview:
-        """Return the next slice: whole records below `stop_index`, at least one, and at most `max_bytes` if there are
-        several."""
+        """Return the next slice: complete records below `stop_index`. The slice has at least one record. With several
+        records, it has at most `max_bytes`."""
         i = self._next
         start = int(self._starts[i])
         j = min(
@@ -221,18 +229,19 @@ class Window:
         self._next = max(j, i + 1)
         found = memoryview(self._raw)[start : int(self._ends[self._next - 1])]
         if self.is_empty:
-            # The caller of the last slice holds the bytes, and the next window needs the room.
+            # Release the buffer: the caller still holds the bytes of the last slice, and the next window needs the
+            # memory.
             self._raw = b""
         return found
 
     def read_ahead(self, following: asyncio.Future[SegmentPiece]) -> None:
-        """Set the running read of the piece after this window."""
+        """Store the running read of the piece that follows this window."""
         following.add_done_callback(retrieve)
         self._following = following
 
     async def take_ahead(self) -> SegmentPiece | None:
-        """Return the piece that was read ahead. None if there is none or the read failed: the next read then raises the
-        reason."""
+        """Return the piece that was read ahead. Return None if no piece was read ahead, or if that read failed; the
+        next read then raises the reason."""
         following, self._following = self._following, None
         try:
             return None if following is None else await following
@@ -246,11 +255,12 @@ class Window:
 
 
 class ReadAhead:
-    """The windows of all readers. The key is the log, as it was opened, and the index at which the reader continues."""
+    """The windows of all readers. The key of a window is the reader object of the opened log, and the index at which
+    the reader continues."""
 
     def __init__(self) -> None:
         self.written_at = 0.0
-        """The time of the last commit, by the monotonic clock."""
+        """The time of the last commit, on the monotonic clock."""
         self._windows: OrderedDict[tuple[object, int], Window] = OrderedDict()
 
     @property
@@ -278,17 +288,18 @@ class ReadAhead:
 
 
 LOOK_BYTES = 2 * POINT_INTERVAL_BYTES
-"""The size of the first read for one record. If the record's approximate place is known, the record is in it, unless it
-is large."""
+"""The size of the first read that looks for one record. If the sparse index covers the record, this read contains the
+record, unless the record is large."""
 
 ANYWHERE = 2**63 - 1
-"""The value of `past` for passing over damage no matter where it ends."""
+"""The value of `past` with which damage is always skipped, no matter where it ends."""
 
 T = TypeVar("T")
 
 
 class SegmentReader:
-    """The segments of one log. The last one grows. Belongs to the event loop; long reads are done in `threads`."""
+    """The segments of one log. The last segment grows. All methods must be called on the event loop; long reads are
+    done in `threads`."""
 
     def __init__(
         self,
@@ -309,18 +320,18 @@ class SegmentReader:
 
     @property
     def first_index(self) -> int:
-        """The index of the first message left."""
+        """The index of the first message that is still stored."""
         return self.segments[0].base_index
 
     def close(self) -> None:
-        """Close the reader: no read follows."""
+        """Close the reader. No read may follow."""
         self._ahead.forget(self)
 
     async def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
-        """See `Log.replay`. The next read runs in a thread while the caller works on the last result."""
+        """See `Log.replay`. While the caller works on a result, a thread already reads the next one."""
         self.check_is_there(from_index)
         at_end = from_index == self.next_index
-        # Markers after the last message may be at the end of its segment and in the next one.
+        # Markers after the last message may be at the end of the last message's segment and in the next segment.
         first = self._place_of(from_index - 1 if at_end else from_index)
         steps = self._steps([(segment, segment.end) for segment in self.segments[first:]], from_index)
 
@@ -378,16 +389,18 @@ class SegmentReader:
         return found
 
     def _read_ahead(self, window: Window, size: int) -> None:
-        """Have a thread read the piece after a window while the last slice is being sent, unless the rest is small."""
+        """Have a thread read the piece after a window while the window's last slice is being sent, unless the rest of
+        the segment is small."""
         segment, index = window.segment, window.next_index
         if segment.end - window.end > INLINE_BESIDE_PUBLISHERS_BYTES:
             run = asyncio.get_running_loop().run_in_executor
-            # A larger record is read when there is room for it.
+            # `most_bytes` is `size`: a larger record is not read ahead, but when the reader has room for it.
             ahead = run(self._threads, segment.read, window.end, segment.end, index, size, index, size)
             window.read_ahead(ahead)
 
     async def _window(self, from_index: int, max_bytes: int, most_bytes: int, before: Window | None) -> Window:
-        """Return checked records from the record that holds the index; many for a reader that has finished a window."""
+        """Return checked records, beginning with the record that contains the index. For a reader that has finished the
+        window `before`, return many records."""
         if before is not None and (ahead := await before.take_ahead()) is not None:
             before.segment.learn(ahead)
             hits = np.flatnonzero(_holds(from_index)(ahead))
@@ -398,7 +411,7 @@ class SegmentReader:
         segment = self.segments[self._place_of(from_index)]
         size = max_bytes + POINT_INTERVAL_BYTES if before is None else max(max_bytes, WINDOW_BYTES)
         if max_bytes < most_bytes < ANY_BYTES:
-            # An earlier read found a record of this size.
+            # An earlier read has found a record of `most_bytes`.
             size = max(size, most_bytes)
         offset, index = segment.before_index(from_index)
         if before is not None and before.segment is segment:
@@ -449,7 +462,8 @@ class SegmentReader:
         if not low:
             return min(segments[0].base_index, stop_index)
         segment = segments[low - 1]
-        # A damaged place counts as published at the same time as the next record: no reader skips it.
+        # A damaged place is treated as published at the same time as the next record, so that no reader skips the
+        # damage unnoticed.
         offset, older = segment.before_time(publish_time_ms)
         size = LOOK_BYTES
         while (piece := await self._piece(segment, offset, older, size, past=ANYWHERE)) is not None:
@@ -466,7 +480,7 @@ class SegmentReader:
         segments = self.segments[self._place_of(from_index) :]
         offset, index = segments[0].before_index(from_index)
         found = await self._find(segments[0], offset, index, _holds(from_index), past=ANYWHERE)
-        # Damaged records there count as no bytes.
+        # If the rest of the segment is damaged, it counts as having no bytes.
         start = segments[0].end if found is None else found[0].offset + int(found[0].table[found[1], START])
         goal = start + size_bytes
         for segment in segments:
@@ -485,16 +499,17 @@ class SegmentReader:
         return min(max(int(piece.table[i, BASE] + piece.table[i, COUNT]), from_index + 1), stop_index)
 
     async def begins_before(self, segment: Segment, publish_time_ms: int) -> bool:
-        """Return whether the first readable record, from the beginning of a segment on, was published before that time.
+        """Return whether the first readable record at or after the beginning of a segment was published before that
+        time.
 
-        Return False if there is none.
+        Return False if there is no such record.
         """
         began_ms = await self.began_ms(segment)
         return began_ms is not None and began_ms < publish_time_ms
 
     async def began_ms(self, segment: Segment) -> int | None:
-        """Return the publish time of the first readable record from the beginning of a segment on; None if there is
-        none. A segment without readable records is read once."""
+        """Return the publish time of the first readable record at or after the beginning of a segment. Return None if
+        there is no such record. A segment without readable records is read only once."""
         for one in self.segments[self._place_of(segment.base_index) :]:
             if not one.points and one.indexed_end < one.end:
                 await self._piece(one, 0, one.base_index, POINT_INTERVAL_BYTES, past=ANYWHERE)
@@ -503,8 +518,8 @@ class SegmentReader:
         return None
 
     async def message_bytes(self, segment: Segment) -> int:
-        """Return the bytes of a segment without its control records and markers. A segment not yet read since the log
-        was opened is read once."""
+        """Return the size of a segment without its control records and markers, in bytes. A segment that was not read
+        since the log was opened is read once."""
         offset, index = segment.before_offset(segment.indexed_end)
         while segment.indexed_end < segment.end:
             if (piece := await self._piece(segment, offset, index, SCAN_BYTES, past=ANYWHERE)) is None:
@@ -524,10 +539,10 @@ class SegmentReader:
         payloads_from: int | None = None,
         most_bytes: int = ANY_BYTES,
     ) -> tuple[SegmentPiece, int] | None:
-        """Return the first wanted record of a segment from an offset on: the piece that was read, and the record's
-        place in it.
+        """Return the first wanted record at or after an offset of a segment: the piece that was read, and the record's
+        number in that piece. Return None if there is none.
 
-        Damage is passed over if it ends at or before the index `past`.
+        Damage is skipped if it ends at or before the index `past`. Other damage raises.
         """
         while True:
             piece = await self._piece(segment, offset, index, size, payloads_from, most_bytes, past=past)
@@ -550,7 +565,8 @@ class SegmentReader:
         *,
         past: int,
     ) -> SegmentPiece | None:
-        """Return the next piece of a segment from an offset on; None at its end."""
+        """Return the next piece of a segment at or after an offset; None at the segment's end. Damage is handled as in
+        `_find`."""
         while offset < segment.end:
             end = segment.end
             try:
@@ -578,7 +594,8 @@ class SegmentReader:
         payloads_from: int | None = None,
         most_bytes: int = ANY_BYTES,
     ) -> SegmentPiece:
-        """Return a checked piece of a segment. Raises if it is damaged or has been trimmed."""
+        """Return a checked piece of a segment. Raises LOG_DAMAGED or NEWER_FORMAT if the segment is damaged there,
+        POSITION_TRIMMED if it has been trimmed, and the other errors of `Segment.read`."""
         self.check_is_there(segment.base_index)
         piece = None
         if not self._ahead.is_beside_publishers or min(size, end - offset) <= INLINE_BESIDE_PUBLISHERS_BYTES:
@@ -589,7 +606,7 @@ class SegmentReader:
         return piece
 
     async def _in_thread(self, segment: Segment, read: Callable[..., T], *arguments: Any) -> T:
-        """Call a read of a segment in a thread. If it finds damage, read once more, from the disk itself."""
+        """Call a read of a segment in a thread. If the read finds damage, read once more, from the disk itself."""
         run = asyncio.get_running_loop().run_in_executor
         self.check_is_there(segment.base_index)
         try:
@@ -605,7 +622,7 @@ class SegmentReader:
             raise damaged(segment.path, arguments[0], "the file is missing") from e
 
     def _place_of(self, index: int) -> int:
-        """Return the position of the segment that holds an index, or would hold it."""
+        """Return the position in `segments` of the segment that contains the index, or would contain it."""
         return max(0, bisect_right(self.segments, index, key=lambda segment: segment.base_index) - 1)
 
     def index_after(self, segment: Segment) -> int:
@@ -627,7 +644,7 @@ class SegmentReader:
 
 
 class IndexRuns(Sequence[Runs]):
-    """The message IDs of entries of the embedded log. They follow from the indexes, and are made on access."""
+    """The message IDs of entries of the embedded log. They are computed from the indexes on access."""
 
     def __init__(self, incarnation: int, table: Int64s) -> None:
         self._incarnation = incarnation
@@ -659,25 +676,27 @@ def _trimmed(index: int, first_index: int) -> SeqdedupeError:
 
 
 def _may_be_damage(e: SeqdedupeError) -> bool:
-    """Return whether the error may mean that a record is damaged, or is in an unreadable part of the disk."""
+    """Return whether the error may mean that a record is damaged, or that the disk cannot read the record."""
     if e.reason == "LOG_UNREADABLE":
         return isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EIO
     return e.reason == "LOG_DAMAGED"
 
 
 def _holds(index: int) -> Callable[[SegmentPiece], np.ndarray]:
-    """Return a condition for the record that holds a message."""
+    """Return a function that tells, for each record of a piece, whether the record ends after the index. The first such
+    record contains the message."""
     return lambda piece: piece.table[:, BASE] + piece.table[:, COUNT] > index
 
 
 def _read_from_memory(
     segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None, most_bytes: int
 ) -> SegmentPiece | None:
-    """Return a small piece, or None if it is not in memory. A hop to a thread would cost more than this."""
+    """Return a small piece that the system has in memory; else None. Handing the read to a thread would cost more than
+    this read."""
     if size >= CHUNK_BYTES:
         return None
     try:
         return segment.read(offset, end, index, min(size, INLINE_BYTES), payloads_from, most_bytes, read_from_memory)
     except (NotInMemoryError, FileNotFoundError, SeqdedupeError):
-        # A thread repeats the read, and finds what is wrong.
+        # The caller repeats the read in a thread, which raises the actual error.
         return None

@@ -1,8 +1,9 @@
-"""The rule when a log may be opened for writing: its disk has room, and after a refused write a trial has succeeded.
+"""Decide when a log may be opened for writing: its disk must have room, and after a refused write a trial must have
+succeeded.
 
-Opening writes little, and fits where no batch does. Without a trial, a topic on a full disk would serve, refuse, and
-serve again, with a new marker each time. A full quota and a file system that has become read-only count like a full
-disk.
+Opening writes so little that it succeeds where no batch fits. Without the trial, a topic on a full disk would
+repeatedly open, refuse a write, and open again, with a new marker each time. A full quota and a file system that has
+become read-only are handled like a full disk.
 """
 
 import os
@@ -14,41 +15,42 @@ from seqdedupe.files import write_all
 from seqdedupe.log.embedded.segment import MAX_RECORD_BYTES
 
 LARGEST_BYTES = MAX_RECORD_BYTES
-"""The largest batch as it is stored."""
+"""The size of the largest batch in the log."""
 
 SHARE_BYTES = 2 * LARGEST_BYTES
-"""The room that a topic needs before its log is opened for writing."""
+"""The free space that the disk must have before a topic's log is opened for writing."""
 
 TRIAL_SECONDS = 5.0
-"""The least time from the end of a trial to the next one."""
+"""The least time from the end of a trial to the start of the next trial."""
 
 _MIB = 1024 * 1024
 _BLOCK_BYTES = _MIB
 
 
 class Room:
-    """The free space of the file system of a folder of logs. Belongs to the commit thread: no log is written meanwhile.
+    """The free space of the file system of a folder of logs. Only the commit thread may use this object. So no log is
+    written during a trial.
 
-    All logs of the folder share one trial. The space that is free after it is shared out: SHARE_BYTES for each log that
-    is opened. The others wait for the next trial, which looks at the free space again.
+    All logs of the folder share one trial. The space that is free after the trial is divided into shares of
+    SHARE_BYTES, one for each log that is opened. Logs without a share wait for the next trial.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._shares = 0
-        """The number of logs that may still be opened after the last trial."""
+        """The number of shares that are left from the last trial."""
         self._why = ""
         """Why the last trial failed; empty if it succeeded."""
         self._next_trial = time.monotonic()
 
     def refused(self) -> None:
-        """Record that a write was refused: the result of the last trial is no longer valid."""
+        """Record that a write was refused. The shares of the last trial are then no longer valid."""
         self._shares = 0
 
     def why_not(self, *, was_refused: bool) -> str:
-        """Return why a log may not be opened for writing now; empty if it may.
+        """Return the reason why a log may not be opened for writing now; empty if it may be opened.
 
-        A log whose last write `was_refused` takes a share of the room. Any other log only needs free space.
+        A log whose last write `was_refused` uses up one share. Any other log only needs SHARE_BYTES of free space.
         """
         if (why := self._why_no_share()) or not was_refused:
             return why
@@ -72,9 +74,9 @@ class Room:
         return f"the disk of {self._folder} has {there:.1f} MiB free: a topic needs {needed:.1f} MiB to be written"
 
     def _why_trial_fails(self) -> str:
-        """Write the largest batch to an unnamed file, which leaves nothing, and measure the free space. Return why that
-        failed."""
-        # Random bytes: no file system can compress them.
+        """Write LARGEST_BYTES to a temporary file, which is then removed, and measure the free space. Return the reason
+        of a failure; empty if the trial succeeded."""
+        # Use random bytes, because a file system cannot compress them.
         block = os.urandom(_BLOCK_BYTES)
         try:
             with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:

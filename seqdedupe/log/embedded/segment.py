@@ -1,4 +1,4 @@
-"""One segment file: reading and checking its records, and a sparse index of their places."""
+"""One segment file: read and check its records, and keep a sparse index of their offsets."""
 
 import os
 import threading
@@ -31,17 +31,18 @@ SUFFIX = ".log"
 MAX_RECORD_BYTES = HEADER_BYTES + MAX_BATCH_BYTES
 
 CHUNK_BYTES = MAX_RECORD_BYTES
-"""The size of one read that must hold a whole record of any size."""
+"""The size of a read that must contain a complete record, even a record of the largest size."""
 
 SCAN_BYTES = 2 * 1024 * 1024
-"""The size of one read in a scan of whole segments, if a record fits: small enough to stay in the processor's cache."""
+"""The size of one read in a scan of whole segments, unless a record is larger. The data of such a read stays in the
+processor's cache."""
 
 POINT_INTERVAL_BYTES = 64 * 1024
 """The least distance between two points of the sparse index."""
 
 INLINE_BYTES = 1024 * 1024
-"""The most that the event loop itself reads and checks at once, if the system has it in memory: a quarter of a
-millisecond."""
+"""The most bytes that the event loop itself reads and checks at once, if the system has them in memory. This takes a
+quarter of a millisecond."""
 
 _TABLE_RECORDS = 2048
 _COLUMNS = [RECORD_START, RECORD_END, BASE_INDEX, ROWS, PUBLISH_TIME_MS, SYNCED_OFFSET, OWNERSHIP]
@@ -59,11 +60,11 @@ class LogIdentity(NamedTuple):
 
     incarnation: int
     key: Int64s
-    """The key of the tags of its headers."""
+    """The key of the tags in the log's headers."""
 
 
 class SegmentPoint(NamedTuple):
-    """The place where a record begins."""
+    """The index, offset and publish time of a record, as an entry of the sparse index."""
 
     base_index: int
     offset: int
@@ -72,28 +73,29 @@ class SegmentPoint(NamedTuple):
 
 @dataclass(slots=True)
 class SegmentPiece:
-    """Whole intact records, one after the other in a file, and the reason why there are no more."""
+    """Complete intact records, one after the other in a file, and the reason why the piece ends after them."""
 
     offset: int
-    """The place in the file where `raw` begins."""
+    """The offset in the file at which `raw` begins."""
 
     raw: bytes | memoryview
     table: np.ndarray
-    """A row for each record: START and END within `raw`, BASE (index), COUNT (rows), TIME_MS, SYNCED, OWNER."""
+    """A row for each record, with the columns START and END (within `raw`), BASE (index), COUNT (rows), TIME_MS,
+    SYNCED, OWNER."""
 
     size: int
-    """The number of bytes of `raw` that the records take."""
+    """The number of bytes of `raw` that belong to the records."""
 
     why: int
     """`records.END` if the file or the read ends there, else the reason that stopped the scan."""
 
     @property
     def end(self) -> int:
-        """The place in the file where the records end."""
+        """The offset in the file at which the records end."""
         return self.offset + self.size
 
     def next_index(self, before: int) -> int:
-        """Return the index after the records, if the index before them is `before`."""
+        """Return the index after the records; `before` if there are no records."""
         return int(self.table[-1, BASE] + self.table[-1, COUNT]) if len(self.table) else before
 
 
@@ -105,9 +107,10 @@ def scan_bytes(
     payloads_from: int | None,
     ownership: int = 0,
 ) -> tuple[np.ndarray, int, int]:
-    """Return the records of a buffer as a piece's table, the number of bytes they take, and why there are no more."""
+    """Return the records of a buffer as the table of a piece, the number of bytes of these records, and the reason why
+    the scan ended."""
     if not hasattr(_scratch, "table"):
-        # One per thread: fresh memory of this size costs more than the scan.
+        # The table is kept per thread, because allocating memory of this size costs more than the scan.
         _scratch.table = records.new_table(_TABLE_RECORDS)
     places, result = _scratch.table, records.new_result(ownership)
     whole = np.frombuffer(raw, np.uint8)
@@ -145,11 +148,12 @@ def read_piece(
     most_bytes: int = ANY_BYTES,
     read: Read = os.pread,
 ) -> SegmentPiece:
-    """Return the records from an offset of an open file on: about `size` bytes, at least one record, none beyond `end`.
+    """Return the records of an open file that begin at an offset: about `size` bytes, and at least one record. No
+    record ends after `end`. If the first record is not intact, the piece is empty.
 
-    `next_index` is the index that the first record must have; -1 accepts any. `ownership` is the ownership of the
-    record before it; 0 accepts any. Payloads are checked from the index `payloads_from` on. Raises `LargerRecordError`
-    if the first record has more than `most_bytes`.
+    `next_index` is the index that the first record must have; -1 accepts every index. `ownership` is the ownership of
+    the record before the first one; 0 accepts every ownership. Payloads are checked from the index `payloads_from` on;
+    None checks no payloads. Raises `LargerRecordError` if the first record has more than `most_bytes`.
     """
     raw = read(file, min(size, end - offset), offset)
     table, taken, why = scan_bytes(raw, identity, offset, next_index, payloads_from, ownership)
@@ -175,19 +179,20 @@ class NotInMemoryError(OSError):
 
 
 class SegmentStep(NamedTuple):
-    """Entries for a replay, found with one read."""
+    """The entries for a replay that one read has found."""
 
     parts: list[tuple[bytes, Int64s]]
-    """Buffers, each with the place rows of whole records in it: at most REPLAY_STEP_ENTRIES."""
+    """Buffers, each with the place rows of the complete records in the buffer, at most REPLAY_STEP_ENTRIES rows per
+    buffer."""
 
     end: int
-    """The place in the file where the records end."""
+    """The offset in the file at which the records end."""
 
     next_index: int
-    """The index after them."""
+    """The index after the records."""
 
     ownership: int
-    """The ownership of the last one."""
+    """The ownership of the last record."""
 
     why: int
     """`records.END` if the file or the read ends there, else the reason that stopped the scan."""
@@ -203,8 +208,8 @@ def read_step(
     size: int = SCAN_BYTES,
     read: Callable[[int, int, int], bytes] | None = None,
 ) -> SegmentStep:
-    """Return the entries from an offset of an open file on: about `size` bytes, at least one entry, none beyond
-    `end`."""
+    """Return the entries of an open file that begin at an offset: about `size` bytes, and at least one entry. No entry
+    ends after `end`. If the first entry is not intact, the step is empty."""
     raw = (read or os.pread)(file, min(size, end - offset), offset)
     if not hasattr(_scratch, "entries"):
         _scratch.entries = records.new_table(REPLAY_STEP_ENTRIES)
@@ -228,9 +233,10 @@ def read_step(
 
 
 def read_from_memory(file: int, size: int, offset: int) -> memoryview:
-    """Read like `os.pread`, but only data that the system holds in memory, so that it never waits for the disk.
+    """Read like `os.pread`, but only data that the system has in memory. So the read never waits for the disk.
 
-    Raises NotInMemoryError, also for more than INLINE_BYTES, and where the system or the file system cannot tell.
+    Raises NotInMemoryError if the data is not in memory, for more than INLINE_BYTES, and if the system or the file
+    system does not support such reads.
     """
     if size > INLINE_BYTES:
         raise NotInMemoryError
@@ -244,7 +250,7 @@ def read_from_memory(file: int, size: int, offset: int) -> memoryview:
 
 
 def unreadable(path: Path, e: OSError) -> SeqdedupeError:
-    """Return the error for a file that cannot be read now."""
+    """Return the error LOG_UNREADABLE for a file that cannot be read at the moment."""
     return error("LOG_UNREADABLE", f"{path} cannot be read: {e}", file=path)
 
 
@@ -284,14 +290,15 @@ WHAT_STANDS_THERE = {
 
 
 def segment_path(folder: Path, base_index: int) -> Path:
-    """Return the file of the segment that begins with the message of this index."""
+    """Return the path of the segment whose first message has this index."""
     return folder / f"{base_index:020d}{SUFFIX}"
 
 
 class Segment:
-    """A segment file as readers see it: up to `end`, the end of the durable data.
+    """A segment file up to `end`, the end of the durable data. Readers see no data after `end`.
 
-    Belongs to the event loop: only `read` and `read_step` are called in other threads.
+    Only the event loop may use a segment, except that other threads may call `read`, `read_step`, `opened` and
+    `forget_pages`.
     """
 
     def __init__(self, folder: Path, identity: LogIdentity, base_index: int, end: int) -> None:
@@ -301,11 +308,12 @@ class Segment:
         self.end = end
         self.points: list[SegmentPoint] = []
         self.indexed_end = 0
-        """The file was scanned, and `points` are complete, up to this place."""
+        """The offset up to which the file was scanned and `points` is complete."""
         self.control_bytes = 0
-        """The bytes of control records and markers in that part."""
+        """The number of bytes of control records and markers before `indexed_end`."""
         self.made_ms: int | None = None
-        """When this process made the file, or opened it without a message, by the steady clock."""
+        """The time, on the steady clock, at which this process made the file or opened a log without messages; else
+        None."""
 
     def read(
         self,
@@ -317,7 +325,7 @@ class Segment:
         most_bytes: int = ANY_BYTES,
         read: Read = os.pread,
     ) -> SegmentPiece:
-        """Call `read_piece` for this file, in any thread. The piece ends before damage.
+        """Call `read_piece` for this file. Any thread may call this method. The piece ends before damage.
 
         Raises LOG_DAMAGED or NEWER_FORMAT if the first record is not intact; LOG_UNREADABLE; FileNotFoundError if
         retention has removed the file; NotInMemoryError if `read` raises it; and the errors of `read_piece`.
@@ -332,7 +340,8 @@ class Segment:
         return piece
 
     def read_step(self, offset: int, end: int, next_index: int, ownership: int) -> SegmentStep:
-        """Call `read_step` for this file. The step ends before damage. Raises as `read`."""
+        """Call `read_step` for this file. Any thread may call this method. The step ends before damage. Raises the
+        errors of `read`."""
         with self.opened() as file:
             step = read_step(file, self.identity, offset, end, next_index, ownership)
         if not step.parts:
@@ -340,11 +349,11 @@ class Segment:
         return step
 
     def _damaged(self, offset: int, why: int) -> SeqdedupeError:
-        # An open log is of this version: a record that looks like an earlier one has a changed byte.
+        # An open log has this format version. So a record that seems to have an earlier version has a changed byte.
         return damaged(self.path, offset, WHAT_STANDS_THERE[why], records.DAMAGED if why == records.OLDER else why)
 
     def forget_pages(self) -> None:
-        """Have the system read the file from the disk the next time, if it can."""
+        """Ask the system to drop the file from its page cache, so that the next read comes from the disk."""
         with self.opened() as file:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -363,7 +372,7 @@ class Segment:
             raise unreadable(self.path, e) from e
 
     def learn(self, piece: SegmentPiece) -> None:
-        """Add the records of a piece to the sparse index, if they continue where the index ends."""
+        """Add the records of a piece to the sparse index, if the piece continues where the index ends."""
         if not len(piece.table) or not piece.offset <= self.indexed_end < piece.end:
             return
         starts = piece.table[:, START] + piece.offset
@@ -379,28 +388,30 @@ class Segment:
         self.indexed_end = piece.end
 
     def pass_over(self, offset: int, end: int) -> None:
-        """Continue the sparse index after the damage between these offsets."""
+        """Continue the sparse index at `end`, after the damage between these offsets."""
         if offset <= self.indexed_end < end:
             self.indexed_end = end
 
     def grow(self, end: int, points: list[SegmentPoint], control_bytes: int) -> None:
-        """Extend the segment to `end`: the data appended is durable up to there, `control_bytes` of it are no
-        messages."""
+        """Extend the segment to `end`, since the appended data is durable up to there. `control_bytes` of the appended
+        data are not messages."""
         self.points += points
         self.control_bytes += control_bytes
         self.end = self.indexed_end = end
 
     def before_index(self, index: int) -> tuple[int, int]:
-        """Return an offset, and the index there, before the record that holds the index and before the markers
-        preceding it."""
+        """Return an offset from which a scan finds the record that contains the index, and the markers before that
+        record. Also return the index at that offset."""
         return self._before(bisect_left(self.points, index, key=lambda point: point.base_index))
 
     def before_time(self, publish_time_ms: int) -> tuple[int, int]:
-        """Return an offset, and the index there, at or before the first record published at or after that time."""
+        """Return an offset from which a scan finds the first record that was published at or after that time. Also
+        return the index at that offset."""
         return self._before(bisect_left(self.points, publish_time_ms, key=lambda point: point.publish_time_ms))
 
     def before_offset(self, offset: int) -> tuple[int, int]:
-        """Return an offset, and the index there, at or before the record that holds this offset."""
+        """Return an offset at or before the record that contains `offset`. Also return the index at the returned
+        offset."""
         return self._before(bisect_left(self.points, offset, key=lambda point: point.offset))
 
     def _before(self, i: int) -> tuple[int, int]:

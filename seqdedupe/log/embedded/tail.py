@@ -1,11 +1,14 @@
-"""Opening the last segment of a log: telling a torn tail, which a crash leaves, from damage.
+"""Open the last segment of a log, and distinguish a torn tail, which a crash leaves, from damage.
 
-A record states up to where its file was synced when the record was written. The highest such offset counts, over all
-headers, also those after the damage. Below it, everything was stored and perhaps confirmed: an error there is damage.
-At and above it, an unreadable record is a torn tail only if a crash can have left the record like this: the file ends
-within the record, or a sector of the record has only zeros (`can_be_torn`). Any other unreadable record is damage: a
-sync that no later record states may have confirmed it. A header counts only if its tag is right, so bytes in a payload
-are never taken for a record.
+Each record states the offset up to which its file was synced when the record was written. Opening takes the highest
+such offset of all headers, including the headers after damage.
+
+- Below this offset, all data was stored and perhaps confirmed. An unreadable record there is damage.
+- At or above this offset, an unreadable record is a torn tail only if a crash can have left the record in this state:
+  the file ends within the record, or a sector of the record has only zeros (`can_be_torn`). Every other unreadable
+  record is damage, because a sync that no later record states may have confirmed it.
+
+A header counts only if its tag is right. So bytes in a payload are never treated as a record.
 """
 
 import errno
@@ -40,12 +43,12 @@ from seqdedupe.log.embedded.segment import (
     read_piece,
 )
 
-# -- The place where the records of a segment file continue after damage: the next header that this log wrote at that
-# place.
+# -- The place where the records of a segment file continue after damage. It is the next header that this log wrote for
+# its own place in the file.
 
 
 class Onward(NamedTuple):
-    """The place where reading continues, and the index there."""
+    """The offset where reading continues, and the index there."""
 
     offset: int
     next_index: int
@@ -54,10 +57,11 @@ class Onward(NamedTuple):
 def past_damage(
     file: int, identity: LogIdentity, at: int, end: int, index: int, base_index: int, read: Read
 ) -> Onward | None:
-    """Return where to continue after an unreadable record at `at` that should have this index.
+    """Return where reading continues after an unreadable record at the offset `at`, which should have the index
+    `index`.
 
-    Return None if no header of this log follows before `end`. If the record's own header is whole, it states the
-    record's size and number of messages.
+    Return None if no header of this log follows before `end`. If the unreadable record's own header is intact, the
+    header gives the end of the record and its number of messages.
     """
     least = max(index, base_index)
     own = next(headers_from(file, identity, at, min(at + HEADER_BYTES, end), least, read), None)
@@ -71,10 +75,11 @@ def past_damage(
 def look_past(
     segment: Segment, offset: int, end: int, index: int, payloads_from: int | None, following_index: int
 ) -> Onward | None:
-    """Return `past_damage` for an open segment, in any thread. Return None if the record has become readable.
+    """Return where reading continues after an unreadable record of an open segment, as `past_damage` does. Return None
+    if the record has become readable. Any thread may call this function.
 
-    `following_index` is the index after the segment. Data that the disk cannot return is damage too. Raises
-    LOG_UNREADABLE.
+    `following_index` is the index after the segment. If no header follows, reading continues there. Data that the disk
+    cannot return is treated as damage. Raises LOG_UNREADABLE.
     """
     try:
         with segment.opened() as file:
@@ -92,9 +97,10 @@ def look_past(
 def headers_from(
     file: int, identity: LogIdentity, at: int, end: int, base_index: int, read: Read = os.pread
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield offset and bytes of the headers between two offsets that this log wrote at their places.
+    """Yield the offset and the bytes of each header between two offsets that this log wrote for that offset.
 
-    Headers with an index below `base_index` are skipped. It is the index of the segment or a higher one.
+    Headers with an index below `base_index` are skipped. `base_index` is the first index of the segment or a higher
+    index.
     """
     while at + HEADER_BYTES <= end:
         raw = read(file, min(CHUNK_BYTES, end - at), at)
@@ -110,11 +116,13 @@ def headers_from(
 
 
 def can_be_torn(file: int, identity: LogIdentity, at: int, size: int, base_index: int, read: Read = os.pread) -> bool:
-    """Return whether a crash can have left the unreadable record at `at` like this. The file has `size` bytes.
+    """Return whether a crash can have left the unreadable record at the offset `at` in this state. The file has `size`
+    bytes.
 
-    A log's files only grow. So the part of a record that a crash loses is missing at the end of the file, or consists
-    of sectors that have only zeros from the beginning of the record to the end of the sector. A record whose own header
-    is unreadable is judged by the header's sectors alone. A payload of zeros cannot be distinguished from lost sectors.
+    A log's files only grow. So the part of a record that a crash loses is either missing at the end of the file, or
+    consists of sectors with only zeros. In the first sector, only the bytes of the record must be zeros. If the
+    record's own header is unreadable, only the sectors of the header are checked. A payload of zeros cannot be
+    distinguished from lost sectors.
     """
     own = next(headers_from(file, identity, at, min(at + HEADER_BYTES, size), base_index, read), None)
     stop = at + (HEADER_BYTES if own is None else records.end_of(own[1])[0])
@@ -126,7 +134,8 @@ def can_be_torn(file: int, identity: LogIdentity, at: int, size: int, base_index
 
 
 def read_what_can_be(file: int, size: int, offset: int) -> bytes:
-    """Read like `os.pread`, up to the whole size, with zeros in place of data that the disk cannot return."""
+    """Read like `os.pread`, but continue until `size` bytes or the end of the file. Data that the disk cannot return is
+    replaced by zeros."""
     parts, at_once = [], size
     while size:
         try:
@@ -150,33 +159,33 @@ _log = logging.getLogger("seqdedupe.log")
 
 @dataclass(slots=True)
 class Tail:
-    """The result of opening a segment."""
+    """The state of the end of a log, as found by opening its last segment."""
 
     segment: Segment
     next_index: int
     publish_time_ms: int
-    """The publish time of the last record; 0 if there is none."""
+    """The publish time of the last record; 0 if there is no record."""
 
     synced_offset: int
-    """The highest synced offset in an intact record."""
+    """The highest synced offset that an intact header states."""
 
     certain_index: int
-    """Messages below this index were synced, as far as the synced offset tells."""
+    """Messages below this index were synced, according to the synced offset."""
 
     why: int
-    """The reason why no record follows the last one kept; `records.END`: the data ends there."""
+    """The reason why no record follows the last one; `records.END` if the data ends there."""
 
     ownership: int = 0
-    """The ownership of the last record; 0 if there is none."""
+    """The ownership of the last record; 0 if there is no record."""
 
     cut_bytes: int = 0
     cut_records: int = 0
 
     missing: tuple[Path, bytes] | None = None
-    """A file that the log's folder lacks, and its content."""
+    """The path and content of a file that must be written because the log's folder lacks it; else None."""
 
     is_new: bool = False
-    """Whether this process has made the log, durably, and has not changed it since."""
+    """Whether this process has created the log durably, and has not changed it since."""
 
 
 def base_indexes(folder: Path) -> list[int]:
@@ -191,7 +200,7 @@ def base_indexes(folder: Path) -> list[int]:
 def open_segments(folder: Path, identity: LogIdentity, covered_index: int) -> tuple[list[Segment], Tail]:
     """Return a log's segments and the state of its end. Write nothing.
 
-    The last file must be mended before it is written to. Raises LOG_DAMAGED, NEWER_FORMAT; OSError.
+    Before the last file is written to, `mend` must be called. Raises LOG_DAMAGED, NEWER_FORMAT; OSError.
     """
     bases = base_indexes(folder) if folder.exists() else []
     if not bases:
@@ -211,7 +220,7 @@ def open_segments(folder: Path, identity: LogIdentity, covered_index: int) -> tu
         tail = recover(folder, identity, bases[-1], file.fileno())
     segments[-1] = tail.segment
     if len(segments) > 1 and not tail.segment.end:
-        # The last segment is empty: the log's end is in the segment before, which was synced as a whole.
+        # The last segment is empty. So the last record is in the previous segment, which was synced as a whole.
         before = _survey_sealed(segments[-2], folder, bases[-1])
         segments[-2], tail.publish_time_ms = before.segment, before.publish_time_ms
     if tail.next_index < covered_index:
@@ -237,7 +246,8 @@ def _survey_sealed(segment: Segment, folder: Path, next_base: int) -> Tail:
 
 
 def survey(folder: Path, identity: LogIdentity, base_index: int, file: int, end: int) -> Tail:
-    """Return the intact records from the beginning of a segment up to an offset. Payloads are not checked."""
+    """Return the state after the intact records between the beginning of a segment and the offset `end`. Payloads are
+    not checked."""
     segment = Segment(folder, identity, base_index, 0)
     tail = Tail(segment, base_index, 0, 0, base_index, records.END)
     while segment.end < end and tail.why == records.END:
@@ -258,9 +268,10 @@ def _add(tail: Tail, piece: SegmentPiece) -> None:
 
 
 def recover(folder: Path, identity: LogIdentity, base_index: int, file: int) -> Tail:
-    """Return the last segment up to its last intact record. Change nothing: see `mend`.
+    """Return the state of the last segment up to its last intact record. Change nothing: `mend` makes the changes.
 
-    Raises LOG_DAMAGED if there is an error below the synced offset, or an error that no crash leaves; NEWER_FORMAT.
+    Raises LOG_DAMAGED if a record below the synced offset is unreadable, or if no crash can have left an unreadable
+    record in its state; NEWER_FORMAT.
     """
     size = os.fstat(file).st_size
     tail = survey(folder, identity, base_index, file, size)
@@ -287,11 +298,11 @@ def recover(folder: Path, identity: LogIdentity, base_index: int, file: int) -> 
 
 
 def mend(tail: Tail, file: int) -> None:
-    """Cut off the torn tail, write the kept data above the synced offset again, and sync.
+    """Cut off the torn tail, write the kept data above the synced offset again, and sync the file.
 
-    After a failed sync the kernel may treat pages as written that the disk does not have. Writing them again brings
-    them to the disk. For a copied or restored log, the folders' entries are synced too, and a missing file is written.
-    For a new log all this is done already. Raises OSError; it can be repeated.
+    After a failed sync, the kernel may treat pages as written although the disk does not have them. Writing these pages
+    again brings them to the disk. Also write the file `tail.missing`, and sync the folders, since the log may be copied
+    or restored. For a new log, do nothing: it is durable already. Raises OSError; the call can be repeated.
     """
     if tail.is_new:
         return
@@ -318,7 +329,7 @@ def mend(tail: Tail, file: int) -> None:
 
 
 def _synced_after(tail: Tail, file: int, size: int) -> int:
-    """Return the highest synced offset in a header after the first damage; 0 if there is none."""
+    """Return the highest synced offset that a header after the first damage states; 0 if there is no such header."""
     highest = 0
     for _, header in _headers(tail, file, tail.segment.end + 1, size):
         if records.is_newer(header):
@@ -328,7 +339,7 @@ def _synced_after(tail: Tail, file: int, size: int) -> int:
 
 
 def _intact_end(tail: Tail, file: int, at: int) -> int:
-    """Return the place up to which the records from an offset on have intact payloads."""
+    """Return the offset up to which the records, beginning at an offset, have intact payloads."""
     while at < tail.segment.end:
         piece = read_piece(file, tail.segment.identity, at, tail.segment.end, -1, payloads_from=-1)
         at = piece.end

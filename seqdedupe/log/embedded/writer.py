@@ -1,6 +1,7 @@
-"""The end of one topic's log. Packs records, writes them, continues in a new segment, and undoes failed writes.
+"""Write the end of one topic's log: pack records, write them, continue in a new segment, and undo failed writes.
 
-Begin with `Writer`. The thread of `Syncer` syncs a segment file that is full, or that the journal covers.
+Begin with `Writer`. The thread of `Syncer` syncs segment files that are no longer written to, and files whose records
+are in the journal.
 """
 
 import asyncio
@@ -23,10 +24,11 @@ from seqdedupe.log.embedded.room import LARGEST_BYTES, Room
 from seqdedupe.log.embedded.segment import POINT_INTERVAL_BYTES, SegmentPoint, segment_path
 from seqdedupe.log.embedded.tail import Tail, mend
 
-# -- Segment files are synced in the background; then the journal may forget their records.
+# -- Segment files are synced in the background. After the sync, the journal may forget the files' records.
 
 AT_ONCE = 8
-"""The number of files synced together: most file systems combine the syncs into one write, and each costs a sixth."""
+"""The number of files that are synced at the same time. Most file systems combine these syncs into one write, so that a
+sync costs about a sixth."""
 
 
 class LeftFile(NamedTuple):
@@ -37,10 +39,11 @@ class LeftFile(NamedTuple):
 
 
 class Syncer:
-    """A thread that does one item after the other, except that it syncs consecutive files together.
+    """A thread that processes its queue in order. It syncs files that are next to each other in the queue at the same
+    time.
 
-    If a sync fails, the thread calls `fatal`. From then on nothing is forgotten, since the journal has data that the
-    disk lacks. At most `max_files` should wait for a sync.
+    If a sync fails, the thread calls `fatal`. From then on, the journal forgets nothing, because it has data that the
+    segments lack. At most `max_files` should wait for a sync.
     """
 
     def __init__(self, fatal: Callable[[str], None], max_files: int) -> None:
@@ -56,7 +59,7 @@ class Syncer:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more files should be handed over now."""
+        """Whether no more files should be passed to the thread now."""
         return self._left >= self._max_files
 
     def sync(self, left: LeftFile) -> None:
@@ -66,17 +69,18 @@ class Syncer:
         self._queue.put(left)
 
     def then(self, forget: Callable[[], None]) -> None:
-        """Call `forget` when all files handed over before are synced. It must not raise."""
+        """Have the thread call `forget` when all files passed before are synced. `forget` must not raise. It is not
+        called after a failed sync."""
         self._queue.put(forget)
 
     def wait(self) -> None:
-        """Wait until everything handed over is done."""
+        """Wait until the thread has processed everything passed before."""
         done = threading.Event()
         self._queue.put(done)
         done.wait()
 
     def close(self) -> None:
-        """Wait in the same way, and end the thread."""
+        """Wait until the thread has processed everything passed before, and end the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -120,33 +124,37 @@ class Syncer:
 # -- The end of a log.
 
 GROUP_APPENDS = 256
-"""The most appends of a topic in one group. The event loop settles all appends of one notification in one step.
+"""The most appends of a topic in one group. The limit exists because the event loop settles a whole group in one step.
 
-Each append has two buffers, as it has a header. They fit into one `writev` of Linux, which takes 1,024.
+Each append has two buffers, the header and the body. The buffers of a group fit into one `writev` of Linux, which
+accepts 1,024 buffers.
 """
 GATHER_BYTES = 512 * 1024
-"""The size above which writing a group takes longer than waiting for more appends would save."""
+"""Above this size, writing a group takes so long that waiting for more appends saves no time."""
 
 WRITE_BYTES = 1024 * 1024
-"""The size of one write. For a larger write the system takes memory in larger pieces, which it has not used for a long
-time. In a virtual machine the host may have to provide them: 16 MB in one call took up to five times as long."""
+"""The size of one write. For a larger write, the system allocates memory in larger pieces, which it has not used
+recently. In a virtual machine, the host may have to provide these pieces first: 16 MB in one call took up to five times
+as long."""
 
 MAX_LATE_APPENDS = 1024
-"""The most appends of a topic that wait for a sync, for any flush policy. The event loop settles all of them in one
-step."""
+"""The most appends of a topic that wait for a sync, for every flush policy. The limit exists because the event loop
+settles all of these appends in one step."""
 
 
 Append = tuple[bytes, int, int]
-"""One append: an encoded batch, its rows and column bytes; without rows, an encoded control record.
+"""One append: an encoded batch, its number of rows and its column bytes. An append with 0 rows is an encoded control
+record.
 
-It is a plain tuple, since there is one for every batch.
+The type is a plain tuple for speed, since every batch needs one.
 """
 
 
 class WriteTerm:
-    """One opening for writing. The event loop makes it and hands it over; `marked` and `failed` belong to the thread.
+    """One opening of a log for writing. The event loop creates it and passes it to the commit thread. Only the commit
+    thread uses `marked` and `failed`.
 
-    `hand_over` passes it to the commit thread, which takes the waiting appends.
+    `hand_over` passes the opening to the commit thread, which then takes the waiting appends.
     """
 
     def __init__(
@@ -168,38 +176,38 @@ class WriteTerm:
         self.marked = False
         self.failed = False
         self.follows_refusal = False
-        """Whether an earlier opening was refused. Then a group has at most as many bytes as the trial of `Room` has
-        written."""
+        """Whether an earlier opening or write was refused. Then a group with several appends has at most LARGEST_BYTES,
+        the size of the trial in `Room`."""
         self._appends: deque[Append] = deque()
         self._hand_over = hand_over
         self._queued = False
         self._flushes = self._flushed = 0
-        """The number of syncs requested, and the number for which all appends made before the request have been
-        taken."""
+        """The number of syncs requested, and the number of requests for which the thread has taken all earlier
+        appends."""
         self._wake()
 
     def _wake(self) -> None:
-        """Wake the thread, if it does not know yet that there is work."""
+        """Wake the thread, unless this opening is already in its queue."""
         if not self._queued:
             self._queued = True
             self._hand_over(self)
 
     def append(self, append: Append) -> None:
-        """Hand an append to the thread."""
+        """Pass an append to the thread."""
         self._appends.append(append)
         if not self._queued:
             self._wake()
 
     def flush(self) -> None:
-        """Ask the thread to sync all appends so far."""
+        """Ask the thread to sync all appends passed so far."""
         self._flushes += 1
         self._wake()
 
     def take(self) -> tuple[list[Append], bool]:
-        """Return the appends, at most one group, and whether a sync of them was requested. The remaining and later
-        appends wake the thread again."""
+        """Return the waiting appends, at most one group, and whether a sync of these appends was requested. Remaining
+        and later appends wake the thread again."""
         self._queued = False
-        # The order matters: appends made before the request are taken now, or stay in the queue.
+        # `_flushes` must be read first. Then all appends made before these requests are taken now or stay in the queue.
         flushes = self._flushes
         taken = [self._appends.popleft() for _ in range(self._largest_group())]
         is_due = flushes > self._flushed
@@ -219,27 +227,27 @@ class WriteTerm:
 
 
 class WrittenAppends(NamedTuple):
-    """The outcome of an opening's marker or of some of its appends, for the event loop."""
+    """The outcome of an opening's marker, or of some appends, for the event loop."""
 
     opening: WriteTerm
     runs: list[Runs]
     """The message IDs of the appends; empty for the marker."""
 
     base_index: int
-    """The first index of the segment written to, which may be new."""
+    """The first index of the segment that was written to. The segment may be new."""
 
     start: int
-    """The place in the segment where the written data begins."""
+    """The offset in the segment at which the written data begins."""
 
     end: int
-    """The place in the segment up to which it is durable."""
+    """The offset in the segment at which the written data ends."""
 
     next_index: int
     points: list[SegmentPoint]
     """New points of the sparse index."""
 
     control_bytes: int = 0
-    """The bytes of a marker or of control records in it."""
+    """The number of bytes of a marker or of control records in the written data."""
 
     buffers: Sequence[bytes | memoryview] = ()
     """The written data."""
@@ -249,7 +257,8 @@ class WrittenAppends(NamedTuple):
 
 
 class LateAppends(NamedTuple):
-    """Appends that are written but not durable yet, for the event loop. Their outcome follows later."""
+    """Appends that are written but not durable yet, for the event loop. A `WrittenAppends` with their outcome follows
+    later."""
 
     opening: WriteTerm
     runs: list[Runs]
@@ -260,11 +269,12 @@ class FatalError(Exception):
 
 
 class Writer:
-    """The end of one topic's log. Belongs to the commit thread.
+    """The end of one topic's log. Only the commit thread may use a writer, except for the attributes named below.
 
-    The damage that opening found at the end is mended before the first write. On the event loop, `on_news` is called
-    for durable data, and `on_late` for data that is only written, as `flush_interval` allows. The event loop may change
-    that interval. The file is opened when it is needed, and stays open until `let_go`.
+    Before the first write, the writer mends the end of the log (`tail.mend`). On the event loop, `on_news` is called
+    for durable data. `on_late` is called for data that is written but not durable, if `flush_interval` allows a delay.
+    The event loop may change `flush_interval` and `roll_through`. The file is opened when it is needed, and stays open
+    until `let_go`.
     """
 
     def __init__(
@@ -280,17 +290,19 @@ class Writer:
         self.on_late = on_late
         self.flush_interval = FlushInterval()
         self.roll_through = -1
-        """A segment that begins at or below this index ends, no matter how small it is. The event loop may set this."""
+        """If the current segment begins at or below this index, the next write begins a new segment, no matter how
+        small the current one is."""
         self.is_due = False
         """Whether the written data must be made durable now."""
         self.has_more_coming = False
-        """Whether, judging by the last group, it is worth waiting for more."""
+        """Whether the last group suggests that waiting for more appends is worthwhile."""
         segment = tail.segment
         self._folder = folder
         self.incarnation, self._key = segment.identity
         self._base_index = segment.base_index
         self._end = self._synced = self._file_synced = segment.end
-        # `_synced` is durable through the journal or a sync of the file; `_file_synced` through a sync of the file.
+        # Data below `_synced` is durable through the journal or a sync of the file. Data below `_file_synced` is
+        # durable through a sync of the file.
         self._next_index = tail.next_index
         self._publish_time_ms = tail.publish_time_ms
         self._last_point = segment.points[-1].offset if segment.points else -POINT_INTERVAL_BYTES
@@ -299,7 +311,7 @@ class Writer:
         self._to_mend: Tail | None = tail
         self._room = room
         self._needs_share = False
-        """Whether a write was refused, and there was no opening since."""
+        """Whether a write was refused, and no opening has succeeded since."""
         self._was_refused = False
         self._durable_index = tail.next_index
         self._unsynced_appends = 0
@@ -310,10 +322,10 @@ class Writer:
         self._closed = False
 
     def write(self, opening: WriteTerm, now_ms: int) -> WrittenAppends | None:
-        """Write the marker or the appends of an opening. They are not synced yet.
+        """Write the marker or the appends of an opening. The written data is not synced yet.
 
-        Return None if there is nothing to write. Appends of an older opening, after a failure, or after the log was
-        closed are dropped. A failed write is undone before it is returned as refused. Raises FatalError if the undo
+        Return None if there is nothing to write. Appends are dropped if they belong to an older or failed opening, or
+        if the log was closed. A failed write is undone before it is returned as refused. Raises FatalError if the undo
         fails.
         """
         appends, is_asked = opening.take()
@@ -327,7 +339,7 @@ class Writer:
             opening.follows_refusal = self._was_refused
             if why := self._room.why_not(was_refused=self._needs_share):
                 return self._refused(opening, why)
-            # An opening that found a higher term opens the log once more, and has a share already.
+            # If this opening finds a higher term, the log is opened again. The second opening needs no further share.
             self._needs_share = False
         elif self._opening is not opening or opening.failed or not appends:
             return None
@@ -357,7 +369,7 @@ class Writer:
         return news
 
     def _must_not_wait(self, appends: list[Append]) -> bool:
-        """Return whether the written data must be durable before it is reported."""
+        """Return whether the written data must be made durable before it is reported."""
         interval = self.flush_interval
         return (
             interval.ms <= 0
@@ -374,7 +386,7 @@ class Writer:
 
     @property
     def may_use_journal(self) -> bool:
-        """Whether one round of the journal would cover everything that must be durable now."""
+        """Whether one round of the journal would make durable everything that must be durable now."""
         return self.is_due and len(self._unsynced) == 1
 
     @property
@@ -394,12 +406,12 @@ class Writer:
         self.is_due = False
 
     def take_durable(self) -> list[WrittenAppends]:
-        """Return what has become durable since the last call."""
+        """Return the outcomes of data that has become durable since the last call."""
         durable, self._durable = self._durable, []
         return durable
 
     def forget_written(self) -> None:
-        """Drop the outcomes of written data: nothing waits for them."""
+        """Drop the outcomes of written data, for a caller that does not need them."""
         self._unsynced, self._durable = [], []
 
     def _confirm(self) -> None:
@@ -409,9 +421,9 @@ class Writer:
         self.is_due = False
 
     def sync_file(self) -> None:
-        """Make the written data durable in the file itself. Raises FatalError."""
+        """Make the written data durable by syncing the file itself. Raises FatalError."""
         if self._broken:
-            # A sync that succeeds after a failed one proves nothing.
+            # After a failed sync, a later sync that succeeds does not prove that the data is on the disk.
             raise FatalError(f"{self._path()} could not be synced before")
         if self._file_synced < self._end:
             try:
@@ -423,9 +435,9 @@ class Writer:
             self._confirm()
 
     def let_go(self) -> LeftFile | None:
-        """Release the file for now. If the journal has data that the file may lack, return the file: the caller must
-        sync it before closing it. A process that opens the file again might not learn of a page that could not be
-        written."""
+        """Release the file until it is needed again. If the journal has data that the file may lack, return the file.
+        The caller must sync this descriptor before closing it, because another descriptor might not report a page that
+        could not be written."""
         left, self._file = self._file, None
         if left is None:
             return None
@@ -438,7 +450,8 @@ class Writer:
         """Release the file for good. Raises FatalError."""
         self._closed = True
         try:
-            # A file that was released before is synced by its receiver: a descriptor for it may not even be available.
+            # A file that was released before is synced by the receiver of `let_go`. It is not opened again here, since
+            # no descriptor may be available.
             if self._file is not None and not self._broken:
                 self.sync_file()
         finally:
@@ -461,7 +474,8 @@ class Writer:
         return segment_path(self._folder, self._base_index)
 
     def _roll(self, file: int) -> int:
-        """Continue in a new segment if this one is long enough. Raises OSError if that is impossible now."""
+        """Continue in a new segment if the current segment is large enough or `roll_through` demands it. Return the
+        file to write to. Raises OSError if a new segment cannot be made now."""
         is_long_enough = self._end >= self._segment_bytes or self._base_index <= self.roll_through
         if not is_long_enough or self._next_index == self._base_index:
             return file
@@ -480,10 +494,10 @@ class Writer:
         return new
 
     def _undo(self, file: int) -> None:
-        """Cut off what a failed write has left. The data written before it is synced too."""
+        """Cut off what a failed write has left in the file. Also sync the data written before."""
         try:
             if self._synced == self._end == os.fstat(file).st_size:
-                # The write has left nothing. A read-only file system cannot be cut.
+                # The write has left nothing, so nothing is cut: on a read-only file system, cutting would fail.
                 return
             os.ftruncate(file, self._end)
             os.fsync(file)
@@ -499,7 +513,7 @@ class Writer:
         points: list[SegmentPoint] = []
         end, next_index, last_point = self._end, self._next_index, self._last_point
         control_bytes = 0
-        # A single tag is made with its header. For several, one call makes all.
+        # A single header is created with its tag. For several headers, one later call creates all tags.
         key = self._key if len(appends) == 1 else NO_KEY
         for body, rows, column_bytes in appends:
             if end >= last_point + POINT_INTERVAL_BYTES:
@@ -551,7 +565,8 @@ class Writer:
 
 
 def _write(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
-    """Write the buffers one after the other. Raises OSError; then any part of them may have been written."""
+    """Write the buffers one after the other. Raises OSError; after it, any part of the buffers may have been
+    written."""
     for some in _in_pieces(buffers):
         size = sum(map(len, some))
         written = os.pwritev(file, some, offset)

@@ -387,16 +387,22 @@ class PulsarAdmin:
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 
-    async def upload_schema(self, topic: str, kind: str, definition: str, properties: Mapping[str, str]) -> None:
-        """Set a topic's schema; its existing schema stays. Raises INVALID_REQUEST for a schema that Pulsar refuses, or
-        that is not compatible with the topic's."""
+    async def upload_schema(self, topic: str, kind: str, definition: str, properties: Mapping[str, str]) -> int:
+        """Add a version to a topic's schema, and return its number: that of an existing version if it is the same.
+
+        Raises INVALID_REQUEST for a schema that Pulsar refuses, or that is not compatible with the topic's.
+        """
         body = {"type": kind, "schema": definition, "properties": dict(properties)}
         try:
-            await self._url.call("POST", _schema_path(topic), body, conflict="INVALID_REQUEST")
+            answer = await self._url.call("POST", _schema_path(topic), body, conflict="INVALID_REQUEST")
         except ConfigurationError as e:
             if e.reason != "PULSAR_REFUSES":
                 raise
             raise error("INVALID_REQUEST", f"schema: {e.message}") from e
+        try:
+            return int(json.loads(answer.raw)["version"]["version"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise _not_pulsar(_schema_path(topic)) from e
 
     async def schema(self, topic: str) -> tuple[str, str, int]:
         """Return type, definition and version of a topic's newest schema. Raises TOPIC_NOT_FOUND if there is none."""

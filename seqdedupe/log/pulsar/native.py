@@ -31,12 +31,14 @@ from seqdedupe.entry_properties import (
     ORDERING_KEY,
     PARTITIONS,
     PREFIX,
+    SCHEMA_VERSION_OF,
     TOKEN,
     USER,
     EntryOwner,
     EntryPlace,
     deliver_at,
 )
+from seqdedupe.entry_properties import schema_version as version_of
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
 from seqdedupe.limits import NO_SEQUENCE_ID
@@ -66,14 +68,7 @@ from seqdedupe.pulsar_wire.batches import (
 )
 from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of, stamped
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
-from seqdedupe.pulsar_wire.rows import (
-    COMPACTED_OUT,
-    HAS_KEY,
-    HAS_ORDERING_KEY,
-    HAS_SEQUENCE_ID,
-    KEY_IS_BASE64,
-    NULL_VALUE,
-)
+from seqdedupe.pulsar_wire.rows import HAS_KEY, HAS_ORDERING_KEY, HAS_SEQUENCE_ID, KEY_IS_BASE64, NULL_VALUE
 
 NATIVE_VERSION = 1
 """The version of our field."""
@@ -93,10 +88,9 @@ _METADATA_BYTES = 1024
 """More than an entry's metadata take without keys: two names of at most 255 bytes, numbers, our field."""
 _NO_LIMIT = 2**40
 _OF_ROWS = HAS_KEY | KEY_IS_BASE64 | HAS_ORDERING_KEY | NULL_VALUE | HAS_SEQUENCE_ID
-_DELIVER_AT, _ORDERING_KEY = DELIVER_AT.encode(), ORDERING_KEY.encode()
+_DELIVER_AT, _ORDERING_KEY, _SCHEMA_VERSION = DELIVER_AT.encode(), ORDERING_KEY.encode(), SCHEMA_VERSION_OF.encode()
 _PREFIX, _USER = PREFIX.encode(), USER.encode()
 _KINDS = {_BATCH: BATCH, _CONTROL: CONTROL, _MARKER: MARKER}
-_NOT_SHOWN = NULL_VALUE | COMPACTED_OUT
 
 
 # -- From batches to entries.
@@ -111,11 +105,11 @@ def native_parts(part: EncodedBatch, limit_bytes: int) -> Iterator[EncodedBatch]
 
 
 def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
-    """Yield the longest ranges of rows that have one producer, and one delivery time."""
+    """Yield the longest ranges of rows that have one producer, one delivery time and one schema version."""
     changes = np.flatnonzero(np.diff(batch.producer_indexes)) + 1 if len(batch.producer_indexes) else NO_INT64S
-    if _DELIVER_AT in batch.property_names.data:
-        times = np.array([_delivery(pairs) for pairs in _pairs(batch)], np.int64)
-        changes = np.union1d(changes, np.flatnonzero(np.diff(times)) + 1)
+    if _has_entry_fields(batch):
+        fields = [_entry_fields(pairs) for pairs in _pairs(batch)]
+        changes = np.union1d(changes, [k for k in range(1, len(fields)) if fields[k] != fields[k - 1]])
     borders = [0, *changes.tolist(), len(batch)]
     yield from pairwise(borders)
 
@@ -173,8 +167,12 @@ def wire_entry(
         more = _OF_MARKER.pack(bytes.fromhex(properties[TOKEN]), int(properties[PARTITIONS]), len(mode))
         field = _head(_MARKER, place) + more + mode + properties[ADDRESS].encode()
         name, rows = producer_name.encode(), _no_message(kind, sequence_id)
+    time_ms = 0
+    if kind == BATCH and _has_entry_fields(batch):
+        time_ms, version = _entry_fields(_pairs(batch)[0])
+        schema_version = version or schema_version
     entry = batch_of(rows, name, message.event_time_ms, compression, schema_version)
-    if kind == BATCH and _DELIVER_AT in batch.property_names.data and (time_ms := _delivery(_pairs(batch)[0])):
+    if time_ms:
         metadata = metadata_of(entry)
         metadata.deliver_at_time = time_ms
         entry = entry._replace(metadata=metadata.SerializeToString())
@@ -189,9 +187,16 @@ def _pairs(batch: Batch) -> list[list[tuple[bytes, bytes]]]:
     return [pairs[first:stop] for first, stop in pairwise(offsets)]
 
 
-def _delivery(pairs: list[tuple[bytes, bytes]]) -> int:
-    """Return the delivery time of a message with these properties; 0 if it has none."""
-    return deliver_at(dict(pairs).get(_DELIVER_AT, b"").decode(errors="replace"))
+def _has_entry_fields(batch: Batch) -> bool:
+    """Return whether an entry of these rows may have a delivery time or a schema version."""
+    names = batch.property_names.data
+    return _DELIVER_AT in names or _SCHEMA_VERSION in names
+
+
+def _entry_fields(pairs: list[tuple[bytes, bytes]]) -> tuple[int, bytes]:
+    """Return the delivery time and the schema version of a message with these properties; 0 and empty for none."""
+    time_ms, version = (dict(pairs).get(name, b"").decode(errors="replace") for name in (_DELIVER_AT, _SCHEMA_VERSION))
+    return deliver_at(time_ms), version_of(version)
 
 
 def _head(kind: int, place: EntryPlace) -> bytes:
@@ -200,8 +205,9 @@ def _head(kind: int, place: EntryPlace) -> bytes:
 
 
 def _no_message(kind: str, sequence_id: int) -> EntryRows:
-    """Return the row of an entry without messages. Java's client skips it; others see an empty message that says so."""
-    return EntryRows.of([EntryRow(sequence_id, properties=((KIND.encode(), kind.encode()),), flags=_NOT_SHOWN)])
+    """Return the row of an entry without messages: a null value that says so. Consumers see it, and acknowledge it. A
+    hidden one would stay in their backlog."""
+    return EntryRows.of([EntryRow(sequence_id, properties=((KIND.encode(), kind.encode()),), flags=NULL_VALUE)])
 
 
 def _rows_of_batch(batch: Batch) -> EntryRows:
@@ -332,7 +338,7 @@ def _message(entry: WireEntry, metadata: MessageMetadata) -> PulsarMessage:
     if kind == BATCH:
         return _batch_message(entry, metadata, owner, number, index, more)
     rows = rows_of(entry, metadata, MAX_DECODED_BYTES)
-    if len(rows) != 1 or not int(rows.flags[0]) & COMPACTED_OUT:
+    if len(rows) != 1 or not int(rows.flags[0]) & NULL_VALUE:
         raise damaged(f"an entry of the kind {kind} has messages")
     properties = {ENTRY: str(EntryPlace(owner, number, index)), KIND: kind}
     if kind == CONTROL:

@@ -236,9 +236,10 @@ class NativeReader:
         return when is not None and asyncio.get_running_loop().time() + 2 * PAUSE_SECONDS > when
 
     async def _give_up(self, reader: WireReader, why: SeqdedupeError) -> None:
-        """Prepare for another reader. Raises LOG_UNREADABLE for an entry that no reader could read."""
+        """Prepare for another reader. Raises LOG_UNREADABLE if another one would fail too: at a malformed entry, or one
+        that is larger than the broker's present limit."""
         await self._lose(reader)
-        if why.reason == "MALFORMED_MESSAGE":
+        if why.reason not in ("LOG_REFUSED", "LOG_UNREADABLE"):
             raise self._unreadable(why.message)
         await asyncio.sleep(PAUSE_SECONDS)
 

@@ -24,9 +24,9 @@ from seqdedupe.entry_properties import (
     EntryPlace,
 )
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.log.pulsar.entries import NOWHERE, Marker, PulsarMessage, damaged, read_marker
 from seqdedupe.message_id import MessageId
-from seqdedupe.wording import counted
 
 REMEMBERED_ENTRIES = 16_384
 """A repeat is compared with this number of the newest entries. A client resends only entries in flight, and an owner

@@ -11,11 +11,11 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.log.pulsar.admin_url import ConnectedProducer, PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.pulsar_client import told
 from seqdedupe.log.pulsar.wholes import schema_of
 from seqdedupe.tasks import retrieve
-from seqdedupe.wording import counted
 
 logger = logging.getLogger("seqdedupe.log")
 

@@ -15,10 +15,10 @@ import pulsar.schema
 
 from seqdedupe.entry_properties import PARTITIONS, PREFIX
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.log.contract import LogName, TopicSchema
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.names import namespace_of, partition_name, whole_of
-from seqdedupe.wording import counted
 
 # -- The schema of a topic. Consumers with Pulsar's own clients decode its messages by it. Pulsar keeps it.
 

@@ -293,11 +293,8 @@ class EntryWriter:
         await self._producer.close()
 
     def _send(self) -> None:
-        while (
-            self._waiting
-            and len(self._sent_bytes) < min(MAX_IN_FLIGHT_ENTRIES, self._producer.max_in_flight)
-            and self._in_flight_bytes < MAX_IN_FLIGHT_BYTES
-        ):
+        most_entries = min(MAX_IN_FLIGHT_ENTRIES, self._producer.max_in_flight)
+        while self._waiting and len(self._sent_bytes) < most_entries and self._in_flight_bytes < MAX_IN_FLIGHT_BYTES:
             message = self._waiting.popleft()
             number = self._next_id
             if not self._sent_bytes:

@@ -206,15 +206,15 @@ def _new(start: Position) -> dict[str, object]:
 
 
 def _identify(connection: Connection, name: str) -> None:
-    """Give the row of a consumer its identity. A row that a person has deleted leaves its identity to the next one, as
-    its dead letters may still be on their way."""
+    """Give the row of a consumer an identity. If a person has deleted an earlier row with this name, the new row gets
+    the identity of the earlier row, because dead letters of the earlier row may not be published yet."""
     mine = select(IDENTITIES.c.name).where(IDENTITIES.c.name == name)
     if connection.execute(mine).first() is None:
         connection.execute(insert(IDENTITIES).values(name=name, identity=uuid.uuid4().hex))
 
 
 def identities_of(connection: Connection, names: Collection[str]) -> dict[str, str]:
-    """Return the identities of consumers' rows. Rows of format 1 have none."""
+    """Return the identities of consumers' rows, by name. Rows of format 1 have no identity."""
     wanted = select(IDENTITIES.c.name, IDENTITIES.c.identity).join(CONSUMERS, CONSUMERS.c.name == IDENTITIES.c.name)
     wanted = wanted.where(IDENTITIES.c.name.in_(names) & (CONSUMERS.c.format_version > 1))
     return {row.name: row.identity for row in connection.execute(wanted)}
@@ -251,7 +251,7 @@ class Processes:
 
     def hold(self, connection: Connection) -> None:
         """Prevent the other processes from declaring this process dead until the transaction ends, even if the
-        transaction is long. Raises Lost if another process has already done so."""
+        transaction is long. Raises Lost if another process has already declared this process dead."""
         if not self._touch(connection):
             self._beat_at = float("-inf")
             raise Lost
@@ -264,8 +264,8 @@ class Processes:
     def living(self) -> set[str]:
         """Return the tokens of all processes that are alive.
 
-        A process whose row has not changed for `TAKE_OVER_SECONDS`, by this process's clock, loses its row. If it is
-        still alive, its next transaction fails.
+        A process loses its row if the row has not changed for `TAKE_OVER_SECONDS`, by this process's clock. If the
+        process that lost its row is still alive, the next transaction of that process fails.
         """
         with self._engine.begin() as connection:
             tokens = set(connection.execute(select(PROCESSES.c.token).where(self._all)).scalars())

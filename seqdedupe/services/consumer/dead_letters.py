@@ -22,6 +22,7 @@ from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.client.route import OnWaiting
 from seqdedupe.databases.failures import Fault, fault_of, told
 from seqdedupe.errors import InvalidRequestError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_DEDUPLICATION_ID_BYTES, MAX_PARTITIONS, NO_EPOCH
 from seqdedupe.message_id import MessageIds, Position
 from seqdedupe.services.consumer import consumer_row, database
@@ -29,7 +30,6 @@ from seqdedupe.services.consumer.consumer_row import row_name
 from seqdedupe.services.consumer.database import CONSUMERS, DEAD_LETTERS, PARKED
 from seqdedupe.services.consumer.message_arrivals import Stop
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 BEHIND = "waits behind an earlier message of its key"
 """The error text of a message that waits for an earlier message of its key."""
@@ -45,7 +45,7 @@ def has_content(row: Row[Any]) -> bool:
 
 
 def key_hash(key: bytes | None) -> str | None:
-    """Return the hash that identifies the messages of a key. None: the message has no key, and so no order."""
+    """Return the hash that identifies the messages of a key; None for a message without a key, which has no order."""
     return None if key is None else hashlib.sha256(key).hexdigest()
 
 
@@ -254,8 +254,8 @@ def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
 
 
 def drop(engine: Engine, name: str, indexes: Sequence[int]) -> int:
-    """Delete the messages with these indexes from both tables permanently. Messages that waited for them can then be
-    tried.
+    """Delete the messages with these indexes from both tables permanently. The consumer can then try messages that
+    waited for the deleted messages.
 
     Return the number of deleted messages. Raises INVALID_OPTION, and changes nothing, if one of the messages was not
     set aside.
@@ -288,14 +288,16 @@ def _check_content(name: str, dead: Sequence[Row[Any]]) -> None:
 
 
 def _names(connection: Connection, name: str, indexes: Sequence[int] = ()) -> list[str]:
-    """Return the names of a consumer's rows: one, or one for each partition. If indexes are given, the consumer must
-    have exactly one row."""
+    """Return the names of a consumer's rows: one name, or one name for each partition. If indexes are given, the
+    consumer must have exactly one row."""
     found = set(connection.execute(select(CONSUMERS.c.name)).scalars())
     if name in found:
         return [name]
     names = list(itertools.takewhile(found.__contains__, (row_name(name, k) for k in range(MAX_PARTITIONS))))
     if not names:
-        raise error("INVALID_OPTION", f"there is no consumer {name!r} in this database", hint="Is the name mistyped?")
+        raise error(
+            "INVALID_OPTION", f"there is no consumer {name!r} in this database", hint="Check the consumer's name."
+        )
     if indexes:
         what = f"the consumer {name!r} has {counted(len(names), 'partition')}, each with separate indexes"
         raise error("INVALID_OPTION", what, hint=f"Name one of them: {names[0]}.")
@@ -351,11 +353,13 @@ _POLL_SECONDS = 0.02
 
 
 def deduplication_id(consumer: str, topic: str, incarnation: int, index: int, identity: str | None) -> str:
-    """Return the deduplication ID of a dead letter, the same at each attempt to publish it. The ID names the message
-    and the consumer that gave it up. An ID that would be too long is replaced by its SHA-256.
+    """Return the deduplication ID of a dead letter. The ID is the same at each attempt to publish the dead letter. The
+    ID names the message and the consumer that gave the message up. An ID that would be too long is replaced by its
+    SHA-256.
 
-    Without the identity, consumers of one name in two databases would have the same IDs. A consumer of a row of format
-    1 has none: its letters may be in the topic already."""
+    Without the identity, consumers with the same name in two databases would have the same IDs. A consumer with a row
+    of format 1 has no identity, because the dead letters of this consumer may be in the topic already.
+    """
     text = f"{consumer}/{topic}/{incarnation}/{index}" + (f"/{identity}" if identity else "")
     return text if len(text.encode()) <= MAX_DEDUPLICATION_ID_BYTES else hashlib.sha256(text.encode()).hexdigest()
 

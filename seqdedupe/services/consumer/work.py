@@ -18,6 +18,7 @@ from seqdedupe.client.route import OnWaiting
 from seqdedupe.databases.failures import Fault, codes_of, fault_of, lost_connection
 from seqdedupe.databases.tables import MARIADB, POSTGRESQL_UNSAFE_WRITES
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.names import topic_name
 from seqdedupe.services.activity import Activity
 from seqdedupe.services.consumer import consumer_row, database
@@ -25,7 +26,6 @@ from seqdedupe.services.consumer.consumer_row import Lost, RowLease
 from seqdedupe.services.consumer.database import check_mariadb_writes, not_transactional, reaching, refusing_writes
 from seqdedupe.services.consumer.dead_letters import BEHIND, SetAside, key_hash, message_of, why
 from seqdedupe.services.consumer.message_arrivals import Stop
-from seqdedupe.wording import counted
 
 Poison = Literal["stop", "dead letter", "retry later"]
 

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,7 +16,6 @@ from psycopg import Connection, sql
 from sqlalchemy.engine import URL
 
 from seqdedupe.batch import Int64s
-from seqdedupe.databases import failures
 from seqdedupe.databases.tables import CONNECTION, POSTGRESQL_UNSAFE_TABLES, cure_of
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
 from seqdedupe.services.outbox.row_page import (
@@ -38,6 +38,7 @@ from seqdedupe.services.outbox.store import (
     bad_outbox,
     changed,
     check_names,
+    converted_errors,
     unavailable,
 )
 from seqdedupe.services.outbox.table import CHANNEL, DELETED, ID_TYPES, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
@@ -176,6 +177,9 @@ _HOLDER = (
 # These rows certainly wait: a relay has noted their numbers when their own transactions had ended, and the open
 # transaction had not.
 _WAITING = f"age(xmin) <= age({_OLDEST_RUNNING}::xid)"
+
+
+_errors = partial(converted_errors, "PostgreSQL", psycopg.Error)
 
 
 def store(url: URL) -> "PostgresOutbox":
@@ -555,14 +559,3 @@ def _arrays(numbers: Int64s, ids: list[bytes]) -> tuple[str, list[str] | str]:
     plain = b"\\" not in joined and joined.count(b'"') == 2 * (len(ids) - 1)
     texts: list[str] | str = '{"' + joined.decode() + '"}' if plain else [one.decode() for one in ids]
     return "{" + ",".join(map(str, numbers.tolist())) + "}", texts
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Convert the driver's errors to errors of seqdedupe. No error contains the URL."""
-    try:
-        yield
-    except psycopg.Error as e:
-        if failures.fault_of(e) is not failures.Fault.MESSAGE:
-            raise unavailable(failures.told(e)) from e
-        raise bad_outbox(f"PostgreSQL refuses it: {failures.told(e)}") from e

@@ -28,17 +28,16 @@ from seqdedupe.errors import (
     SeqdedupeError,
     UnavailableError,
 )
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, producer_name, topic_name
-from seqdedupe.services import Retries, Stillness
+from seqdedupe.services import Retries, Stillness, check_kind, check_target
 from seqdedupe.services.activity import Activity, Service, State
 from seqdedupe.services.activity import Lag as ServiceLag
 from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.row_page import Route, RowPage
 from seqdedupe.services.outbox.steps import FoundRows
 from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
-from seqdedupe.services.target_kind import check_kind, check_target
-from seqdedupe.wording import counted
 
 # -- The work of a relay: it does the steps. Meanwhile it waits for receipts and deletes the rows that they prove.
 
@@ -259,8 +258,8 @@ class RelayWork:
             self._changed.notify_all()
 
     async def _collect(self) -> None:
-        """Wait for receipts, in order, and delete the rows whose receipts prove that they are in the topic. A Dup
-        receipt does not prove that."""
+        """Wait for receipts, in order, and delete the rows whose receipts prove that the rows are in the topic. A Dup
+        receipt does not prove that the row is in the topic."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: bool(self._sent))
@@ -382,16 +381,23 @@ class Relay:
         self._retries = Retries(self._report)
 
     async def run(self, *, follow: bool = True) -> None:
-        """Relay without end. Without `follow`, end when all readable rows are published and deleted.
+        """Relay without end. Without `follow`, end when all readable rows are published and deleted. A row is readable
+        if no open transaction can add an earlier row.
 
-        Raises ConfigurationError: INVALID_OUTBOX, OUTBOX_CHANGED for an outbox that the relay cannot use;
-        INVALID_OPTION for a topic of deduplication IDs, at the start and before the outbox is bound to the topic.
-        Raises DataLossError if the topic has lost messages that it acknowledged; NotFoundError if the topic does not
-        exist; AccessDeniedError if the sidecar does not know the caller, or the caller lacks a right. Raises
-        UnavailableError if, at the start, a server that is not a sidecar answers, or the database does not exist or
-        refuses the user.
-        Without `follow` also FencedError if another relay took over, and any UnavailableError. With `follow` it stands
-        by or tries again (for a database, also at the start).
+        Raises:
+
+        - ConfigurationError (INVALID_OUTBOX, OUTBOX_CHANGED) for an outbox that the relay cannot use.
+        - ConfigurationError (INVALID_OPTION) for a topic of deduplication IDs, at the start and before the outbox is
+          bound to the topic.
+        - DataLossError if the topic has lost messages that the topic acknowledged.
+        - NotFoundError if the topic does not exist.
+        - AccessDeniedError if the sidecar does not know the caller, or the caller lacks a right.
+        - UnavailableError if, at the start, a server that is not a sidecar answers, or the database does not exist or
+          refuses the user.
+        - Without `follow`: FencedError if another relay has taken over, and any UnavailableError.
+
+        With `follow`, the relay stands by after FencedError, and tries again after UnavailableError (for a database,
+        also at the start).
         """
         with self.activity.life():
             await self._run(follow=follow)
@@ -427,14 +433,21 @@ class Relay:
             self._store.close()
 
     async def _check_sidecar(self, *, follow: bool) -> None:
-        """Ask the sidecar, before anything is changed in the database. While the outbox is empty nothing else asks it,
-        and a wrong address, token or kind of topic would show only with the first row.
+        """Ask the sidecar before anything is changed in the database. While the outbox is empty, the relay makes no
+        other call to the sidecar. Without this check, a wrong address, token or kind of topic would cause an error only
+        with the first row.
 
-        Raises NOT_A_SIDECAR (at the first call), UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics;
-        NOT_ALLOWED if the caller may not read the topic, as a relay must after a crash; INVALID_OPTION for a topic of
-        deduplication IDs; without `follow` any UnavailableError. With `follow` a sidecar that does not answer is
-        reported and waited for. All other problems show with the rows. If the topic depends on the row, so does the
-        right to read.
+        Raises:
+
+        - NOT_A_SIDECAR if the first call shows that another server answers.
+        - UNAUTHENTICATED; UNKNOWN_CALL for a sidecar without topics.
+        - NOT_ALLOWED if the caller may not read the topic, because a relay must read the topic after a crash. If the
+          topic depends on the row, this right is not checked.
+        - INVALID_OPTION for a topic of deduplication IDs.
+        - Without `follow`: any UnavailableError.
+
+        With `follow`, the relay reports that the sidecar does not answer, and waits for the sidecar. All other problems
+        cause errors when rows are published.
         """
         has_waited = False
         while True:
@@ -468,9 +481,11 @@ class Relay:
         return await self._blocking(self._store.lag)
 
     def look_at_lag(self) -> ServiceLag | None:
-        """Return the number of rows that wait, and the age of the oldest; None if another relay works. The table does
-        not contain the time of insertion. So the age of the oldest row is the time since which it has been the first
-        row, and its real age may be higher. The call asks the database and blocks. Raises UnavailableError."""
+        """Return the number of rows that wait, and the age of the oldest row; None if another relay works.
+
+        The table does not contain the time of insertion. So the age is the time for which this row has been the first
+        row, and the row's real age may be higher. The call asks the database and blocks. Raises UnavailableError.
+        """
         if self.activity.state is State.STANDBY:
             return None
         rows, oldest = self._store.lag().rows, self._store.oldest()
@@ -589,7 +604,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class SeenTopic:
-    """The messages read from one topic or partition."""
+    """What the relay has read from one topic or partition."""
 
     is_whole: bool = False
     """Whether the log still contains its first message."""

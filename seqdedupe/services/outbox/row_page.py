@@ -196,7 +196,7 @@ def page_of(
     payloads: Sequence[bytes | None],
     sizes: Sequence[int] | None = None,
 ) -> RowPage:
-    """Return the page of these values, `None` for NULL."""
+    """Return a page with these values. The value None stands for NULL."""
     flat = [value for row in zip(ids, kinds, types, strict=True) for value in row]
     there = np.array([value is not None for value in flat], np.bool_).reshape(len(sequence_ids), len(PROPERTIES))
     return RowPage(

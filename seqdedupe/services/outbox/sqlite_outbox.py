@@ -6,10 +6,10 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from sqlalchemy.engine import URL
 
-from seqdedupe.databases import failures
 from seqdedupe.databases.tables import missing_file
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
 from seqdedupe.services.outbox.row_page import ASIDE_TABLE, COLUMNS, SEQUENCE_ID, TABLE, TOKEN_TABLE, RowPage, page_of
@@ -22,6 +22,7 @@ from seqdedupe.services.outbox.store import (
     bad_outbox,
     changed,
     check_names,
+    converted_errors,
     unavailable,
 )
 from seqdedupe.services.outbox.table import SQLITE_TRIGGERS
@@ -40,6 +41,9 @@ _PAGE = (
     f"FROM {TABLE} WHERE {SEQUENCE_ID} > ? ORDER BY {SEQUENCE_ID} LIMIT {PAGE_ROWS}"
 )
 _FETCH_ROWS = 100
+
+
+_errors = partial(converted_errors, "SQLite", sqlite3.Error)
 
 
 def store(url: URL) -> "SqliteOutbox":
@@ -221,13 +225,3 @@ def _check(connection: sqlite3.Connection) -> None:
             raise bad_outbox(f"{TABLE} lacks the trigger {name}")
     if connection.execute(f"SELECT 1 FROM {TOKEN_TABLE}").fetchone() is None:
         raise bad_outbox(f"{TOKEN_TABLE} has no row")
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as e:
-        if failures.fault_of(e) is not failures.Fault.MESSAGE:
-            raise unavailable(failures.told(e)) from e
-        raise bad_outbox(f"SQLite refuses it: {failures.told(e)}") from e

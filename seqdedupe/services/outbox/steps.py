@@ -145,7 +145,8 @@ class Wait(NamedTuple):
 
 
 class AwaitLeft(NamedTuple):
-    """Wait for rows that cannot be read yet; all readable rows are published. Answer: whether to read again."""
+    """Wait for rows that open transactions delay. All readable rows are published already. Answer: whether to read
+    again."""
 
 
 Step = (
@@ -184,7 +185,7 @@ class _Topic:
 def relay(topic: str, route: Route | None, *, follow: bool) -> Steps:
     """Yield the steps of a relay. Without `follow` the steps end when all readable rows are published and deleted.
 
-    An exception in a step ends the steps. They may be started again after any step.
+    An exception in a step ends the steps. The caller may start the steps again after any step.
     """
     while not (yield from _RelayRun(topic, route, follow=follow).steps()):
         pass

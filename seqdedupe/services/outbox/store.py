@@ -2,11 +2,13 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sqlalchemy.engine import URL
 
+from seqdedupe.databases import failures
 from seqdedupe.databases.tables import UrlError, url_of
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
@@ -106,7 +108,8 @@ class OutboxStore(ABC):
 
     @property
     def file_number(self) -> int | None:
-        """The number of the file descriptor that becomes readable when rows were inserted; None if there is none."""
+        """The number of the file descriptor that becomes readable when rows were inserted; None if the store has no
+        such descriptor."""
         return None
 
 
@@ -169,3 +172,15 @@ def changed(what: str, is_now: str, told: str) -> SeqdedupeError:
 
 def unavailable(why: str, hint: str | None = None) -> SeqdedupeError:
     return error("OUTBOX_UNAVAILABLE", f"the outbox's database cannot be used: {' '.join(why.split())}", hint=hint)
+
+
+@contextmanager
+def converted_errors(database: str, kind: type[Exception]) -> Iterator[None]:
+    """Convert the errors of the database's driver, which have this type, to errors of seqdedupe. No error contains the
+    URL."""
+    try:
+        yield
+    except kind as e:
+        if failures.fault_of(e) is not failures.Fault.MESSAGE:
+            raise unavailable(failures.told(e)) from e
+        raise bad_outbox(f"{database} refuses it: {failures.told(e)}") from e

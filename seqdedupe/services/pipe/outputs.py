@@ -11,6 +11,7 @@ from seqdedupe.batch import Binary
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, PROPERTY_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, key_bytes
 from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import (
     MAX_BATCH_BYTES,
     MAX_EVENT_TIME_MS,
@@ -18,7 +19,6 @@ from seqdedupe.limits import (
     MAX_SEQUENCE_ID,
     MIN_EVENT_TIME_MS,
 )
-from seqdedupe.wording import counted
 
 NUMBER_BITS = 10
 """The low bits of a sequence ID, which contain the output's number among the outputs of its input. The higher bits
@@ -35,8 +35,8 @@ FULL_FRAME_ROWS = 4096
 
 
 class Output(NamedTuple):
-    """A message for the target. The key is bytes or text; the event time is in milliseconds since 1970, 0 if there is
-    none."""
+    """A message for the target. The key is bytes or text. The event time is in milliseconds since 1970; 0 means that
+    the message has no event time."""
 
     payload: bytes | None
     key: bytes | str | None = None
@@ -225,7 +225,7 @@ class Calling:
         return None if self._is_adding or len(self._sequence_ids) != count else self._frame(count)
 
     def frame(self) -> OutputBatch | None:
-        """Return the outputs that are not in any frame yet; None if there are none."""
+        """Return the outputs that are not in any frame yet; None if all outputs are in a frame."""
         frame = self._frame(len(self._sequence_ids))
         self._clear()
         return frame

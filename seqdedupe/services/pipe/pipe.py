@@ -19,14 +19,13 @@ from seqdedupe.client.blocking.loop import event_loop
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.cursor import Cursor, CursorMoves, Kept
 from seqdedupe.errors import FencedError, InvalidRequestError, NotFoundError, SeqdedupeError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_NAME_BYTES, MAX_PARTITIONS
 from seqdedupe.message_id import Position
 from seqdedupe.names import new_producer_name, partition_name, source_name, topic_name
-from seqdedupe.services import Stillness
+from seqdedupe.services import Stillness, check_target
 from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
 from seqdedupe.services.pipe.outputs import Calling, Function, OutputBatch, index_of
-from seqdedupe.services.target_kind import check_target
-from seqdedupe.wording import counted
 
 T = TypeVar("T")
 
@@ -192,8 +191,8 @@ class Lane:
         self._stopped = asyncio.Event()
 
     def stop(self) -> bool:
-        """End `run` after the current message. All outputs so far are then durable. Return False if no message is being
-        copied: then the run may be cancelled."""
+        """End `run` after the current message. All outputs sent until then are durable when `run` ends. Return False if
+        no message is being copied; the caller may then cancel `run`."""
         self._stopped.set()
         if self._calling is None:
             return False
@@ -201,10 +200,11 @@ class Lane:
         return True
 
     async def run(self, executor: Executor, *, follow: bool) -> None:
-        """Read, call the function and publish: up to the current end of the source, or with `follow` without end. When
-        this returns, the outputs are durable.
+        """Read, call the function and publish, up to the current end of the source, or with `follow` without end. When
+        `run` returns, the outputs are durable.
 
-        Raises the error that ends the run. It may be called again, and continues from the outputs in the target.
+        Raises the error that ended the run. The caller may call `run` again; the lane then continues from the outputs
+        in the target.
         """
         ends = await self._client.ends(self.source)
         self.producer_name = source_name(self._name, self.source, ends.last.incarnation)
@@ -316,8 +316,8 @@ class Lane:
         return batches
 
     async def _move_cursor(self, reader: Reader, producer: Producer, *, now: bool) -> None:
-        """Move the cursor to the position up to which all outputs are durable, if the interval has passed. `now` means:
-        all outputs sent are durable, so move the cursor at once."""
+        """Move the cursor to the position up to which all outputs are durable, if the interval has passed. With `now`,
+        move the cursor at once, because all outputs sent are durable."""
         if self._cursor is None or not (now or asyncio.get_running_loop().time() >= self._look_at):
             return
         if self._next is None or now:
@@ -507,7 +507,7 @@ class Pipe:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sources(self, *, follow: bool) -> list[str]:
-        """Check the target, and return the source, or its partitions."""
+        """Check the target, and return the source; for a partitioned source, return the source's partitions."""
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         while True:
             try:
@@ -562,8 +562,8 @@ class Pipe:
             await asyncio.sleep(min(_LOOK_SECONDS, seconds))
 
     async def _last_sequence_id(self, lane: Lane) -> int | None:
-        """Return the last sequence ID that the target contains; None if it cannot be determined. In that case only the
-        time decides."""
+        """Return the last sequence ID that the target contains; None if the ID cannot be determined. Without the ID,
+        only the time decides whether the standby pipe takes over."""
         try:
             return (await self._client.admin.producer(lane.target, lane.producer_name)).persisted
         except SeqdedupeError:

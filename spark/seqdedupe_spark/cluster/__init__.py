@@ -1,8 +1,8 @@
 """Reading directly from Pulsar's brokers, without a sidecar: topics that a sidecar has written, and all other topics.
 
-Begin with `cluster_client`, which planning uses instead of a sidecar's client, or with `broker_reader`, which reads a
-range in a worker. `broker_reader` reads the topics of a sidecar itself, and other topics with `stock_reader`. All of
-them use a `broker_connection`. This folder needs additional packages, and is imported only where it is used.
+Begin with `cluster_client`, which planning uses instead of a sidecar's client, and which reads a range in a worker. It
+reads the topics of a sidecar itself, and other topics with `stock_reader`. Both use a `broker_connection`. This folder
+needs additional packages, and is imported only where it is used.
 """
 
 

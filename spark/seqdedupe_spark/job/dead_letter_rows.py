@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.message_id import MessageId
-from seqdedupe.wording import counted
 from seqdedupe_spark.message_columns import TIME, column_of
 
 SUFFIX = "_dead_letters"

@@ -156,7 +156,8 @@ class Positions:
     def _start(
         self, listing: TopicListing, store: OutputStore, names: list[str], stored: dict[str, Stored]
     ) -> dict[str, Stored]:
-        """Insert the missing positions. If another run has inserted some of them meanwhile, those are used."""
+        """Insert the missing positions. If another run has inserted some of these positions meanwhile, use the
+        positions of the other run."""
         is_first = FIRST_START not in stored
         missing = [name for name in names if name not in stored]
         for name in missing:

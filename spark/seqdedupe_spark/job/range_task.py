@@ -110,7 +110,8 @@ class _Tally:
 
 @dataclass(frozen=True)
 class RangeTask:
-    """The common part of all tasks of a job. It is pickled, and called with the steps of one transaction."""
+    """The base class of all tasks of a job. Spark pickles a task, and calls the task with the steps of one
+    transaction."""
 
     output: JobOutput
     service: Service
@@ -221,7 +222,11 @@ class RangeTask:
     def _source(
         self, steps: Sequence[RangeStep], watermarks: Sequence[Watermarks], tally: _Tally
     ) -> tuple[Iterator[pa.RecordBatch], list[Advance]]:
-        """Return the rows of the steps' messages, and the moves of the positions when all rows have been taken."""
+        """Return the rows of the messages of all steps, and one `Advance` for each step.
+
+        The returned iterator reads the messages. An `Advance` moves a step's position to the end of the step's range.
+        Store the advances only after the iterator has returned all rows.
+        """
         sources: list[Iterator[pa.RecordBatch]] = []
         advances: list[Advance] = []
         for step, known in zip(steps, watermarks, strict=True):
@@ -335,8 +340,8 @@ def _value(batch: pa.RecordBatch, name: str, row: int) -> Any:
 
 
 def transformed(transform: Transform, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-    """Return the result of the user's function. Its exception becomes INVALID_OUTPUT, which names the line that raised
-    it."""
+    """Return the result of the user's function. If the function raises an exception, this raises INVALID_OUTPUT, which
+    names the line that raised the exception."""
     try:
         rows = transform(batch)
     except SeqdedupeError:
@@ -405,13 +410,11 @@ def first_failing(call: Callable[[pa.RecordBatch], object], messages: pa.RecordB
 
 def find_refused(take: Take, batches: Iterable[pa.RecordBatch], *, ended: bool) -> SeqdedupeError | None:
     """Return the reason why a table refuses a single row, with the number of the row's batch and of the row in the
-    batch.
+    batch. Return None if the table refuses no single row, or if there are more than MAX_SUSPECTS suspect rows.
 
-    Return None if there is no such row, or if there are more than MAX_SUSPECTS. `ended`: consider only rows that end
-    the connection or the statement.
-
-    A row may need a later row, for instance for a foreign key that is checked at the end. So a refused row is tried
-    again when all other rows have been taken.
+    With `ended`, consider only rows that end the connection or the statement. A row may need a later row, for instance
+    for a foreign key that is checked at the end. So a refused row is tried again when all other rows have been
+    inserted.
     """
 
     def refuses(rows: pa.RecordBatch) -> SeqdedupeError | None:
@@ -488,7 +491,7 @@ def message_of_row(rows_of: Transform, messages: pa.RecordBatch, row: int) -> in
 
 
 def _cells(rows: pa.RecordBatch | None, row: int) -> list[str]:
-    """Return the cells of a row; none if there is no such row."""
+    """Return the cells of a row; no cells if the row does not exist."""
     if rows is None or not 0 <= row < len(rows):
         return []
     # As text, in which NaN equals itself.
@@ -496,14 +499,16 @@ def _cells(rows: pa.RecordBatch | None, row: int) -> list[str]:
 
 
 def naming_by_id(failure: SeqdedupeError, topic: str, first: MessageId, last: MessageId) -> SeqdedupeError:
-    """Return the same failure for messages without indexes. The cause is one of the messages from `first` to `last`."""
+    """Return the failure for messages without indexes. One of the messages from `first` to `last` caused the
+    failure."""
     if first != last:
         return _named(failure, topic, f"the message is one of those from {first} to {last} of {topic}")
     return _named(failure, topic, f"the message is {first} of {topic}", message_id=first)
 
 
 def naming_none(failure: SeqdedupeError, topic: str, first_index: int, last_index: int) -> SeqdedupeError:
-    """Return the same failure for rows that are not made message by message: any of these messages may be the cause."""
+    """Return the failure for rows that are not made message by message: any of these messages may have caused the
+    failure."""
     which = f"the message is one of those with the indexes {first_index} to {last_index} in {topic}"
     return _named(
         failure,
@@ -513,7 +518,8 @@ def naming_none(failure: SeqdedupeError, topic: str, first_index: int, last_inde
 
 
 def naming(failure: SeqdedupeError, topic: str, incarnation: int, index: int, find: FindMessageId) -> SeqdedupeError:
-    """Return the same failure, naming the message that is the cause. Add its message ID if the ID can be found now."""
+    """Return the failure with the name of the message that caused the failure. If the message's ID can be found now,
+    the failure also contains the ID."""
     try:
         found = find(topic, incarnation, index)
     except SeqdedupeError:

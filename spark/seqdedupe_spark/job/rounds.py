@@ -49,14 +49,14 @@ _LOCAL = re.compile(r"local(\[.*\])?")
 
 @dataclass(frozen=True)
 class JobConfig:
-    """The configuration of a job. `job` is the name under which its positions are stored: with another name, the job
-    starts from the beginning.
+    """The configuration of a job. `job` is the name under which the store keeps the job's positions. With another name,
+    the job starts from the beginning.
 
     `source` contains the options of the data source: the topics, where the first start begins (by default earliest),
-    the limits of a round, and whether lost data is an error. With `transaction` "topic", each topic's rows and position
-    are committed in one transaction; with "batch", those of a whole round. A message that the transformation or the
-    table refuses is an error. With `max_dead_letters`, up to that number of such messages in one transaction are
-    written to a separate table instead.
+    the limits of a round, and whether lost data is an error. With `transaction` "topic", one transaction commits the
+    rows and the position of one topic. With "batch", one transaction commits the rows and positions of a whole round. A
+    message that the transformation or the table refuses is an error. With `max_dead_letters`, up to that number of
+    refused messages in one transaction are written to a separate table instead.
     """
 
     job: str

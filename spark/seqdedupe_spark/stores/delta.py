@@ -1,4 +1,5 @@
-"""A Delta Lake table: positions are application transactions, committed with the rows."""
+"""The store for a Delta Lake table. A position is stored as application transactions, which are committed together with
+the rows."""
 
 import json
 import re
@@ -21,8 +22,8 @@ from deltalake.exceptions import (
 )
 
 from seqdedupe.errors import error
+from seqdedupe.figures import counted
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe.wording import counted
 from seqdedupe_spark.stores.contract import (
     FORMAT_VERSION,
     Advance,
@@ -45,29 +46,29 @@ from seqdedupe_spark.stores.kinds import (
     kind_of,
 )
 
-# -- The columns of a Delta table: its types, batches cast to them, and columns that partition it.
+# -- The columns of a Delta table: types, the conversion of batches, and columns that partition the table.
 
 MAX_PARTITION_TEXT_BYTES = 200
-"""The largest text in a column that partitions the table, as spelled in the name of its folder. With the column's name,
-a folder's name has at most 255."""
+"""The most bytes of a text in a column that partitions the table, as encoded in the name of a folder. With the column's
+name, the name of a folder has at most 255 bytes."""
 
 MAX_PARTITION_NAME_BYTES = 255 - 1 - MAX_PARTITION_TEXT_BYTES
-"""The largest name of such a column, which comes before the text and a `=`."""
+"""The most bytes in the name of such a column. A folder's name is the column's name, a `=`, and the text."""
 
 MAX_KEY_BYTES = 1024
-"""The largest name of an object, with its folders."""
+"""The most bytes in the key of an object on S3, including its folders."""
 
 FILE_NAME_BYTES = 80
-"""The part of it for a data file's own name, with room to spare."""
+"""The bytes of a key that are reserved for the data file's own name, with room to spare."""
 
 _NO_FOLDER = re.compile(r"[\x00-\x1f\x7f/]")
-"""Characters that such a name cannot have: folders get the name unchanged."""
+"""Characters that the name of such a column cannot have, because the name of the folder has it unchanged."""
 
 _NULLS = ("", "__HIVE_DEFAULT_PARTITION__")
-"""Texts that mean null there."""
+"""Texts that mean null in the name of a folder."""
 
 _PARTITIONS = (Kind.BOOLEAN, Kind.INTEGER, Kind.TEXT, Kind.DATE, Kind.TIMESTAMP, Kind.LOCAL_TIMESTAMP)
-"""The kinds of values that are read from the names of folders as they were written."""
+"""The kinds of values that are unchanged when they are written to the name of a folder and read again."""
 
 _UNSUPPORTED = frozenset(
     {
@@ -83,14 +84,15 @@ _UNSUPPORTED = frozenset(
         "typeWidening-preview",
     }
 )
-"""The features of a table's protocol, for writers that add rows, with which delta-rs commits nothing."""
+"""The writer features of a table's protocol with which delta-rs cannot commit new rows."""
 
 _MARKS = {
     "delta.generationExpression": "generatedColumns",
     "delta.identity.start": "identityColumns",
     "CURRENT_DEFAULT": "allowColumnDefaults",
 }
-"""The metadata of columns that are filled by the writer, in tables whose protocol does not list features."""
+"""The metadata keys that mark columns filled by the writer, and the features they stand for. They are needed for tables
+whose protocol does not list features."""
 
 _DECLARED = {
     pa.uint8(): pa.int16(),
@@ -103,7 +105,8 @@ _DECLARED = {
 
 
 def declared(field: pa.Field) -> pa.Field:
-    """Return a new column, which can be null. Delta has no unsigned numbers, and of times only microseconds."""
+    """Return the column of a new table for this field. The column accepts null. Delta has no unsigned numbers, and
+    stores times only in microseconds."""
     kind = kind_of(field)
     if kind is Kind.TIMESTAMP:
         return pa.field(field.name, pa.timestamp("us", "UTC"))
@@ -113,8 +116,8 @@ def declared(field: pa.Field) -> pa.Field:
 
 
 def check_names(table: str, fields: Iterable[pa.Field]) -> None:
-    """Raise INVALID_OUTPUT if a table cannot distinguish these columns, or the fields of one of their structs. To
-    Delta, upper and lower case are the same, and a name ends at a NUL."""
+    """Raise INVALID_OUTPUT if a table cannot distinguish these columns, or the fields of a struct in them. Delta
+    ignores case, and ends a name at a NUL."""
     known: dict[str, str] = {}
     for field in fields:
         if "\0" in field.name:
@@ -139,7 +142,8 @@ def check_features(table: str, found: DeltaTable) -> None:
 
 
 def check_columns(table: str, schema: pa.Schema, there: pa.Schema, hint: str | None = None) -> None:
-    """Raise INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
+    """Raise INVALID_OUTPUT if the table does not accept rows of the schema. The error names all columns that do not
+    fit."""
     check_schema(schema)
     columns = {field.name: Column(str(field.type), not field.nullable) for field in there}
     check_table(table, schema, columns, lambda field, _: _fits(field, there.field(field.name)), hint)
@@ -170,8 +174,8 @@ def check_partitions(table: str, names: Sequence[str], columns: pa.Schema) -> No
 
 
 def to_table(batch: pa.RecordBatch, there: pa.Schema, partitions: Sequence[str]) -> pa.RecordBatch:
-    """Return the batch with the table's columns; columns that it does not have are null. Raises INVALID_OUTPUT that
-    names the row."""
+    """Return the batch converted to the table's columns. Columns that the batch does not have are null. Raises
+    INVALID_OUTPUT, with the number of the row."""
     columns = []
     for field in there:
         if field.name not in batch.schema.names:
@@ -198,13 +202,14 @@ def _check_names_a_folder(name: str, column: pa.Array) -> None:
 
 
 def room_for_folders(uri: str) -> int:
-    """Return the bytes, in a data file's key, that are left for a table's own folders."""
+    """Return the number of bytes in a data file's key that are left for the folders of the partitions."""
     _, _, folder = uri.removeprefix(SCHEME).partition("/")
     return MAX_KEY_BYTES - FILE_NAME_BYTES - len(folder) - len("//")
 
 
 def check_keys(batch: pa.RecordBatch, partitions: Sequence[str], room_bytes: int) -> None:
-    """Raise INVALID_OUTPUT that names the first row whose folders together have more bytes."""
+    """Raise INVALID_OUTPUT if the folders of a row together have more than `room_bytes`. The error has the number of
+    the first such row."""
     most = sum(len(name.encode()) + len("=/") + MAX_PARTITION_TEXT_BYTES for name in partitions)
     if most <= room_bytes:
         return
@@ -238,7 +243,7 @@ def _fits(field: pa.Field, column: pa.Field) -> bool:
 
 
 def _nests_alike(given: pa.DataType, there: pa.DataType) -> bool:
-    """Whether a map, list or struct has room for all that is in the other: a field that it lacks would be dropped."""
+    """Whether the map, list or struct type `there` has all fields of `given`. A missing field would be dropped."""
     shapes = (t.is_struct, t.is_map, lambda one: not t.is_struct(one) and not t.is_map(one) and t.is_nested(one))
     if not any(is_such(given) and is_such(there) for is_such in shapes):
         return False
@@ -250,7 +255,8 @@ def _nests_alike(given: pa.DataType, there: pa.DataType) -> bool:
 
 
 def _takes_integers(given: pa.DataType, there: pa.DataType) -> bool:
-    """Whether Arrow casts integers of this type to the decimal: only if it has room for all values of the type."""
+    """Whether Arrow casts integers of this type to the decimal type. Arrow does so only if the decimal type can hold
+    all values of the integer type."""
     try:
         pa.array([0], given).cast(there)
     except BAD_VALUES:
@@ -258,24 +264,25 @@ def _takes_integers(given: pa.DataType, there: pa.DataType) -> bool:
     return True
 
 
-# -- How a Delta table holds the positions of jobs: some parts in its properties, the others in application
+# -- How a Delta table stores the positions of jobs: partly in the table's properties, partly in application
 # transactions.
 #
-# RESTORE takes rows and properties back to an older version, and does not change transactions. So every commit of a job
-# has one more transaction: the version of the table up to which the job has looked for a RESTORE. After a later
-# RESTORE, the positions of the version that it brought back are the valid ones.
+# RESTORE resets rows and properties to an older version, but does not change transactions. So every commit of a job has
+# one more transaction: the version of the table up to which the job has looked for a RESTORE. After a later RESTORE,
+# the positions of the restored version are valid.
 
 _NO_MESSAGE = MessageId(-1, -1)
-"""The value for no message ID: at a topic's start, or because it is not known. Ledgers of messages are not negative."""
+"""The value for a missing message ID, at the start of a topic or if the ID is unknown. The ledger of a real message ID
+is never negative."""
 
 _PROPERTY = "seqdedupe."
 
 _FORMAT = "seqdedupe_format_version"
-"""The property of the table with the format of the others."""
+"""The table's property with the format version of the other properties."""
 
 
 def properties(job: str, positions: dict[str, Stored]) -> dict[str, str]:
-    """Return the properties of a table in which a job has these positions, the job's own among them."""
+    """Return the table's properties for these positions of a job, and the property that marks the job as begun."""
     known = {
         _of_topic(job, topic): f"{stored.epoch} {stored.position.incarnation}" for topic, stored in positions.items()
     }
@@ -283,13 +290,14 @@ def properties(job: str, positions: dict[str, Stored]) -> dict[str, str]:
 
 
 def job_transaction(job: str, checked: int) -> Transaction:
-    """Return the transaction for the properties: the job has begun, and the table is checked up to that version."""
+    """Return the transaction that records that the job has begun, and that the table is checked up to the version
+    `checked`."""
     return Transaction(quote(job, safe=""), checked)
 
 
 def transactions(job: str, topic: str, position: Position, checked: int) -> list[Transaction]:
-    """Return the transactions of a position, and of the version up to which the table is checked."""
-    # Versions are signed numbers.
+    """Return the transactions for a position, and for the version up to which the table is checked."""
+    # The version of a transaction is a signed number.
     ownership = position.ownership - 2**64 if position.ownership >= 2**63 else position.ownership
     numbers = (position.index, *(position.message_id or _NO_MESSAGE), ownership, checked)
     names = _applications(job, topic, position.incarnation)
@@ -297,8 +305,8 @@ def transactions(job: str, topic: str, position: Position, checked: int) -> list
 
 
 def checked_version(found: DeltaTable, job: str, topics: Iterable[str]) -> int | None:
-    """Return the version up to which the job's commits have checked the table, as far as these topics show it. None:
-    the job has not begun, or its commits have no such version."""
+    """Return the version up to which the job's commits have checked the table, as far as the transactions of these
+    topics show. Return None if the job has not begun, or its commits do not record this version."""
     said = [found.transaction_version(quote(job, safe=""))]
     for topic in topics:
         if (value := found.metadata().configuration.get(_of_topic(job, topic))) is not None:
@@ -308,14 +316,14 @@ def checked_version(found: DeltaTable, job: str, topics: Iterable[str]) -> int |
 
 
 def topics_of(found: DeltaTable, job: str) -> list[str]:
-    """Return the topics that have a position."""
+    """Return the topics that have a position of the job."""
     prefix = _of_topic(job, "")
     return [name[len(prefix) :] for name in found.metadata().configuration if name.startswith(prefix)]
 
 
 def check_not_replaced(found: DeltaTable, job: str, stands: DeltaTable) -> None:
-    """Raise OUTPUT_MISSING if the job had positions in the table that `stands`, and `found` was put in its place. Then
-    properties are lost, and transactions are not."""
+    """Raise OUTPUT_MISSING if the table was replaced: the job had positions in the version `stands`, and `found` lacks
+    its properties. A replacement loses properties, but keeps transactions."""
     if _of_job(job) in found.metadata().configuration:
         return
     if _of_job(job) in stands.metadata().configuration or stands.transaction_version(quote(job, safe="")) is not None:
@@ -328,7 +336,8 @@ def check_not_replaced(found: DeltaTable, job: str, stands: DeltaTable) -> None:
 
 
 def stored_in(found: DeltaTable, job: str, topic: str) -> Stored | None:
-    """Return the position in this version, without regard to a RESTORE. Raises INVALID_OUTPUT or NEWER_FORMAT."""
+    """Return the position stored in this version, without checking for a RESTORE. Raises INVALID_OUTPUT or
+    NEWER_FORMAT."""
     names = found.metadata().configuration
     value = names.get(_of_topic(job, topic))
     if value is None:
@@ -340,7 +349,7 @@ def stored_in(found: DeltaTable, job: str, topic: str) -> Stored | None:
     if len(whole) != 1 + len(_NO_MESSAGE):
         raise error("INVALID_OUTPUT", f"the Delta table {found.table_uri} has lost the position of {topic}")
     message_id = None if MessageId(*whole[1:]) == _NO_MESSAGE else MessageId(*whole[1:])
-    # Positions that were stored without ownership have none here either.
+    # A position that was stored without ownership is returned with ownership 0.
     return Stored(Position(incarnation, message_id, whole[0], (ownership or 0) % 2**64), epoch)
 
 
@@ -353,8 +362,8 @@ def _of_topic(job: str, topic: str) -> str:
 
 
 def _applications(job: str, topic: str, incarnation: int) -> list[str]:
-    """Return the application IDs whose versions make a position: index, ledger, entry, batch index, ownership; and the
-    version up to which the table is checked."""
+    """Return the application IDs for a position. Their versions are: index, ledger, entry, batch index, ownership, and
+    the version up to which the table is checked."""
     name = f"{quote(job, safe='')}/{topic}/{incarnation}"
     return [name, *(f"{name}/{part}" for part in ("ledger", "entry", "batch", "ownership", "checked"))]
 
@@ -363,20 +372,22 @@ _VIOLATED = re.compile(r"Invalid data found: (\d+) rows failed validation check"
 
 
 class DeltaStore(OutputStore):
-    """One Delta table with the positions of the jobs that write to it. The output table has the name of its folder.
+    """One Delta table, with the positions of the jobs that write to it. The output table has the name of its folder.
 
     A property of the table, `seqdedupe.<job>/<topic>`, holds epoch and incarnation. Application transactions hold the
-    rest, see `properties` and `transactions`. They are in the commit that adds the rows. The commit is made on the same
-    version of the table in which they were checked. Delta refuses it if a later version has changed the same ones, and
-    merges commits of other topics. Rows and positions also agree after the table is restored to an older version:
-    `bind` stores the positions of that version, and until then nothing is written (POSITION_WENT_BACK). In a table that
-    was replaced, nothing is written (OUTPUT_MISSING).
+    rest of a position: see `properties` and `transactions`. The commit that adds rows also has the transactions for the
+    new positions. It is based on the version of the table in which the old positions were checked. Delta refuses the
+    commit if a later version has changed the same positions, and merges it with commits for other topics.
+
+    Rows and positions also agree after the table is restored to an older version. `bind` stores the positions of that
+    version. Until then, `write` raises POSITION_WENT_BACK and writes nothing. In a table that was replaced, `write`
+    raises OUTPUT_MISSING and writes nothing.
 
     `write` holds all rows of a transaction in memory. Columns that the rows do not have are null.
 
-    On S3 (`s3://bucket/folder`) a commit is a conditional PUT. The server must support it, and no process may commit to
-    the table in another way. A new table is partitioned by the columns `partition_by`. With `merge_schema` an existing
-    table gets the columns that it lacks.
+    On S3 (`s3://bucket/folder`), a commit is a conditional PUT. The server must support conditional PUTs, and no
+    process may commit to the table in another way. A new table is partitioned by the columns `partition_by`. With
+    `merge_schema`, missing columns are added to an existing table.
     """
 
     keeps_watermarks = False
@@ -392,7 +403,8 @@ class DeltaStore(OutputStore):
         pass
 
     def bind(self, job: str, binding: Binding) -> Binding:
-        # The table is the store: the name of its folder binds all jobs that write to it.
+        # The job's table is not stored, because this store has only one table: every job must use the name of its
+        # folder.
         self._check_name(binding.table)
         if binding.deduplicate:
             raise error("UNSUPPORTED_STORE", "a Delta table cannot keep the watermarks of a job that drops duplicates")
@@ -402,7 +414,8 @@ class DeltaStore(OutputStore):
         return binding
 
     def _settle(self, found: DeltaTable, job: str) -> None:
-        """Store the positions of the version that was restored: its rows are the ones that are there."""
+        """After a RESTORE, store the positions of the restored version, since the table has the rows of that
+        version."""
         standing, is_settled = self._standing(found, job)
         self._sync(found, checked_version(found, job, topics_of(found, job)))
         if is_settled:
@@ -410,7 +423,7 @@ class DeltaStore(OutputStore):
         try:
             self._set(found, job, standing)
         except CommitFailedError:
-            # Others may have done it at this moment.
+            # Another process may just have stored these positions.
             if not self._standing(self._found(), job)[1]:
                 raise
 
@@ -450,7 +463,7 @@ class DeltaStore(OutputStore):
                 self._uri, columns, mode="ignore", partition_by=self._partition_by, storage_options=self._log.options
             )
         except DeltaError:
-            # Others may have made it at this moment.
+            # Another process may just have created the table.
             if self._find() is None:
                 raise
         return self._found()
@@ -459,7 +472,7 @@ class DeltaStore(OutputStore):
         try:
             found.alter.add_columns([Field.from_arrow(field) for field in missing])
         except CommitFailedError:
-            # Others may have added them at this moment.
+            # Another process may just have added these columns.
             there = _arrow_schema(self._found())
             if not all(field in there for field in missing):
                 raise
@@ -548,9 +561,11 @@ class DeltaStore(OutputStore):
         return len(rows)
 
     def _sync(self, found: DeltaTable, after: int | None) -> None:
-        """Make the contents of the table durable, except for those that were so in an earlier version.
+        """On a disk, make the versions of the table after the version `after` durable. If `after` is None, make only
+        the last version durable.
 
-        A commit first makes everything before it durable, and then itself. So no position outlives the rows before it.
+        A commit calls this method before and after the commit itself. So after a crash of the machine, no position
+        exists without the rows before it.
         """
         if self._log.options is None:
             last = found.version()
@@ -565,8 +580,8 @@ class DeltaStore(OutputStore):
             advance.check(job, stored_in(found, job, topic))
 
     def _standing(self, found: DeltaTable, job: str) -> tuple[dict[str, Stored], bool]:
-        """Return the positions that belong to the rows of this version, and whether they are stored as such. After a
-        RESTORE they are the positions of the restored version."""
+        """Return the positions that belong to the rows of this version, and whether exactly these positions are stored.
+        After a RESTORE, they are the positions of the restored version, and are not stored yet."""
         topics = topics_of(found, job)
         checked = checked_version(found, job, topics)
         if (restored := self._restored(found, checked)) is not None:
@@ -579,11 +594,13 @@ class DeltaStore(OutputStore):
         return positions, checked is not None or not positions
 
     def _restored(self, found: DeltaTable, checked: int | None) -> int | None:
-        """Return the version that a RESTORE has brought back since then."""
+        """Return the version to which the table was restored after the version `checked`; None if there was no
+        RESTORE."""
         return self._log.restored_version(checked, found.version())
 
     def _find(self) -> DeltaTable | None:
-        # `DeltaTable.is_deltatable` would let no other thread of this process run while it waits for the server.
+        # `DeltaTable.is_deltatable` is not used: while it waits for the server, no other thread of this process can
+        # run.
         try:
             return self._found()
         except TableNotFoundError:
@@ -605,11 +622,11 @@ class DeltaStore(OutputStore):
             yield
         except TableNotFoundError:
             raise error("INVALID_OUTPUT", f"there is no Delta table at {self._uri}") from None
-        # A traceback, as Spark logs it, would show what `plain` omits.
+        # `from None`, because Spark logs the traceback, which would show what `plain` omits.
         except (SchemaMismatchError, DeltaProtocolError) as e:
             raise error("INVALID_OUTPUT", f"the Delta table {self._uri} refuses: {plain(e)}") from None
         except (DeltaError, OSError) as e:
-            # The message also has the rows, with their values: they do not belong in a log.
+            # The message also has the values of the rows, which must not be logged.
             if refusal := _VIOLATED.search(str(e)):
                 rows = counted(int(refusal[1]), "row")
                 what = f"the Delta table {self._uri} refuses {rows}: its constraints are violated"

@@ -33,8 +33,8 @@ class DeltaLog:
         """The options with which the table is opened; none on a disk."""
 
     def commit(self, version: int) -> list[Action]:
-        """Return the actions of a commit; none if its file is gone, because it is older than the table keeps
-        commits."""
+        """Return the actions of a commit; no actions if the commit's file no longer exists, because the table no longer
+        keeps commits of this age."""
         name = f"_delta_log/{version:020}.json"
         try:
             text = Path(self.uri, name).read_bytes() if self.options is None else self._fetch(name)
@@ -172,7 +172,8 @@ def _options_of(uri: str) -> dict[str, str] | None:
 
 
 def is_table_url(uri: str) -> bool:
-    """Whether it is a URL of a folder in a bucket, and its only name: not `a/./b`, which is `a/b` to the server."""
+    """Return whether the text is the URL of a folder in a bucket, and the only name of this folder. For example,
+    `a/./b` is another name of `a/b`."""
     return bool(_URL.fullmatch(uri)) and not {".", ".."} & set(uri.split("/"))
 
 

@@ -1,4 +1,5 @@
-"""MariaDB, MySQL, and every other database with transactions that SQLAlchemy supports: the general, slow store."""
+"""The store for MariaDB, MySQL, and every other database with transactions that SQLAlchemy supports. It is general, but
+slow."""
 
 import datetime
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,14 +31,14 @@ from seqdedupe_spark.stores.sql import (
     split_name,
 )
 
-# -- Arrow's types and values, in databases behind SQLAlchemy.
+# -- The conversion of Arrow's types and values for SQLAlchemy.
 
 _UINT64_DIGITS = 20
 _MICROSECONDS = 6
 
 
 def declared(field: pa.Field) -> TypeEngine[Any]:
-    """Return the type of a new column for the values of this field."""
+    """Return the type of a new column that holds the values of this field."""
     match kind_of(field):
         case Kind.BOOLEAN:
             return sa.Boolean()
@@ -59,7 +60,8 @@ def declared(field: pa.Field) -> TypeEngine[Any]:
 
 
 def fits(field: pa.Field, there: TypeEngine[Any], is_mysql: bool) -> bool:
-    """Whether a column of this type takes the values. A column with its own precision rounds, as the database does."""
+    """Whether a column of this type accepts the values of this field. If the column has a lower precision than the
+    values, the database rounds the values."""
     try:
         python = there.python_type
     except NotImplementedError:
@@ -91,11 +93,12 @@ def fits(field: pa.Field, there: TypeEngine[Any], is_mysql: bool) -> bool:
 
 
 def _values(kind: Kind, array: pa.Array) -> list[object]:
-    """Return the values for the driver. Raises one of `BAD_VALUES` for a value that Python, or JSON, does not have."""
+    """Return the values for the driver. Raises one of `BAD_VALUES` for a value that cannot be a Python value or
+    JSON."""
     if kind is Kind.JSON:
         return list(json_texts(array))
     if kind is Kind.TIMESTAMP:
-        # MariaDB's drivers omit every zone.
+        # MariaDB's drivers drop time zones, so times are converted to UTC first.
         array = array.cast(pa.timestamp("us", "UTC"))
     elif kind is Kind.LOCAL_TIMESTAMP:
         array = array.cast(pa.timestamp("us"))
@@ -103,19 +106,20 @@ def _values(kind: Kind, array: pa.Array) -> list[object]:
 
 
 MAX_NAME_CHARACTERS = 255
-"""The longest name of a job: MariaDB's indexes take no more."""
+"""The longest name of a job. MariaDB's indexes do not accept more characters."""
 
 LOCK_TIMEOUT_SECONDS = 30
-"""The longest wait for another transaction, if the database has such a setting (MariaDB and MySQL)."""
+"""The longest wait for another transaction, in databases that have such a setting (MariaDB and MySQL)."""
 
 IDLE_TIMEOUT_SECONDS = 60
-"""The longest idle time of a transaction, if the database has such a setting (MariaDB)."""
+"""The longest idle time of a transaction, in databases that have such a setting (MariaDB)."""
 
 _MYSQL_SESSION = (
-    # Otherwise a value that does not fit is cut, or becomes 0, with a warning.
+    # Without this mode, the database truncates a value that does not fit, or stores 0, and only warns.
     "SET SESSION sql_mode = 'TRADITIONAL,NO_AUTO_VALUE_ON_ZERO', time_zone = '+00:00', "
     f"innodb_lock_wait_timeout = {LOCK_TIMEOUT_SECONDS}"
-    # Only in MariaDB: a session that changes a table waits no longer than this for a transaction of a stopped process.
+    # Only MariaDB reads this setting. With it, a session that changes a table waits at most this time for the
+    # transaction of a suspended process.
     f"/*M!100300 , idle_transaction_timeout = {IDLE_TIMEOUT_SECONDS} */"
 )
 
@@ -124,10 +128,12 @@ _MYSQL_TRANSACTIONS = sa.text(
     "LEFT JOIN information_schema.engines e ON t.engine = e.engine "
     "WHERE t.table_schema = COALESCE(:schema, DATABASE()) AND t.table_name = :name"
 )
-"""Whether a table's engine has transactions, and commits them together with those of other engines."""
+"""Whether a table's engine has transactions, and whether its changes are committed together with the changes in tables
+of other engines."""
 
 _CREATE_ATTEMPTS = 5
-"""If several make the same table at once, one succeeds. The others find the table when they look again."""
+"""If several processes create the same table at once, one process succeeds. The others find the table when they try
+again."""
 
 _NAMES_A_STATEMENT = 1000
 
@@ -152,16 +158,17 @@ _PARAMETERS: dict[str, TypeEngine[Any]] = {
     **dict.fromkeys(("job", "topic", "table"), name_type()),
     "drops": sa.Boolean(),
 }
-"""The types of parameters in statements for which a Python value is not enough."""
+"""The types of statement parameters that SQLAlchemy cannot derive from the Python value."""
 
 
 class GeneralStore(SqlStore[sa.Connection]):
-    """Rows and positions in one database, by an SQLAlchemy URL with the driver's name (`mysql+pymysql://…`).
+    """Rows and positions in one database, given by an SQLAlchemy URL with the driver's name (`mysql+pymysql://…`).
 
-    The database must have transactions, and must report the number of rows that an UPDATE has found. For MariaDB and
-    MySQL every table is checked; other databases are trusted. `write` holds all rows of a transaction in memory, and
-    inserts them with the driver's call for many rows. Times with a zone are stored in UTC, maps, lists and structs as
-    JSON. Raises INVALID_OPTION if the URL cannot be used, which never quotes a password.
+    The database must have transactions, and must report the number of rows that an UPDATE has matched. In MariaDB and
+    MySQL, every table is checked for transactions; other databases are not checked. `write` holds all rows of a
+    transaction in memory, and inserts many rows with one call of the driver. Times with a zone are stored in UTC. Maps,
+    lists and structs are stored as JSON. Raises INVALID_OPTION if the URL cannot be used. The error never shows a
+    password.
     """
 
     raises = (SQLAlchemyError,)
@@ -232,7 +239,7 @@ class GeneralStore(SqlStore[sa.Connection]):
         return connection.execute(sa.text(statement).bindparams(*typed), values)
 
     def _rows(self, connection: sa.Connection, statement: str, **values: object) -> list[Any]:
-        # Names are bytes in MariaDB.
+        # MariaDB returns names as bytes.
         rows = super()._rows(connection, statement, **values)
         return [tuple(cell.decode() if isinstance(cell, bytes) else cell for cell in row) for row in rows]
 
@@ -245,7 +252,7 @@ class GeneralStore(SqlStore[sa.Connection]):
         return True
 
     def _check_kept(self, connection: sa.Connection, names: Iterable[str]) -> None:
-        """Raise INVALID_OUTPUT if rows and positions would not be committed together, or not survive a crash
+        """Raise INVALID_OUTPUT if rows and positions would not be committed together, or would not survive a crash
         together."""
         for name in names if self._is_mysql else ():
             schema, last = _split(name)
@@ -264,7 +271,8 @@ class GeneralStore(SqlStore[sa.Connection]):
             tables.check_outlives_a_crash(connection.execute(asked, {"names": quoted_names}).first())
 
     def _check_fits(self, connection: sa.Connection, table: str, schemas: Iterable[pa.Schema]) -> None:
-        # If reading a table locks its definition, the columns do not change until the end of the transaction.
+        # In databases where reading a table locks its definition, this read keeps the columns unchanged until the
+        # transaction ends.
         connection.execute(sa.select(sa.literal(1)).select_from(_named(table)).limit(0))
         super()._check_fits(connection, table, schemas)
 
@@ -297,7 +305,7 @@ class GeneralStore(SqlStore[sa.Connection]):
         statement, rows = _insertion(table, batch)
 
         def take(some: Sequence[dict[str, Any]]) -> DBAPIError | None:
-            """Return why the database does not take these rows. After that, none of them is there."""
+            """Insert these rows. If the database refuses them, return the reason; then none of them is inserted."""
             try:
                 with connection.begin_nested():
                     connection.execute(statement, some)
@@ -337,7 +345,7 @@ class GeneralStore(SqlStore[sa.Connection]):
                     if fault_of(e) is not Fault.MESSAGE and not ended(e):
                         raise
                     if lost_connection(e):
-                        # The next rows are put into a new transaction, on another connection.
+                        # The next rows need a new transaction on a new connection.
                         connection.invalidate()
                         connection.rollback()
                     failure = self._error(e)
@@ -359,7 +367,7 @@ def _split(name: str) -> tuple[str | None, str]:
 
 
 def _named(name: str, columns: Sequence[str] = ()) -> sa.TableClause:
-    """Return a table of this name, with these columns of it."""
+    """Return a reference to the table of this name, with these of its columns."""
     schema, last = _split(name)
     return sa.table(quoted_name(last, True), *(sa.column(quoted_name(one, True)) for one in columns), schema=schema)
 
@@ -370,10 +378,10 @@ def _is_required(found: Any) -> bool:
 
 
 def _insertion(table: str, batch: pa.RecordBatch) -> tuple[sa.Insert, list[dict[str, Any]]]:
-    """Return the statement, and its parameters for each row."""
+    """Return the INSERT statement, and its parameters for each row."""
     names = batch.schema.names
     into = _named(table, names)
-    # Parameters by number: a column's name may be anything.
+    # Parameters are named by number, because a column's name may contain any character.
     statement = sa.insert(into).values({into.c[one]: sa.bindparam(f"p{n}") for n, one in enumerate(names)})
     keys = [f"p{n}" for n in range(len(names))]
     columns = [
@@ -384,8 +392,8 @@ def _insertion(table: str, batch: pa.RecordBatch) -> tuple[sa.Insert, list[dict[
 
 
 def _first_refused(rows: Sequence[dict[str, Any]], take: Callable[[Sequence[dict[str, Any]]], object]) -> int:
-    """Return the first row that is not taken; one of the rows is not. The rows before it are taken: it may conflict
-    with one of them."""
+    """Return the number of the first row that `take` refuses. At least one row must be refused. The rows before it are
+    inserted, because the row may conflict with one of them."""
     first, count = 0, len(rows)
     while count > 1:
         half = count // 2

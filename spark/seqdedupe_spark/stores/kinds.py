@@ -1,7 +1,8 @@
-"""The common part of all stores: kinds of Arrow types, the test whether a table fits a schema, and errors that name a
-value's row.
+"""The common part of all stores: kinds of Arrow types, the check whether a table fits a schema, and errors with the
+number of the row that has the invalid value.
 
-Begin with `check_table`, which decides whether a table takes rows, and `converted`, which converts a column for it.
+Begin with `check_table`, which decides whether a table accepts rows, and `converted`, which converts a column for the
+table.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 class Kind(Enum):
-    """The Arrow types that a store distinguishes, without their width."""
+    """The kinds of Arrow types that a store distinguishes. A kind does not include the width of a type."""
 
     NULL = auto()
     BOOLEAN = auto()
@@ -28,7 +29,7 @@ class Kind(Enum):
     TEXT = auto()
     BINARY = auto()
     TIMESTAMP = auto()
-    """An instant: with a time zone."""
+    """A time with a time zone."""
     LOCAL_TIMESTAMP = auto()
     DATE = auto()
     JSON = auto()
@@ -59,13 +60,13 @@ class Column(NamedTuple):
     """A column of an existing table."""
 
     type: Any
-    """The type as the database names it, or an object that is shown so."""
+    """The name of the type in the database, or an object whose text is that name."""
     is_required: bool
-    """Whether it takes no null and has no default."""
+    """Whether the column accepts no null and has no default."""
 
 
 def kind_of(field: pa.Field) -> Kind:
-    """Return the kind of a column. Raises INVALID_OUTPUT if no store takes it."""
+    """Return the kind of a column. Raises INVALID_OUTPUT if no store accepts the column's type."""
     for kind, belongs in _KINDS:
         if belongs(field.type):
             return kind
@@ -90,7 +91,8 @@ def check_table(
     fits: Callable[[pa.Field, Any], bool],
     hint: str | None = None,
 ) -> None:
-    """Raise INVALID_OUTPUT, naming all columns that are the reason, if the table does not take rows of the schema."""
+    """Raise INVALID_OUTPUT if the table does not accept rows of the schema. The error names all columns that do not
+    fit."""
     problems = []
     for field in schema:
         column = columns.get(field.name)
@@ -108,12 +110,12 @@ def check_table(
 
 
 BAD_VALUES = (pa.ArrowException, KeyError, TypeError, ValueError)
-"""The exceptions of conversion for a value that cannot be converted."""
+"""The exceptions that a conversion raises for a value that cannot be converted."""
 
 
 def converted(name: str, convert: Callable[[pa.Array], T], column: pa.Array) -> T:
-    """Return the converted column of this name. Raises INVALID_OUTPUT with the row of the first value that cannot
-    be."""
+    """Return the converted column of this name. Raises INVALID_OUTPUT with the row of the first value that cannot be
+    converted."""
     try:
         return convert(column)
     except BAD_VALUES as e:
@@ -127,7 +129,7 @@ def bad_value(name: str, row: int, cause: object) -> SeqdedupeError:
 
 
 def _first_bad(convert: Callable[[pa.Array], object], column: pa.Array) -> int:
-    """Return the row of the first value that cannot be converted. The column has one."""
+    """Return the row of the first value that cannot be converted. The column must have such a value."""
     first, count = 0, len(column)
     while count > 1:
         half = count // 2
@@ -147,7 +149,7 @@ def one_line(cause: object) -> str:
 
 @contextmanager
 def in_batch(number: int) -> Iterator[None]:
-    """Add the number of this batch to an error that names a row."""
+    """Add the number of this batch to an error that has the number of a row."""
     try:
         yield
     except SeqdedupeError as e:

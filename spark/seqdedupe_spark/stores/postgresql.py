@@ -1,4 +1,4 @@
-"""A PostgreSQL database: rows go in by binary COPY, positions by compare-and-set."""
+"""The store for a PostgreSQL database. Rows are written with binary COPY, and positions with compare-and-set."""
 
 import re
 import time
@@ -39,7 +39,7 @@ from seqdedupe_spark.stores.sql import (
     split_name,
 )
 
-# -- The way of rows into PostgreSQL: the types that take each Arrow type, and a batch as binary COPY.
+# -- Writing rows to PostgreSQL: the column types that accept each Arrow type, and a batch as binary COPY.
 
 _TYPES: dict[Kind, tuple[str, ...]] = {
     Kind.BOOLEAN: ("boolean",),
@@ -54,7 +54,7 @@ _TYPES: dict[Kind, tuple[str, ...]] = {
     Kind.JSON: ("jsonb", "json", "text", "character varying"),
     Kind.NULL: ("text",),
 }
-"""The types that take a kind. A new table gets the first one."""
+"""The column types that accept each kind. A new table has the first type of its kind, unless `_NARROW` has another."""
 
 _NARROW = {
     pa.int8(): "smallint",
@@ -66,15 +66,15 @@ _NARROW = {
     pa.float16(): "real",
     pa.float32(): "real",
 }
-"""The types that a new table gets instead."""
+"""The column types in a new table for these Arrow types."""
 
 _EPOCH_DAYS = 10_957
-"""PostgreSQL's first day, 2000-01-01, in days after Arrow's first day."""
+"""Day 0 of PostgreSQL's dates, 2000-01-01, in days after day 0 of Arrow's dates."""
 
 _EPOCH_MICROSECONDS = _EPOCH_DAYS * 86_400_000_000
 
-# For a type: the Arrow type to cast to, with a check of each value; and the type with the same bytes in COPY. Times go
-# as the numbers that PostgreSQL uses, so no row costs a datetime.
+# For each column type: the Arrow type to which values are cast and checked (None: no cast), and the type with the same
+# bytes in COPY. Times are sent as the numbers that PostgreSQL uses. So no datetime object is needed per row.
 _CASTS: dict[str, tuple[pa.DataType | None, str]] = {
     "boolean": (None, "bool"),
     "smallint": (pa.int16(), "int2"),
@@ -91,7 +91,7 @@ _CASTS: dict[str, tuple[pa.DataType | None, str]] = {
 
 
 def copy_in(connection: Connection, table: str, batch: pa.RecordBatch, columns: Mapping[str, Column]) -> None:
-    """Send the rows, in one COPY. Raises INVALID_OUTPUT for a value that its column cannot take."""
+    """Send the rows in one COPY. Raises INVALID_OUTPUT for a value that its column cannot hold."""
     sent, types = [], []
     for field, column in zip(batch.schema, batch.columns, strict=True):
         values, wire = converted(field.name, partial(_sendable, field, _base(columns[field.name].type)), column)
@@ -118,7 +118,7 @@ def _first_nul(column: pa.Array) -> int | None:
 
 
 def _sendable(field: pa.Field, base: str, column: pa.Array) -> tuple[list[Any], str]:
-    """Return the values for a column of that type, and the type in which to send them."""
+    """Return the values for a column of the type `base`, and the type in which the values are sent."""
     if kind_of(field) is Kind.JSON:
         values, wire = json_texts(column), "text"
     else:
@@ -131,7 +131,7 @@ def _sendable(field: pa.Field, base: str, column: pa.Array) -> tuple[list[Any], 
             column = pc.subtract_checked(column.cast(pa.int32()), _EPOCH_DAYS)
         values = column.to_pylist()
     if base == "jsonb":
-        # The version number of jsonb's binary form, which comes before the text.
+        # The binary form of jsonb has a version number before the text.
         values = [value if value is None else "\1" + value for value in values]
     return values, wire
 
@@ -142,7 +142,8 @@ def _base(declared: str) -> str:
 
 
 def fits(field: pa.Field, declared: str) -> bool:
-    """Whether a column of that type takes the field's values, as far as they are in its range."""
+    """Whether a column of that type accepts the field's values. Values outside the column's range are found when they
+    are written."""
     if declared.startswith("real"):
         return bool(pa.types.is_floating(field.type) and field.type.bit_width <= 32)
     return _base(declared) in _TYPES[kind_of(field)]
@@ -154,22 +155,23 @@ def declared_type(field: pa.Field) -> str:
 
 
 IDLE_TIMEOUT_SECONDS = 60
-"""The longest wait for the next batch of rows. After it the server ends the transaction, and releases its locks."""
+"""The longest wait for the next batch of rows. After this time, the server ends the transaction and releases its
+locks."""
 
 LOCK_TIMEOUT_SECONDS = 30
-"""The longest wait for another transaction, such as one that moves the same position."""
+"""The longest wait for another transaction, such as a transaction that moves the same position."""
 
 GIVE_WAY_SECONDS = 5.0
-"""A transaction for which another session waits this long, as for an ALTER TABLE, is rolled back between two batches.
-Its range is written again after that session."""
+"""If another session, such as an ALTER TABLE, waits for a transaction for this time, the transaction is rolled back
+between two batches. Its rows are written again after the other session has finished."""
 
 _LOOK_SECONDS = 1.0
-"""The time between two looks whether another session waits for the transaction."""
+"""The time between two checks whether another session waits for the transaction."""
 
 _APPLICATION = {"application_name": "seqdedupe"}
 
 _SESSION = (
-    # With it a statement that has waited for another transaction sees the result of that transaction.
+    # With this level, a statement that has waited for another transaction sees the result of that transaction.
     "SET default_transaction_isolation = 'read committed'; "
     f"SET idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_SECONDS}s'; "
     f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'; "
@@ -177,10 +179,11 @@ _SESSION = (
 )
 
 _LINE = re.compile(r"^COPY .*, line (\d+)", re.MULTILINE)
-"""The place where PostgreSQL names the row of a COPY that it refuses."""
+"""The part of PostgreSQL's message that has the number of the refused row of a COPY."""
 
 _PREPARE_LOCK = 0x5E9DED09E
-"""The advisory lock of sessions that make tables: CREATE TABLE IF NOT EXISTS alone fails when two run it at once."""
+"""The advisory lock of sessions that create tables. Without the lock, CREATE TABLE IF NOT EXISTS can fail when two
+sessions run it at once."""
 
 _OWN_TYPES = {kind: kind for kind in ("bigint", "integer", "boolean")} | {"name": "text", "position": "text"}
 
@@ -195,12 +198,12 @@ _WAITING = (
     "AND mine.mode = 'RowExclusiveLock' AND NOT other.granted "
     "AND other.mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')"
 )
-"""The sessions that wait for a table that this transaction writes to, and the tables."""
+"""Find the sessions that wait for a table to which this transaction writes, and the tables."""
 
 _PARAMETER = re.compile(r":(\w+)")
 
 _MOVE = (
-    # Unless it changes one row, it fails with a division by zero, and ends the transaction.
+    # If the UPDATE does not change a row, the statement fails with a division by zero, which ends the transaction.
     "WITH moved AS (UPDATE seqdedupe_positions SET (epoch, incarnation, message_index, position) = (%s, %s, %s, %s) "
     "WHERE job = %s AND topic = %s AND (epoch, incarnation, message_index, position) = (%s, %s, %s, %s) RETURNING 1) "
     "SELECT 1 / count(*) FROM moved; "
@@ -212,10 +215,10 @@ _RAISE = (
 
 
 class PostgresStore(SqlStore[Connection]):
-    """Rows and positions in one PostgreSQL database, reached by a URL or a libpq connection string.
+    """Rows and positions in one PostgreSQL database, given by a URL or a libpq connection string.
 
-    It connects when it is first used, and again after the connection was lost. Rows are sent while they are read, one
-    COPY for each batch, so that between batches the server may end a transaction that stalls. The server's
+    The store connects when it is first used, and again after the connection was lost. Rows are sent while they are
+    read, with one COPY per batch. So the server can end a stalled transaction between two batches. The server's setting
     `synchronous_commit` decides how durable a commit is.
     """
 
@@ -234,7 +237,7 @@ class PostgresStore(SqlStore[Connection]):
         except UrlError as e:
             raise error("INVALID_OPTION", f"the store's PostgreSQL URL {e}") from None
         except psycopg.ProgrammingError:
-            # libpq's message may quote it.
+            # libpq's message may contain the password.
             raise error("INVALID_OPTION", "the store's PostgreSQL URL cannot be read") from None
         self._open: Connection | None = None
 
@@ -271,8 +274,8 @@ class PostgresStore(SqlStore[Connection]):
     def _making(self, table: str | None = None, schema: pa.Schema | None = None) -> Iterator[Connection]:
         with self._transaction() as connection:
             if not all(self._columns_of(connection, one) for one in {table or JOBS, JOBS}):
-                # CREATE TABLE IF NOT EXISTS alone fails when two run it at once, and for a user who may not make
-                # tables.
+                # CREATE TABLE IF NOT EXISTS runs only if a table is missing: it fails for a user who may not create
+                # tables. Two sessions must not run it at once.
                 connection.execute("SELECT pg_advisory_xact_lock(%s)", (_PREPARE_LOCK,))
                 self._make_own(connection, _OWN_TYPES, {})
                 if table is not None:
@@ -312,7 +315,7 @@ class PostgresStore(SqlStore[Connection]):
         rows = 0
         columns: dict[str, Column] | None = None
         with self._errors():
-            # The same connection until the end: a new one would not have the rows sent so far.
+            # Keep this connection until the end: a new connection would not have the rows sent so far.
             connection = self._connection()
         others = _Others(connection)
         try:
@@ -372,8 +375,8 @@ class PostgresStore(SqlStore[Connection]):
         copy_in(connection, table, batch, self._lock(connection, table))
 
     def _lock(self, connection: Connection, table: str) -> dict[str, Column]:
-        """Return the columns of a table, and lock them until the end of the transaction. Begin a transaction if there
-        is none."""
+        """Return the columns of a table, and lock the table's definition until the transaction ends. Begin a
+        transaction if none is open."""
         connection.execute(f"{_begin(connection)}LOCK TABLE ONLY {_quoted(table)} IN ROW EXCLUSIVE MODE".encode())
         return self._columns_of(connection, table)
 
@@ -386,9 +389,10 @@ class PostgresStore(SqlStore[Connection]):
 
 
 def _move(connection: Connection, job: str, moves: list[tuple[Advance, Watermarks]]) -> None:
-    """Move the positions, which must be the starts of the ranges, raise the watermarks, and commit."""
+    """Move the positions from the starts to the ends of the ranges, raise the watermarks, and commit. Raises
+    POSITION_CHANGED if a position is not the start of its range."""
     statements, values = "", []
-    # In one order, so that two never wait for each other.
+    # All writers use the same order, so that two writers never wait for each other.
     for advance, watermarks in sorted(moves, key=lambda move: move[0].range.topic):
         topic, start, end = advance.range.topic, advance.range.start, advance.range.end
         statements += _MOVE
@@ -409,15 +413,16 @@ def _move(connection: Connection, job: str, moves: list[tuple[Advance, Watermark
 
 
 def _is_ours(failure: psycopg.errors.DivisionByZero) -> bool:
-    """Whether one of our statements has divided, not a trigger: for a trigger, PostgreSQL names the function."""
+    """Whether the division by zero is from our own statement, not from a trigger. For a trigger, PostgreSQL reports the
+    function as the context."""
     return not failure.diag.context
 
 
 def _commit(connection: Connection, statements: str, values: Sequence[object]) -> None:
-    """Run the statements and commit, in one message to the server.
+    """Run the statements and commit, with one message to the server.
 
-    The server takes the locks that others wait for, and releases them, without a message from here in between. So a
-    writer that stalls holds none of them.
+    The server acquires and releases the locks of these statements without waiting for another message from this
+    process. So a stalled writer holds none of these locks.
     """
     psycopg.ClientCursor(connection).execute((_begin(connection) + statements + "COMMIT").encode(), values)
 
@@ -427,13 +432,13 @@ def _quoted(table: str) -> str:
 
 
 def _begin(connection: Connection) -> str:
-    """Return the beginning of a statement that needs a transaction."""
+    """Return a prefix for a statement that needs a transaction: BEGIN if no transaction is open, else nothing."""
     return "BEGIN; " if connection.info.transaction_status is TransactionStatus.IDLE else ""
 
 
 def _check_landed(connection: Connection) -> None:
-    """Raise INVALID_OUTPUT if this transaction's tables and our own tables, which it writes to next, would not survive
-    a crash of the server together."""
+    """Raise INVALID_OUTPUT if the tables that this transaction has written to, and our own tables, which it writes to
+    next, would not survive a crash of the server together."""
     statements = (
         f"{_begin(connection)}LOCK TABLE {POSITIONS}, {WATERMARKS} IN ROW EXCLUSIVE MODE; {POSTGRESQL_UNSAFE_WRITES}"
     )
@@ -444,7 +449,7 @@ def _check_landed(connection: Connection) -> None:
 
 
 class _Others:
-    """The sessions that wait for this transaction. None waits for long."""
+    """The sessions that wait for this transaction. `give_way` ends the transaction before a session waits for long."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -468,7 +473,7 @@ class _Others:
 
 
 def _roll_back(connection: Connection) -> None:
-    """End a transaction that is open."""
+    """End the transaction if one is open."""
     if connection.info.transaction_status is not TransactionStatus.IDLE:
         try:
             connection.rollback()

@@ -1,4 +1,4 @@
-"""The store at a URL."""
+"""Open the store that a URL names."""
 
 import re
 from functools import partial
@@ -23,14 +23,17 @@ _FORMS = (
 
 
 def from_url(url: str, *, create: bool = True) -> StoreFactory:
-    """Return the function that opens the store of this URL. Nothing is opened yet. With `create` off a SQLite file must
-    be there then.
+    """Return a function that opens the store of this URL. The store is not opened yet. Without `create`, a SQLite file
+    must exist when it is opened.
 
-    `sqlite:///file.db` (from the folder in which the job is started) or `sqlite:////folder/file.db`;
-    `postgresql://user:password@host:port/database?…`, as for libpq; `delta:///folder/table` or
-    `delta+s3://bucket/folder/table`, where the output table's name must be `table`, with the options
-    `?partitionBy=column,…&mergeSchema=true`; and `database+driver://…` for all others, as for SQLAlchemy. Raises
-    ConfigurationError (INVALID_OPTION, UNSUPPORTED_STORE), which never quotes a password.
+    - `sqlite:///file.db` is relative to the folder in which the job is started. `sqlite:////folder/file.db` is
+      absolute.
+    - `postgresql://user:password@host:port/database?…` is as for libpq.
+    - `delta:///folder/table` or `delta+s3://bucket/folder/table`: the name of the output table must be `table`. The
+      options are `?partitionBy=column,…&mergeSchema=true`.
+    - `database+driver://…` is for all other databases, as for SQLAlchemy.
+
+    Raises ConfigurationError (INVALID_OPTION, UNSUPPORTED_STORE). The error never shows a password.
     """
     scheme, _, rest = url.partition("://")
     if scheme == "sqlite" and rest.startswith("/") and rest.strip("/"):
@@ -38,7 +41,7 @@ def from_url(url: str, *, create: bool = True) -> StoreFactory:
     if scheme in ("delta", "delta+s3"):
         return _delta(scheme, *rest.partition("?")[::2])
     if scheme in ("postgresql", "postgres"):
-        # Made here once, since it reads the URL; it connects when it is used.
+        # The constructor checks the URL. The store connects only when it is used.
         PostgresStore(url)
         return partial(PostgresStore, url)
     if "+" in scheme:

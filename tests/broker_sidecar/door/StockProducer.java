@@ -19,8 +19,10 @@ import org.apache.pulsar.client.api.MessageId;
 import org.apache.pulsar.client.api.Producer;
 import org.apache.pulsar.client.api.ProducerBuilder;
 import org.apache.pulsar.client.api.PulsarClient;
+import org.apache.pulsar.client.api.Reader;
 import org.apache.pulsar.client.api.Schema;
 import org.apache.pulsar.client.api.SubscriptionInitialPosition;
+import org.apache.pulsar.client.api.SubscriptionType;
 import org.apache.pulsar.client.api.TypedMessageBuilder;
 import org.apache.pulsar.client.impl.MessageIdImpl;
 
@@ -38,11 +40,17 @@ import org.apache.pulsar.client.impl.MessageIdImpl;
  * load LABEL                        sends IDs after the last one, until `stop`
  * stop LABEL                        answers how many IDs `load` has sent, when all have receipts or errors
  * close LABEL                       also while a load runs, which it ends
- * subscribe LABEL TOPIC SUBSCRIPTION   from the beginning
- * take LABEL COUNT                  acknowledges the next messages, without a sidecar's markers; answers their IDs
- * seek LABEL                        to the beginning
  * flood LABEL COUNT BYTES           answers the seconds until the last receipt
  * pace LABEL COUNT BYTES            one in flight; answers the median in microseconds
+ * subscribe LABEL TOPIC NAME TYPE   a consumer, from the earliest message on, with receipts for acknowledgements
+ * receive LABEL COUNT               answers the IDs
+ * acknowledge LABEL ID...           messages that were received
+ * acknowledgeUpTo LABEL ID
+ * refuse LABEL ID                   negatively
+ * take LABEL COUNT                  acknowledges the next messages, without a sidecar's markers; answers their IDs
+ * seek LABEL ID                     `-`: to the beginning
+ * leave LABEL                       closes the consumer
+ * read LABEL TOPIC ID               a reader; answers the IDs from there to the end; `-`: from the earliest on
  * </pre>
  *
  * HOW: `gathered` (what is sent until `flush` is one batch), `batches`, `single`, `chunks`, or the schema `json` or
@@ -58,6 +66,7 @@ public class StockProducer {
     static final Map<String, Load> loads = new HashMap<>();
     static final Map<String, CompletableFuture<MessageId>> lasts = new ConcurrentHashMap<>();
     static final Map<String, Consumer<byte[]>> consumers = new HashMap<>();
+    static final Map<String, Map<String, Message<byte[]>>> received = new HashMap<>();
     static PulsarClient client;
 
     public static void main(String[] args) throws Exception {
@@ -81,18 +90,19 @@ public class StockProducer {
         if (words[0].equals("open")) {
             return open(label, words[2], words[3], words[4], words[5]);
         }
+        if (words[0].equals("subscribe")) {
+            consumers.put(label, client.newConsumer().topic(words[2]).subscriptionName(words[3])
+                    .subscriptionType(SubscriptionType.valueOf(words[4])).isAckReceiptEnabled(true)
+                    .subscriptionInitialPosition(SubscriptionInitialPosition.Earliest)
+                    .negativeAckRedeliveryDelay(100, TimeUnit.MILLISECONDS).subscribe());
+            received.put(label, new HashMap<>());
+            return "";
+        }
+        if (consumers.containsKey(label)) {
+            return consume(consumers.get(label), received.get(label), words);
+        }
         Producer<byte[]> producer = producers.get(label);
         switch (words[0]) {
-            case "subscribe":
-                consumers.put(label, client.newConsumer().topic(words[2]).subscriptionName(words[3])
-                        .acknowledgmentGroupTime(0, TimeUnit.MILLISECONDS).isAckReceiptEnabled(true)
-                        .subscriptionInitialPosition(SubscriptionInitialPosition.Earliest).subscribe());
-                return "";
-            case "take":
-                return take(consumers.get(label), Integer.parseInt(words[2]));
-            case "seek":
-                consumers.get(label).seek(MessageId.earliest);
-                return "";
             case "send":
                 for (long id = Long.parseLong(words[2]); id <= Long.parseLong(words[3]); id++) {
                     send(label, id, message(producer, id));
@@ -129,11 +139,56 @@ public class StockProducer {
         }
     }
 
+    static String consume(Consumer<byte[]> consumer, Map<String, Message<byte[]>> messages, String[] words)
+            throws Exception {
+        StringBuilder found = new StringBuilder();
+        switch (words[0]) {
+            case "receive":
+                for (int k = 0; k < Integer.parseInt(words[2]); k++) {
+                    Message<byte[]> message = consumer.receive(60, TimeUnit.SECONDS);
+                    messages.put(Long.toString(message.getSequenceId()), message);
+                    found.append(message.getSequenceId()).append(' ');
+                }
+                return found.toString().trim();
+            case "acknowledge":
+                for (int k = 2; k < words.length; k++) {
+                    consumer.acknowledge(messages.get(words[k]));
+                }
+                return "";
+            case "acknowledgeUpTo":
+                consumer.acknowledgeCumulative(messages.get(words[2]));
+                return "";
+            case "refuse":
+                consumer.negativeAcknowledge(messages.get(words[2]));
+                return "";
+            case "take":
+                return take(consumer, Integer.parseInt(words[2]));
+            case "seek":
+                consumer.seek(words[2].equals("-") ? MessageId.earliest : messages.get(words[2]).getMessageId());
+                return "";
+            case "leave":
+                consumer.close();
+                return "";
+            case "read":
+                MessageId start = words[3].equals("-") ? MessageId.earliest : messages.get(words[3]).getMessageId();
+                try (Reader<byte[]> reader = client.newReader().topic(words[2]).startMessageId(start)
+                        .startMessageIdInclusive().create()) {
+                    while (reader.hasMessageAvailable()) {
+                        found.append(reader.readNext(60, TimeUnit.SECONDS).getSequenceId()).append(' ');
+                    }
+                }
+                return found.toString().trim();
+            default:
+                throw new IllegalArgumentException(words[0]);
+        }
+    }
+
     static void connect(String url, String token, String authority) throws Exception {
         if (client != null) {
             client.shutdown();
         }
         producers.clear();
+        consumers.clear();
         ClientBuilder builder = PulsarClient.builder().serviceUrl(url).operationTimeout(60, TimeUnit.SECONDS);
         if (!token.equals("-")) {
             builder.authentication(AuthenticationFactory.token(token));

@@ -1,7 +1,7 @@
 """The passing of one client's frames to brokers, before brokers that do what a test wants."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from broker_sidecar.door.broker_pass import BrokerPass, BrokersToPass
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.subject import Subject, set_caller
 from broker_sidecar.shares import NO_LIMITS, Budget, Share, Use
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError
 from seqdedupe.pulsar_wire.frames import (
     PulsarFrame,
     Splitter,
@@ -33,14 +33,20 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandConnect,
     CommandConnected,
     CommandFlow,
+    CommandGetOrCreateSchema,
+    CommandGetSchema,
     CommandGetTopicsOfNamespace,
     CommandLookupTopicResponse,
     CommandMessage,
     CommandPing,
     CommandPong,
+    CommandSeek,
     CommandSubscribe,
     CommandSuccess,
+    CommandUnsubscribe,
+    CommandWatchTopicList,
     FeatureFlags,
+    ServerError,
 )
 
 JWT = b"head.body.signature"
@@ -175,9 +181,6 @@ async def brokers() -> AsyncIterator[list[FakeBroker]]:
 @pytest.fixture
 def client() -> FakeClient:
     return FakeClient()
-
-
-Make = Callable[..., BrokerPass]
 
 
 @pytest.fixture
@@ -369,3 +372,45 @@ async def test_the_subscriptions_of_sidecars_are_theirs(passing: BrokerPass, cli
     await passing.take(subscribe(subscription="seqdedupe-one"))
     request_id, e, _ = await client.error()
     assert (request_id, e.reason) == (7, "INVALID_REQUEST")
+
+
+async def test_a_client_without_the_right_to_read_reaches_no_broker(
+    passing: BrokerPass, brokers: list[FakeBroker], client: FakeClient
+) -> None:
+    set_caller(Subject("stranger", "jwt", None, ""))
+    for sent in (
+        subscribe(),
+        frame("getSchema", CommandGetSchema(request_id=7, topic=TOPIC)),
+        frame("getOrCreateSchema", CommandGetOrCreateSchema(request_id=7, topic=TOPIC)),
+        frame("getTopicsOfNamespace", CommandGetTopicsOfNamespace(request_id=7, namespace="public/elsewhere")),
+        frame("watchTopicList", CommandWatchTopicList(request_id=7, namespace="public/elsewhere")),
+    ):
+        await passing.take(sent)
+        request_id, e, _ = await client.error()
+        assert (request_id, e.reason) == (7, "NOT_ALLOWED")
+    await passing.take(frame("seek", CommandSeek(consumer_id=1, request_id=8)))
+    request_id, _, code = await client.error()
+    assert (request_id, code) == (8, ServerError.MetadataError)
+    assert not brokers[0].received
+
+
+async def test_a_consumer_that_was_unsubscribed_is_forgotten(
+    passing: BrokerPass, brokers: list[FakeBroker], client: FakeClient
+) -> None:
+    [home, _] = brokers
+    await passing.take(subscribe())
+    await home.next_of("subscribe")
+    assert passing.consumers == 1
+    await passing.take(frame("unsubscribe", CommandUnsubscribe(consumer_id=1, request_id=9)))
+    await home.next_of("unsubscribe")
+    home.say("success", CommandSuccess(request_id=9))
+    await client.next()
+    assert passing.consumers == 0
+
+
+async def test_transactions_are_refused(passing: BrokerPass, brokers: list[FakeBroker]) -> None:
+    assert await passing.partitions(broker_pass.TRANSACTIONS_TOPIC) == 0
+    new_txn: Any = 50
+    with pytest.raises(InvalidRequestError, match="transaction"):
+        await passing.take(frame_of(memoryview(command_frame(BaseCommand(type=new_txn)))))
+    assert not brokers[0].received

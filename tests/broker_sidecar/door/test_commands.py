@@ -17,7 +17,6 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     BaseCommand,
     CommandPing,
     CommandPong,
-    CommandSubscribe,
     EncryptionKeys,
     Exclusive,
     ExclusiveWithFencing,
@@ -137,6 +136,16 @@ def test_access_modes(connect: Callable[..., Wire], wire: Wire, topic: str) -> N
     assert error_of(wire.produce(topic, "other", 2))[0] == ServerError.ProducerFenced
 
 
+def test_a_topic_has_three_names(wire: Wire, client: Client, topic: str) -> None:
+    local = topic.rpartition("/")[2]
+    for number, name in enumerate((local, f"public/default/{local}", f"persistent://public/default/{local}")):
+        assert not wire.partitions(name).partitionMetadataResponse.HasField("error")
+        assert wire.produce(name, f"p{number}", number + 1).type == BaseCommand.PRODUCER_SUCCESS
+        wire.send(0, single(0, calls.payload_of(f"p{number}", 0)), producer_id=number + 1)
+        assert ids_of(wire.receipts(1)) == [0]
+    assert len(client.rows(topic)) == 3
+
+
 def wait_for_turn(wire: Wire, topic: str, name: str, producer_id: int = 1) -> int:
     """Ask for a producer that has to wait. Returns the ID of the request that is answered later."""
     told = wire.produce(topic, name, producer_id, producer_access_mode=WaitForExclusive).producer_success
@@ -228,16 +237,6 @@ def test_what_cannot_be_kept_to_is_refused_at_once(wire: Wire, topic: str, what:
     code, message = error_of(wire.produce(topic, **fields))
     assert code == ServerError.NotAllowedError
     assert what in message
-
-
-def test_consumers_are_told_where_to_go(wire: Wire, topic: str) -> None:
-    command = CommandSubscribe(topic=topic, subscription="s", consumer_id=1, request_id=9)
-    wire.say(BaseCommand(type=BaseCommand.SUBSCRIBE, subscribe=command))
-    answer = wire.next()
-    assert answer.error.request_id == 9
-    assert "brokers' own URL" in answer.error.message
-    # The connection goes on.
-    assert wire.produce(topic).type == BaseCommand.PRODUCER_SUCCESS
 
 
 # -- publishing -------------------------------------------------------------------------------------------------------

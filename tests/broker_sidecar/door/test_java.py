@@ -17,6 +17,7 @@ from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import calls
 from tests.broker_sidecar.door.java_client import JavaClient, JavaFailed
 from tests.broker_sidecar.door.wire import door_of
+from tests.broker_sidecar.pausing import wait_for
 from tests.broker_sidecar.security.issuing import of_server
 from tests.broker_sidecar.security.showing import token_of
 from tests.broker_sidecar.security.test_certificates import tls_keys
@@ -145,9 +146,9 @@ def test_a_message_in_chunks_is_refused_and_fails_alone(java: JavaClient, shared
     assert java.ids() == ids_in(shared, topic) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
 
 
-def test_a_schema_is_refused_plainly(java: JavaClient, topic: str) -> None:
-    with pytest.raises(JavaFailed, match=r"the producer has a schema.*\[INVALID_REQUEST\] Publish bytes"):
-        java.open(topic, how="json")
+def test_a_producer_of_json(java: JavaClient, topic: str) -> None:
+    """The sidecar's own log keeps no schemas, and JSON needs none."""
+    assert java.open(topic, how="json") == ("p", -1)
 
 
 def test_a_topic_without_a_schema_takes_the_bytes_of_any(java: JavaClient, shared: Sidecar, topic: str) -> None:
@@ -268,3 +269,53 @@ def test_with_a_token_over_tls(program: JavaClient, tmp_path: Path) -> None:
         program.ask("send", "a", 0, 9)
         program.ask("flush", "a")
         assert program.ids() == list(range(10))
+
+
+def test_consumers_and_readers(java: JavaClient, topic: str) -> None:
+    def receive(label: str, count: int) -> list[int]:
+        return [int(number) for number in java.ask("receive", label, count).split()]
+
+    java.open(topic)
+    java.ask("send", "a", 0, 9)
+    java.ask("flush", "a")
+    java.ask("subscribe", "first", topic, "s", "Failover")
+    java.ask("subscribe", "second", topic, "s", "Failover")
+    assert receive("first", 10) == list(range(10))
+    java.ask("acknowledge", "first", 0, 1, 4)
+    java.ask("refuse", "first", 2)
+    assert receive("first", 7) == [2, 3, 5, 6, 7, 8, 9]
+    java.ask("acknowledgeUpTo", "first", 6)
+    assert java.ask("read", "first", topic, "-") == "0 1 2 3 4 5 6 7 8 9"
+    assert java.ask("read", "first", topic, 7) == "7 8 9"
+    java.ask("leave", "first")
+    assert receive("second", 3) == [7, 8, 9]
+    java.ask("seek", "second", 8)
+    assert receive("second", 1) == [9]
+    with pytest.raises(JavaFailed, match="ConsumerBusy"):
+        java.ask("subscribe", "third", topic, "s", "Exclusive")
+    for kind in ("Shared", "Key_Shared"):
+        with pytest.raises(JavaFailed, match=rf"NotAllowed.*has the type {kind}"):
+            java.ask("subscribe", "third", topic, "other", kind)
+
+
+def test_a_consumer_reads_on_over_a_kill(program: JavaClient, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with Sidecar(tmp_path, pulsar_listen=address) as sidecar:
+        program.connect(f"pulsar://{address}")
+        program.open("t")
+        program.ask("send", "a", 0, 9)
+        program.ask("flush", "a")
+        program.ask("subscribe", "c", "t", "s", "Exclusive")
+        assert program.ask("receive", "c", 5) == "0 1 2 3 4"
+        program.ask("acknowledge", "c", 0, 1, 3)
+        with Client(sidecar.address) as client:
+            wait_for(lambda: client.admin.cursors("t")[0].position.index == 1)
+        sidecar.restart()
+        # What the client has received before, it may still return.
+        program.ask("send", "a", 10, 10)
+        program.ask("flush", "a")
+        found: list[str] = []
+        while found[-1:] != ["10"]:
+            found += program.ask("receive", "c", 1).split()
+        assert not {"0", "1"}.intersection(found)
+        assert {"2", "4", "5", "6", "7", "8", "9", "10"}.issubset(found)

@@ -11,6 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import Message
 
 from seqdedupe.pulsar_wire.frames import Splitter, WireEntry, command_frame, entry_frame
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
@@ -20,14 +23,22 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     ZLIB,
     ZSTD,
     BaseCommand,
+    CommandAck,
+    CommandCloseConsumer,
     CommandCloseProducer,
     CommandConnect,
+    CommandFlow,
+    CommandGetLastMessageId,
     CommandLookupTopic,
     CommandPartitionedTopicMetadata,
     CommandPing,
     CommandProducer,
+    CommandRedeliverUnacknowledgedMessages,
+    CommandSeek,
     CommandSend,
     CommandSubscribe,
+    CommandUnsubscribe,
+    MessageIdData,
     MessageMetadata,
     Property,
 )
@@ -54,7 +65,7 @@ def _commands(rng: random.Random) -> bytes:
     """A command without an entry."""
     number = rng.choice(EDGES)
     topic = rng.choice((TOPIC, "", "a b", "persistent://public/default/t", "non-persistent://a/b/c", "t" * 300))
-    kinds = {
+    kinds: dict[BaseCommand.Type.ValueType, tuple[str, Message]] = {
         BaseCommand.CLOSE_PRODUCER: ("close_producer", CommandCloseProducer(producer_id=number & 3, request_id=number)),
         BaseCommand.LOOKUP: ("lookupTopic", CommandLookupTopic(topic=topic, request_id=number)),
         BaseCommand.PARTITIONED_METADATA: (
@@ -62,18 +73,48 @@ def _commands(rng: random.Random) -> bytes:
             CommandPartitionedTopicMetadata(topic=topic, request_id=number),
         ),
         BaseCommand.PING: ("ping", CommandPing()),
-        BaseCommand.SUBSCRIBE: (
-            "subscribe",
-            CommandSubscribe(
-                topic=topic, subscription="s", subType=CommandSubscribe.Exclusive, consumer_id=1, request_id=number
-            ),
-        ),
-    }
+    } | _consumer_commands(rng, topic, number)
     kind = rng.choice([*kinds, BaseCommand.PRODUCER])
     if kind == BaseCommand.PRODUCER:
         return _produce(rng.randrange(3), f"f{rng.randrange(5)}", TOPIC)
     field, value = kinds[kind]
     return command_frame(BaseCommand(type=kind, **{field: value}))  # type: ignore[arg-type]
+
+
+def _consumer_commands(
+    rng: random.Random, topic: str, number: int
+) -> dict[BaseCommand.Type.ValueType, tuple[str, Message]]:
+    # Most commands are about few consumers, and some of these are open.
+    consumer_id = rng.choice((1, 1, 2, number))
+    asks: Any = {"consumer_id": consumer_id, "request_id": number}
+    message_id = MessageIdData(ledgerId=rng.choice(EDGES), entryId=rng.choice(EDGES))
+    start: Any = {} if rng.random() < 0.5 else {"start_message_id": message_id}
+    subscribe = CommandSubscribe(
+        topic=rng.choice((topic, TOPIC, GOOD)),
+        subscription=rng.choice("st"),
+        subType=rng.choice(CommandSubscribe.SubType.values()),
+        durable=rng.random() < 0.5,
+        initialPosition=CommandSubscribe.Earliest,
+        **start,
+        **asks,
+    )
+    where: Any = {"message_id": message_id} if rng.random() < 0.5 else {"message_publish_time": number}
+    return {
+        BaseCommand.SUBSCRIBE: ("subscribe", subscribe),
+        BaseCommand.FLOW: ("flow", CommandFlow(consumer_id=consumer_id, messagePermits=rng.choice(EDGES) % 2**32)),
+        BaseCommand.ACK: (
+            "ack",
+            CommandAck(message_id=[message_id], ack_type=rng.choice(CommandAck.AckType.values()), **asks),
+        ),
+        BaseCommand.REDELIVER_UNACKNOWLEDGED_MESSAGES: (
+            "redeliverUnacknowledgedMessages",
+            CommandRedeliverUnacknowledgedMessages(consumer_id=consumer_id, consumer_epoch=number),
+        ),
+        BaseCommand.SEEK: ("seek", CommandSeek(**where, **asks)),
+        BaseCommand.GET_LAST_MESSAGE_ID: ("getLastMessageId", CommandGetLastMessageId(**asks)),
+        BaseCommand.UNSUBSCRIBE: ("unsubscribe", CommandUnsubscribe(**asks)),
+        BaseCommand.CLOSE_CONSUMER: ("close_consumer", CommandCloseConsumer(**asks)),
+    }
 
 
 def _entry(rng: random.Random) -> WireEntry:

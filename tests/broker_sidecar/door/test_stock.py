@@ -99,11 +99,6 @@ def test_a_partitioned_topic(stock: pulsar.Client, client: calls.Client, topic: 
     assert all(found)
 
 
-def test_a_consumer_is_refused_plainly(stock: pulsar.Client, topic: str) -> None:
-    with pytest.raises(pulsar.NotAllowedError):
-        stock.subscribe(topic, "s")
-
-
 def test_nothing_is_lost_or_doubled_over_kills(tmp_path: Path) -> None:
     acknowledged, extra = round_(tmp_path, 4, 1)
     assert acknowledged > 400

@@ -2,7 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ from broker_sidecar.door.pulsar_connection import PulsarConnection
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer
 from broker_sidecar.shares import MAX_HELD_BYTES, NO_LIMITS, Budget, Share, Use
 from seqdedupe.core.rule import DUP, UNKNOWN
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend
+from seqdedupe.pulsar_wire.frames import command_frame, command_of, frame_of
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend, CommandSubscribe
 from seqdedupe.topic.frame import NONE_KNOWN, FrameReceipt
 from tests.broker_sidecar.door.wire import single
 
@@ -95,6 +96,8 @@ def connection_of(writer: Any) -> PulsarConnection:
         names=nothing,
         lookup=nothing,
         brokers=None,
+        consumers_of=None,
+        registry=None,
         find_caller=nothing,
         log_limit=None,
         large_frames=asyncio.Semaphore(),
@@ -127,3 +130,16 @@ def test_a_defect_in_a_request_ends_the_connection() -> None:
 
     asyncio.run(run())
     assert ended
+
+
+def test_with_a_cluster_consumers_are_told_where_to_go() -> None:
+    """Their messages come from the cluster's brokers."""
+    written: list[bytes] = []
+    transport = SimpleNamespace(is_closing=lambda: False)
+    writer: Any = SimpleNamespace(transport=transport, write=written.append)
+    command = command_of("subscribe", CommandSubscribe(topic="t", subscription="s", consumer_id=1, request_id=9))
+    frame, stream = frame_of(memoryview(command_frame(command))), cast(Any, None)
+    asyncio.run(connection_of(writer)._take(frame, stream))
+    answer = frame_of(memoryview(written[0])).command.error
+    assert answer.request_id == 9
+    assert "brokers' own URL" in answer.message

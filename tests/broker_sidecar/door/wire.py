@@ -2,24 +2,40 @@
 
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from google.protobuf.message import Message
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, batch_of
-from seqdedupe.pulsar_wire.frames import Splitter, WireEntry, command_frame, entry_frame
+from seqdedupe.pulsar_wire.frames import (
+    PulsarFrame,
+    Splitter,
+    WireEntry,
+    command_frame,
+    command_of,
+    entry_frame,
+    entry_of,
+    metadata_of,
+)
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     NONE,
     BaseCommand,
+    CommandAck,
+    CommandCloseConsumer,
     CommandCloseProducer,
     CommandConnect,
     CommandFlow,
     CommandGetOrCreateSchema,
     CommandLookupTopic,
+    CommandMessage,
     CommandPartitionedTopicMetadata,
+    CommandPing,
     CommandProducer,
     CommandSend,
     CommandSubscribe,
     CompressionType,
+    MessageIdData,
     MessageMetadata,
     Schema,
 )
@@ -46,6 +62,14 @@ def batch(*ids: int, size: int = 0, compression: CompressionType.ValueType = NON
     return batch_of(EntryRows.of([EntryRow(i, b"p/%d" % i + bytes(size), **fields) for i in ids]), b"x", 1, compression)
 
 
+class Received(NamedTuple):
+    """A message that a consumer got."""
+
+    command: CommandMessage
+    metadata: MessageMetadata
+    payload: bytes
+
+
 class Wire:
     """A connection."""
 
@@ -54,7 +78,7 @@ class Wire:
     ) -> None:
         self.socket = socket.create_connection((address.host, address.port), LAST_RESORT_SECONDS)
         self._splitter = Splitter(1 << 24)
-        self._frames: list[BaseCommand] = []
+        self._frames: list[PulsarFrame] = []
         self._requests = 0
         if connects:
             method = "none" if token is None else "token"
@@ -69,15 +93,29 @@ class Wire:
 
     def next(self) -> BaseCommand:
         """The next command, without pings. Raises EOFError at the end of the connection."""
-        while True:
-            while not self._frames:
-                data = self.socket.recv(65536)
-                if not data:
-                    raise EOFError
-                self._frames += [frame.command for frame in self._splitter.feed(data)]
-            if (command := self._frames.pop(0)).type != BaseCommand.PING:
-                return command
-            self.say(BaseCommand(type=BaseCommand.PONG, pong={}))  # type: ignore[arg-type]
+        return self.next_frame().command
+
+    def next_frame(self) -> PulsarFrame:
+        """The same with what follows the command."""
+        while (frame := self._any()).field == "ping":
+            self._answer_ping()
+        return frame
+
+    def answer_ping(self) -> None:
+        """Answers the next command, which must be the question whether it is there."""
+        assert self._any().field == "ping"
+        self._answer_ping()
+
+    def _any(self) -> PulsarFrame:
+        while not self._frames:
+            data = self.socket.recv(65536)
+            if not data:
+                raise EOFError
+            self._frames += self._splitter.feed(data)
+        return self._frames.pop(0)
+
+    def _answer_ping(self) -> None:
+        self.say(BaseCommand(type=BaseCommand.PONG, pong={}))  # type: ignore[arg-type]
 
     def request(self) -> int:
         self._requests += 1
@@ -124,27 +162,62 @@ class Wire:
             found.append((command.send_receipt.sequence_id, command.send_receipt.message_id.entryId))
         return found
 
-    def subscribe(self, topic: str, subscription: str, consumer_id: int = 1, **fields: Any) -> BaseCommand:
-        """Opens a consumer from the beginning of the topic. The answer is SUCCESS or ERROR."""
-        command = CommandSubscribe(
-            topic=topic,
-            subscription=subscription,
-            subType=CommandSubscribe.Exclusive,
-            consumer_id=consumer_id,
-            request_id=self.request(),
-            initialPosition=CommandSubscribe.Earliest,
-            **fields,
-        )
-        self.say(BaseCommand(type=BaseCommand.SUBSCRIBE, subscribe=command))
-        return self.next()
-
-    def flow(self, messages: int, consumer_id: int = 1) -> None:
-        command = CommandFlow(consumer_id=consumer_id, messagePermits=messages)
-        self.say(BaseCommand(type=BaseCommand.FLOW, flow=command))
-
     def close_producer(self, producer_id: int = 1) -> BaseCommand:
         command = CommandCloseProducer(producer_id=producer_id, request_id=self.request())
         self.say(BaseCommand(type=BaseCommand.CLOSE_PRODUCER, close_producer=command))
+        return self.next()
+
+    # -- consuming -------------------------------------------------------------------------------------------------
+
+    def tell(self, field: str, message: Message) -> None:
+        self.say(command_of(field, message))
+
+    def ask_to_subscribe(self, topic: str, name: str = "s", consumer_id: int = 1, **fields: Any) -> None:
+        fields.setdefault("initialPosition", CommandSubscribe.Earliest)
+        request_id = self.request()
+        command = CommandSubscribe(
+            topic=topic, subscription=name, consumer_id=consumer_id, request_id=request_id, **fields
+        )
+        self.tell("subscribe", command)
+
+    def subscribe(self, topic: str, name: str = "s", consumer_id: int = 1, **fields: Any) -> BaseCommand:
+        """Subscribes, from the earliest message on. The answer is SUCCESS or ERROR."""
+        self.ask_to_subscribe(topic, name, consumer_id, **fields)
+        return self.next()
+
+    def flow(self, permits: int, consumer_id: int = 1) -> None:
+        self.tell("flow", CommandFlow(consumer_id=consumer_id, messagePermits=permits))
+
+    def message(self, consumer_id: int = 1) -> Received:
+        """The next message, which must be the next command."""
+        frame = self.next_frame()
+        assert frame.field == "message", frame.command
+        assert frame.command.message.consumer_id == consumer_id
+        entry = entry_of(frame.content)
+        return Received(frame.command.message, metadata_of(entry), bytes(entry.payload))
+
+    def messages(self, count: int, consumer_id: int = 1) -> list[int]:
+        """The indexes of the next messages, for which it gives permits."""
+        self.flow(count, consumer_id)
+        return [self.message(consumer_id).command.message_id.entryId for _ in range(count)]
+
+    def is_silent(self) -> bool:
+        """Whether nothing else comes before the answer to a ping."""
+        self.tell("ping", CommandPing())
+        return self.next().type == BaseCommand.PONG
+
+    def acknowledge(self, incarnation: int, *indexes: int, consumer_id: int = 1, **fields: Any) -> BaseCommand:
+        """Acknowledges messages, and asks for an answer."""
+        ids = [MessageIdData(ledgerId=incarnation, entryId=index) for index in indexes]
+        command = CommandAck(consumer_id=consumer_id, message_id=ids, request_id=self.request(), **fields)
+        self.tell("ack", command)
+        return self.next()
+
+    def acknowledge_up_to(self, incarnation: int, index: int, consumer_id: int = 1) -> BaseCommand:
+        return self.acknowledge(incarnation, index, consumer_id=consumer_id, ack_type=CommandAck.Cumulative)
+
+    def close_consumer(self, consumer_id: int = 1) -> BaseCommand:
+        self.tell("close_consumer", CommandCloseConsumer(consumer_id=consumer_id, request_id=self.request()))
         return self.next()
 
     def close(self) -> None:

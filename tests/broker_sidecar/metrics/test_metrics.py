@@ -30,7 +30,7 @@ PUBLISH = {"grpc_service": "seqdedupe.v1.PublishService"}
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """A sidecar that no test may kill, and that shows what is true at the moment."""
-    environment = with_constants.environment(seqdedupe__exposition__FRESH_SECONDS=0)
+    environment = with_constants.environment(seqdedupe__http_server__FRESH_SECONDS=0)
     with Sidecar(
         tmp_path_factory.mktemp("metrics"),
         module=with_constants.MODULE,
@@ -274,7 +274,7 @@ def imported(sidecar: Sidecar) -> tuple[float, float]:
 def test_imported_ids_and_that_they_are_missing(tmp_path: Path) -> None:
     window = tmp_path / "window"
     exports.write_window(window, [KnownId(b"%d" % k, 1) for k in range(7)])
-    up_to_date = with_constants.environment(seqdedupe__exposition__FRESH_SECONDS=0)
+    up_to_date = with_constants.environment(seqdedupe__http_server__FRESH_SECONDS=0)
     with (
         Sidecar(
             tmp_path / "one", module=with_constants.MODULE, environment=up_to_date, metrics_listen="127.0.0.1:0"

@@ -20,7 +20,7 @@ from broker_sidecar.streams import Streams
 from seqdedupe.errors import AccessDeniedError, SeqdedupeError
 from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.store.db import Store
-from seqdedupe.topic import open_call
+from seqdedupe.topic import operations
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.topic import Topic
@@ -127,7 +127,7 @@ async def test_others_are_served_while_many_names_are_denied(served: Served) -> 
 
 async def test_without_steps_others_would_wait(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    for module in (publish_service, open_call):
+    for module in (publish_service, operations):
         monkeypatch.setattr(module, "NAMES_A_STEP", MAX_OPEN_NAMES)
     monkeypatch.setattr(permissions_module, "_NAMES_AT_ONCE", MAX_OPEN_NAMES)
     monkeypatch.setattr(rules, "_WORK_AT_ONCE", 10**9)

@@ -11,9 +11,8 @@ import pytest
 import trustme
 from cryptography import x509
 
-from broker_sidecar.security.authentication import Revoked
-from broker_sidecar.security.tokens import LEEWAY_SECONDS, SignedTokens
-from broker_sidecar.security.validity import MAX_SUBJECTS, OTHER, REPEAT_SECONDS, ExpiredTokens
+from broker_sidecar.security.authentication import OTHER, REPEAT_SECONDS, ExpiredTokens, Revoked
+from broker_sidecar.security.tokens import LEEWAY_SECONDS, MAX_SUBJECTS, SignedTokens
 from seqdedupe.errors import error
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.metrics.scraping import Page, scrape

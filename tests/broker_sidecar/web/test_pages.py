@@ -11,11 +11,11 @@ from urllib.parse import quote
 import pytest
 
 from broker_sidecar.config import Config
+from broker_sidecar.gate import Visitors, asks
 from broker_sidecar.security.audit import Audit, Trail
 from broker_sidecar.security.authentication import Authentication
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.web.pages import overview
-from broker_sidecar.web.visitors import Visitors, asks
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
@@ -113,13 +113,19 @@ def test_only_with_the_token(tmp_path: Path) -> None:
         assert fetch(url + "/metrics").status == 200
 
 
+def _visitors(config: Config, trail: Trail) -> Visitors:
+    authentication = Authentication(config, lambda why: None)
+    guard: Any = SimpleNamespace(authentication=authentication, permissions=Permissions(), trail=trail)
+    return Visitors(guard)
+
+
 def _visitor(host: str, **headers: str) -> Any:
     return SimpleNamespace(client=(host, 1), headers=headers)
 
 
 async def test_who_tries_tokens_stands_in_the_audit_trail(tmp_path: Path) -> None:
     trail = Trail(Audit(tmp_path / "audit.jsonl"))
-    visitors = Visitors(Authentication(Config(data_directory=str(tmp_path)), lambda why: None), Permissions(), trail)
+    visitors = _visitors(Config(data_directory=str(tmp_path)), trail)
     for password in (b":wrong", b":another"):
         shown = "Basic " + base64.b64encode(password).decode()
         visitor = _visitor("127.0.0.1", Authorization=shown)
@@ -149,7 +155,7 @@ async def test_a_token_is_taken_over_loopback_alone(
     tmp_path: Path, authentication: str, host: str, reason: str
 ) -> None:
     config = Config(data_directory=str(tmp_path), authentication=authentication)
-    visitors = Visitors(Authentication(config, lambda why: None), Permissions(), Trail(None))
+    visitors = _visitors(config, Trail(None))
     headers = {}
     if authentication == "token":
         password = (tmp_path / "token").read_bytes().strip()

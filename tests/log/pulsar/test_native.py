@@ -1,5 +1,7 @@
 """`native`: what is sent comes back as it was, an entry is a batch of Pulsar's, and no byte of it can lie unnoticed."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,17 +9,19 @@ from hypothesis import strategies as st
 
 from seqdedupe.batch import Batch
 from seqdedupe.entry_properties import CONTROL, KIND, MARKER
-from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError
+from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, error
 from seqdedupe.format.columns import PUBLISH_TIME_MS
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import EntryFormat, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.native import MAX_ENTRY_ROWS, native_entry, wire_entry
+from seqdedupe.log.pulsar.native_topic import NativeReader
 from seqdedupe.message_id import MessageId
 from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, batch_of, rows_of
 from seqdedupe.pulsar_wire.compression import TYPES
+from seqdedupe.pulsar_wire.connection import StoredEntry, WirePlace
 from seqdedupe.pulsar_wire.frames import SEQDEDUPE_FIELD, WireEntry, entry_frame_bytes, metadata_of, stamped
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
-from seqdedupe.pulsar_wire.rows import COMPACTED_OUT, NULL_VALUE
+from seqdedupe.pulsar_wire.rows import NULL_VALUE
 from tests.batches import batch
 from tests.log.pulsar.test_plain import histories
 from tests.log.pulsar.topics import (
@@ -154,12 +158,12 @@ def test_messages_of_an_entry_have_one_delivery_time() -> None:
 
 
 @pytest.mark.parametrize("message", [marker(3), control(3, 1, 0)], ids=[MARKER, CONTROL])
-def test_what_has_no_messages_is_hidden_from_java_and_says_so_to_others(message: PulsarMessage) -> None:
+def test_what_has_no_messages_says_so_to_consumers(message: PulsarMessage) -> None:
     entry = wire_entry(message, OURS, 77)
     metadata = metadata_of(entry)
     assert (metadata.producer_name, metadata.sequence_id) == (OURS.encode(), 77)
     (row,) = [rows_of(entry, metadata, MAX_BYTES).row(0)]
-    assert row.flags == NULL_VALUE | COMPACTED_OUT
+    assert row.flags == NULL_VALUE
     assert row.properties == ((KIND.encode(), message.properties[KIND].encode()),)
 
 
@@ -226,3 +230,60 @@ def test_whatever_stands_there_is_read_or_is_damage(data: st.DataObject) -> None
         assert native_entry(MessageId(5, 6), again, metadata_of(again)).message == found.message
     else:
         assert SEQDEDUPE_FIELD not in {field.number for field, _ in metadata.ListFields()}
+
+
+class FakeReader:
+    """Gives what it has, then the error."""
+
+    def __init__(self, there: list[StoredEntry], why: SeqdedupeError) -> None:
+        self.connection = self
+        self._there, self._why = there, why
+
+    async def next(self) -> StoredEntry:
+        if (found := self.next_now()) is None:
+            raise self._why
+        return found
+
+    def next_now(self) -> StoredEntry | None:
+        return self._there.pop(0) if self._there else None
+
+    async def close(self) -> None:
+        pass
+
+
+async def reader_of(*several: FakeReader) -> NativeReader:
+    """One that gets these, one after the other."""
+    left, starts = list(several), list[MessageId | None]()
+
+    async def open_at(start: MessageId | None) -> Any:
+        starts.append(start)
+        return left.pop(0)
+
+    reader = NativeReader(open_at, "t")
+    await reader.open(None)
+    return reader
+
+
+def stored(*messages: PulsarMessage, first: int = 0) -> list[StoredEntry]:
+    found = [wire_entry(message, OURS, 1) for message in messages]
+    return [StoredEntry(WirePlace(5, first + k), entry, metadata_of(entry)) for k, entry in enumerate(found)]
+
+
+async def test_what_is_before_damage_is_read() -> None:
+    there = stored(*WHOLE)
+    bad = stamped(there[2].entry, b"\x01")
+    there[2] = there[2]._replace(entry=bad, metadata=metadata_of(bad))
+    reader = await reader_of(FakeReader(there, error("LOG_REFUSED", "it has ended")))
+    assert [entry.message for entry in await reader.read()] == WHOLE[:2]
+    for _ in range(2):
+        with pytest.raises(DamagedError, match="LOG_DAMAGED"):
+            await reader.read()
+
+
+async def test_a_reader_whose_connection_ends_goes_on_and_says_what_no_reader_can_read() -> None:
+    broken = error("LOG_REFUSED", "the connection is broken")
+    malformed = error("MALFORMED_MESSAGE", "a checksum is wrong")
+    reader = await reader_of(FakeReader(stored(WHOLE[0]), broken), FakeReader(stored(WHOLE[1], first=1), malformed))
+    assert [(await reader.read())[0].message for _ in range(2)] == WHOLE[:2]
+    with pytest.raises(SeqdedupeError, match=r"a checksum is wrong.*LOG_UNREADABLE"):
+        await reader.read()

@@ -7,6 +7,7 @@ import pytest
 from seqdedupe.errors import InvalidRequestError, NotFoundError, UnavailableError, error
 from seqdedupe.log.pulsar.admin_url import AdminUrl, ConnectedProducer, PulsarAdmin, Subscription, TopicStats
 from seqdedupe.log.pulsar.topic_owner import forget, not_owner, sidecars
+from seqdedupe.log.pulsar.writer import RESERVED
 
 NAMESPACES = ("a/b", "a/c")
 
@@ -70,6 +71,12 @@ def cluster() -> FakeAdmin:
         b2=TopicStats((writes("somebody", None),), 0, True, (kept("seqdedupe-one", "one:1", 1, 10),)),
         c1=TopicStats((writes("seqdedupe-somebody-1", None),), 0, True, (kept("seqdedupe-three", "", 3, 4),)),
     )
+
+
+async def test_the_writer_of_native_entries_is_its_sidecar() -> None:
+    there = TopicStats((writes(f"seqdedupe-one-{RESERVED}3", "one:1"),), 0, True)
+    [one] = await sidecars(FakeAdmin(b1=there), NAMESPACES)
+    assert (one.name, one.addresses, one.topics_owned) == ("one", {"one:1"}, 1)
 
 
 async def nobody(_: str) -> str | None:

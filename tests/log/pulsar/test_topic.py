@@ -25,7 +25,7 @@ from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.listing import Fetching
-from seqdedupe.topic.open_call import open_sessions
+from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.readers import end_index, read_page
 from seqdedupe.topic.registry import Closed

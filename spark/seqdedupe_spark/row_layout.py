@@ -27,9 +27,9 @@ from pyspark.sql.types import (
 
 from seqdedupe.batch import Binary, Int64s, PropertyColumns
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_PAYLOAD_BYTES
 from seqdedupe.names import topic_name
-from seqdedupe.wording import counted
 from seqdedupe_spark.message_columns import columns_of
 
 # -- The identity of rows from a source: topic, incarnation, index, and ordinal among the rows of one message.
@@ -106,7 +106,7 @@ class SeenIdentities:
         self._runs[source] = merged(source, [self._runs.get(source, _NONE), *self._new.pop(source, [])])
 
     def packed(self) -> dict[Source, bytes]:
-        """Return all of them, for `check_apart`. Raises AMBIGUOUS_IDENTITY."""
+        """Return all identities as runs, for `check_apart`. Raises AMBIGUOUS_IDENTITY."""
         for source in list(self._new):
             self._merge(source)
         return {

@@ -1,4 +1,9 @@
-"""A task of the sink: it publishes its rows. A row is stored once, in any process and after any number of attempts."""
+"""The sink: it writes rows of a DataFrame to topics of deduplication IDs, each row once, in any process and after any
+number of attempts.
+
+This file contains the work of a write's tasks and the classes that Spark calls. `row_layout` defines the meaning of the
+columns and the ID of each row, and makes frames of the rows.
+"""
 
 import asyncio
 import contextlib
@@ -28,8 +33,8 @@ from seqdedupe.errors import UnavailableError, error
 from seqdedupe.files import sync_folder
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark.planning import PATIENCE_SECONDS, WaitingLine, patiently
+from seqdedupe_spark.row_layout import RowLayout, SeenIdentities, SinkFrame, Source, check_apart, frames_of, joined
 from seqdedupe_spark.service import SidecarService, sidecar_at
-from seqdedupe_spark.sink.row_layout import RowLayout, SeenIdentities, SinkFrame, Source, check_apart, frames_of, joined
 
 # -- The test whether a topic still knows the IDs of an earlier write. Only then another write is harmless.
 
@@ -158,7 +163,7 @@ class SinkReport:
 
 @dataclass(frozen=True)
 class SinkTask:
-    """The common part of all tasks of a write. It is pickled."""
+    """The base class of all tasks of a write. Spark pickles the task."""
 
     service: str | SidecarService
     layout: RowLayout
@@ -388,7 +393,8 @@ class BatchWriter(_Writing, DataSourceArrowWriter):
         self._sum_up("the write", messages)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Do nothing. The rows that were written stay, and are recognized by their IDs if they are written again."""
+        """Do nothing. The rows that were written stay in the topic. If these rows are written again, the topic
+        recognizes the rows by their IDs."""
 
 
 class StreamWriter(_Writing, DataSourceStreamArrowWriter):

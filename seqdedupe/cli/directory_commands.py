@@ -1,6 +1,8 @@
-"""The commands about backups. `backup` has a sidecar make one, verifies it, copies it to an object store and keeps the
+"""The commands about data directories and backups. `doctor` looks at a data directory while no sidecar runs on it, and
+salvages what can be read. `backup` has a sidecar make a backup, verifies it, copies it to an object store and keeps the
 newest. `backup list`, `verify` and `restore` need no sidecar."""
 
+import logging
 import os
 import sys
 from contextlib import ExitStack
@@ -12,15 +14,181 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from seqdedupe.cli.common import as_json_option, common, connect
-from seqdedupe.cli.doctor_commands import prepare, print_findings
-from seqdedupe.command import FAILED, echo, print_json, print_table, printable, say
-from seqdedupe.errors import error
+from seqdedupe.command import FAILED, WRONG_USAGE, echo, needing, print_json, print_table, printable, say, say_failure
+from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.figures import counted
 from seqdedupe.v1 import admin_pb2
-from seqdedupe.wording import counted
 
 if TYPE_CHECKING:
+    from seqdedupe.doctor.findings import Findings, Missing, TopicFindings
+    from seqdedupe.doctor.salvage import Salvage
+    from seqdedupe.log.embedded.inspection import Damage
     from seqdedupe.transfer.backup import Manifest
     from seqdedupe.transfer.backup_places import BackupPlace, BucketPlace, FolderPlace, KeptBackup
+
+
+def _say(line: str) -> None:
+    echo(printable(line))
+
+
+# -- `doctor`.
+
+SHOWN = 20
+"""The number of places of damage and of missing IDs that are printed per topic; `--json` has all."""
+
+
+@click.command()
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--salvage",
+    "to",
+    type=click.Path(path_type=Path),
+    metavar="NEW_DIRECTORY",
+    help="Write the readable data to a new data directory, with a report of the missing data.",
+)
+@as_json_option
+def doctor(directory: Path, to: Path | None, as_json: bool) -> int:
+    """Check every byte of a data directory, and change nothing in it. No sidecar may be running on it.
+
+    Exit status 0: all is whole; 1: something is damaged; 2: the check was not possible.
+    """
+    try:
+        return _run(directory, to, as_json)
+    except SeqdedupeError as e:
+        say_failure("seqdedupe", e, as_json=as_json)
+    except OSError as e:
+        say_failure("seqdedupe", error("LOG_UNREADABLE", str(e)), as_json=as_json)
+    return WRONG_USAGE
+
+
+def prepare() -> None:
+    """Prepare the imports that look at a data directory. Raises INVALID_CONFIGURATION if that is not possible."""
+    # Log lines from opening a store are about the copy.
+    logging.getLogger("seqdedupe").addHandler(logging.NullHandler())
+    with needing("checking a data directory needs", "sidecar"):
+        from broker_sidecar import kernels
+
+        kernels.prepare()
+        import seqdedupe.doctor.examine  # noqa: F401 (all that it needs is there)
+
+
+def _run(directory: Path, to: Path | None, as_json: bool) -> int:
+    prepare()
+    from seqdedupe.doctor.examine import examine
+    from seqdedupe.doctor.salvage import salvage
+    from seqdedupe.locks import kept_unused
+    from seqdedupe.store.directories import parts_of
+
+    with kept_unused(directory):
+        parts = parts_of(directory)
+        if parts != [directory]:
+            return _run_on_workers(directory, [examine(part) for part in parts] if to is None else None, as_json)
+        if to is None:
+            findings = examine(directory)
+            print_json(findings.to_json()) if as_json else print_findings(findings)
+        else:
+            made = salvage(directory, to)
+            findings = made.findings
+            print_json(made.to_json()) if as_json else _print_salvage(made, to)
+        return 0 if findings.is_whole else FAILED
+
+
+def _run_on_workers(directory: Path, each: "list[Findings] | None", as_json: bool) -> int:
+    if each is None:
+        why = f"{directory} has several workers: each one is salvaged separately"
+        raise error("INVALID_CONFIGURATION", why, hint=f"Give {directory}/worker-0, and then the others.")
+    is_whole = all(findings.is_whole for findings in each)
+    if as_json:
+        workers = [findings.to_json() for findings in each]
+        print_json({"directory": str(directory), "whole": is_whole, "workers": workers})
+        return 0 if is_whole else FAILED
+    for findings in each:
+        print_findings(findings)
+    _say(f"{directory}, {counted(len(each), 'worker')}, is " + ("whole" if is_whole else "NOT WHOLE"))
+    return 0 if is_whole else FAILED
+
+
+def print_findings(findings: "Findings") -> None:
+    """Print the findings for a person."""
+    for topic in findings.topics:
+        _print_topic(topic)
+    _say(f"store: {findings.store.value}" + (f": {findings.store_why}" if findings.store_why else ""))
+    if findings.journal_why:
+        _say(f"journal: {findings.journal_why}")
+    for cure in findings.cures:
+        _say(f"what to do: {cure}")
+    _say(f"{findings.directory} is " + ("whole" if findings.is_whole else "NOT WHOLE"))
+
+
+def _print_topic(topic: "TopicFindings") -> None:
+    _say(f"{topic.name}: " + ("whole" if topic.is_whole else "NOT WHOLE"))
+    indexes = f", indexes {topic.first_index} to {topic.next_index - 1}" if topic.messages else ""
+    _say(
+        f"  {counted(topic.messages, 'message')} can be read{indexes}, {counted(topic.producers, 'producer')}, "
+        f"{topic.log_bytes:,} bytes"
+    )
+    for damage in topic.damage[:SHOWN]:
+        _say(f"  damage: {damage.file}, byte {damage.offset}: {damage.what}; it concerns {_indexes(damage)}")
+    _say_more(len(topic.damage), "places of damage")
+    for missing in topic.missing[:SHOWN]:
+        _say(f"  missing: {_missing(missing)}")
+    _say_more(len(topic.missing), "producers' missing messages")
+    if topic.imported_ids:
+        why = f", NOT there: {topic.imported_why}" if topic.imported_why else ""
+        _say(f"  {counted(topic.imported_ids, 'imported deduplication ID')}{why}")
+    for why in topic.disagreements:
+        _say(f"  wrong: {why}")
+    if (torn := topic.torn_end) is not None:
+        _say(
+            f"  no damage: {torn.file} has a torn end of {torn.size_bytes:,} bytes "
+            f"(about {counted(torn.records, 'record')}) from byte {torn.offset} on. "
+            "No client has a receipt for it; the next start removes it"
+        )
+    for note in topic.notes:
+        _say(f"  no damage: {note}")
+    for cure in dict.fromkeys(topic.cures):
+        _say(f"  what to do: {cure}")
+
+
+def _say_more(count: int, what: str) -> None:
+    if count > SHOWN:
+        _say(f"  … and {count - SHOWN:,} more {what}: --json has all")
+
+
+def _indexes(damage: "Damage") -> str:
+    first, following = damage.first_index, damage.next_index
+    if following is None:
+        return f"index {first} and an unknown number after it"
+    if following == first:
+        return f"no message (a marker or a control record before index {first})"
+    return f"{counted(following - first, 'message')}, indexes {first} to {following - 1}"
+
+
+def _missing(missing: "Missing") -> str:
+    ids = f"producer {missing.producer!r}, sequence IDs {missing.first_sequence_id} to {missing.last_sequence_id}"
+    if missing.messages is not None:
+        return f"{ids}, {counted(missing.messages, 'message')}"
+    if missing.is_perhaps_trimmed:
+        return f"{ids}, as far as they were used and retention had not dropped them"
+    return f"{ids}, as far as they were used"
+
+
+def _print_salvage(made: "Salvage", to: Path) -> None:
+    print_findings(made.findings)
+    for topic in made.topics:
+        how = "copied" if topic.is_copied else f"written again, incarnation {topic.record.incarnation}"
+        _say(f"{topic.record.name}: {how}")
+        for kept in topic.kept[:SHOWN] if not topic.is_copied else ():
+            new = f"{kept.new_first_index} to {kept.new_first_index + kept.last_index - kept.first_index}"
+            _say(f"  indexes {kept.first_index} to {kept.last_index} are {new} now")
+        if not topic.is_copied:
+            _say_more(len(topic.kept), "stretches")
+    for name in made.left_out:
+        _say(f"{name}: LEFT OUT")
+    _say(f"{to} is ready; its file salvage.json says what is missing")
+
+
+# -- Backups.
 
 
 def _folder(argument: str) -> str:
@@ -60,12 +228,12 @@ def backup() -> None:
     "--keep",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Afterwards keep the newest N good backups with a time as their name, and remove older ones.",
+    help="Then keep the newest N good backups whose names are times, and remove older backups with such names.",
 )
 @click.option("--to", metavar="s3://BUCKET/PREFIX", help="Copy the backup to an object store.")
 @common
 def make(name: str | None, keep: int | None, to: str | None, address: str, as_json: bool) -> int:
-    """Make a backup of all data of the running sidecar, in a new folder NAME in its backup_directory.
+    """Make a backup of all data of the running sidecar, in a new folder NAME in the sidecar's backup_directory.
 
     The default NAME is the time. If the command can read that folder, it verifies every byte and confirms the backup to
     the sidecar. Exit status 1: the sidecar's data were damaged, and so is the backup. The command then copies and
@@ -131,9 +299,10 @@ class _Care:
     """The folders with the backup, each with the place of its copy."""
 
     def begin(self, made: list[admin_pb2.BackupResponse]) -> bool:
-        """Return whether the backup can be verified: it is in folders that this command can read.
+        """Return whether this command can verify the backup: the backup is in folders that this command can read.
 
-        Raises INVALID_REQUEST if it cannot, and must be copied or counted.
+        Raises INVALID_REQUEST if this command cannot read the folders, but must copy the backup or remove older
+        backups.
         """
         whole = [
             folder.parent if folder.name != self.name else folder for folder in (Path(one.directory) for one in made)
@@ -156,14 +325,16 @@ class _Care:
         return True
 
     def locked(self) -> ExitStack:
-        """Keep other commands from copying or removing backups of these folders, until the result is closed."""
+        """Prevent other commands from copying or removing backups of these folders, until the returned object is
+        closed."""
         stack = ExitStack()
         for place, _ in self._places if self.keep or self.to else ():
             stack.enter_context(place.locked())
         return stack
 
     def drop_damaged_links(self) -> bool:
-        """Remove damaged files that the backup shares with older ones. Return whether it must be made again."""
+        """Remove damaged files that the backup shares with older backups. Return whether the backup must be made
+        again."""
         found = [place.url for place, _ in self._places if place.drop_damaged_links(self.name)]
         for folder in found:
             what = f"an older backup in {folder} has damaged files, which the new one does not share"
@@ -171,14 +342,14 @@ class _Care:
         return bool(found)
 
     def set_aside(self) -> ExitStack:
-        """Free the backup's name until the result is closed."""
+        """Free the backup's name until the returned object is closed."""
         stack = ExitStack()
         for place, _ in self._places:
             stack.enter_context(place.set_aside(self.name))
         return stack
 
     def copy(self) -> None:
-        """Verify every byte, here and at the copy's place."""
+        """Verify every byte of the backup. With a place for copies, also copy the backup and verify the copy."""
         for place, bucket in self._places:
             place.check(self.name)
             if bucket is not None:
@@ -189,7 +360,7 @@ class _Care:
         self.is_verified = True
 
     def remove(self) -> None:
-        """Remove older backups, from both places."""
+        """Remove older backups from the backup directory and from the place of copies."""
         if self.keep is None:
             return
         for places in self._places:
@@ -200,12 +371,13 @@ class _Care:
                     _warn_of_future(one, kept.in_future, "does not count and is not removed")
 
 
-@backup.command("list", short_help="List backups, and show which are good.")
+@backup.command("list", short_help="List backups, and show which backups are good.")
 @click.argument("place", metavar="DEST")
 @click.option("--verify", "reads_all", is_flag=True, help="Read every byte. Default: compare sizes only.")
 @as_json_option
 def list_backups(place: str, reads_all: bool, as_json: bool) -> int:
-    """List the backups in DEST, a folder or s3://BUCKET/PREFIX: time, size, topics, and whether each is good.
+    """List the backups in DEST, a folder or s3://BUCKET/PREFIX. Show each backup's time, size and topics, and whether
+    the backup is good.
 
     A good backup is complete and has no damage. Exit status 1: a backup is not good.
     """
@@ -248,7 +420,7 @@ def _kept_json(one: "KeptBackup") -> dict[str, Any]:
 @click.argument("directory", type=_FOLDER)
 @as_json_option
 def verify(directory: Path, as_json: bool) -> int:
-    """Verify a backup: each file is as it was written, and logs and store are whole and belong together (as `doctor`
+    """Verify a backup: each file is as it was written, and logs and store are intact and belong together (as `doctor`
     checks).
 
     Exit status 1: the backup is not whole.
@@ -277,11 +449,13 @@ def verify(directory: Path, as_json: bool) -> int:
 
 @click.command()
 @click.argument("places", nargs=-1, metavar="[BACKUP] DATA_DIRECTORY")
-@click.option("--from", "place", metavar="DEST", help="Instead of BACKUP: a folder or s3://BUCKET/PREFIX with backups.")
-@click.option("--backup", "name", metavar="NAME", help="The backup in DEST. Default: the newest good one.")
+@click.option("--from", "place", metavar="DEST", help="A folder or s3://BUCKET/PREFIX with backups, instead of BACKUP.")
+@click.option(
+    "--backup", "name", metavar="NAME", help="The name of the backup in DEST. Default: the newest good backup."
+)
 @as_json_option
 def restore(places: tuple[str, ...], place: str | None, name: str | None, as_json: bool) -> int:
-    """Make a data directory from a backup. It must be empty or absent. Then start a sidecar on it.
+    """Make a data directory from a backup. DATA_DIRECTORY must be empty or missing. Afterwards, start a sidecar on it.
 
     The command verifies each file. Exit status 1: the data were damaged when the backup was made.
     """
@@ -318,10 +492,6 @@ def _warn_of_future(place: "BackupPlace", names: list[str], effect: str) -> None
     for name in names:
         what = f"the moment of {place.url}/{name} is in the future: it {effect}"
         say("seqdedupe", f"{what}. If this host's clock is right, remove it.")
-
-
-def _say(line: str) -> None:
-    echo(printable(line))
 
 
 def _say_progress(so_far: "list[admin_pb2.BackupResponse]") -> None:
