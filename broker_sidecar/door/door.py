@@ -18,7 +18,6 @@ from broker_sidecar.door.pulsar_connection import (
     READ_BYTES,
     LogLimit,
     PulsarConnection,
-    ShownCredentials,
 )
 from broker_sidecar.door.schemas import SchemaRegistry
 from broker_sidecar.door.stock_consumer import LAST_MOVE_SECONDS, Client, Reach
@@ -57,6 +56,32 @@ _METHOD = "pulsar.CONNECT"
 
 _ALONE = frozenset({Exclusive, ExclusiveWithFencing, WaitForExclusive})
 """The access modes of producers that want to be alone in their topic. The second one ends the other producers."""
+
+
+class ShownCredentials:
+    """What a client has shown, as the authentication asks a gRPC call for it."""
+
+    def __init__(self, peer: str, auth_context: Mapping[str, Any], token: bytes | None) -> None:
+        self._peer = peer
+        self._auth_context = auth_context
+        self._token = token
+
+    def peer(self) -> str:
+        return self._peer
+
+    def auth_context(self) -> Mapping[str, Any]:
+        return self._auth_context
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        if self._token is None:
+            return ()
+        return (("authorization", f"Bearer {self._token.decode(errors='replace')}"),)
+
+    def add_done_callback(self, callback: Callable[..., object]) -> None:
+        """Nothing is left in gRPC when this connection ends."""
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        """Pulsar's protocol has none."""
 
 
 class NameHolder(NamedTuple):
@@ -248,18 +273,18 @@ class Door:
         peer: str,
         task: "asyncio.Task[None]",
     ) -> None:
-        async def find_caller(shown: ShownCredentials) -> None:
-            context: Any = shown
+        async def find_caller(token: bytes | None) -> Any:
+            context: Any = ShownCredentials(peer, _auth_context(writer), token)
             if (why := await self._guard.find_caller(context, self._has_to_answer)) is not None:
                 self._guard.trail.unauthenticated(_METHOD, peer, why)
                 raise why
             self._serving[task] = ""
+            return context
 
         connection = PulsarConnection(
             reader,
             writer,
             peer,
-            _auth_context(writer),
             topics=self._topics,
             streams=self._streams,
             permissions=self._guard.permissions,

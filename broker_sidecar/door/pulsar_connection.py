@@ -14,7 +14,7 @@ Commands of consumers are in `consumer_commands`, or pass to a cluster's brokers
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from importlib.metadata import version
@@ -125,32 +125,6 @@ LogLimit = Callable[[], Awaitable[int]]
 """Returns the most bytes of a message that the log takes. Raises SeqdedupeError if that is not known."""
 
 
-class ShownCredentials:
-    """What a client has shown, as the authentication asks a gRPC call for it."""
-
-    def __init__(self, peer: str, auth_context: Mapping[str, Any], token: bytes | None) -> None:
-        self._peer = peer
-        self._auth_context = auth_context
-        self._token = token
-
-    def peer(self) -> str:
-        return self._peer
-
-    def auth_context(self) -> Mapping[str, Any]:
-        return self._auth_context
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        if self._token is None:
-            return ()
-        return (("authorization", f"Bearer {self._token.decode(errors='replace')}"),)
-
-    def add_done_callback(self, callback: Callable[..., object]) -> None:
-        """Nothing is left in gRPC when this connection ends."""
-
-    async def send_initial_metadata(self, metadata: object) -> None:
-        """Pulsar's protocol has none."""
-
-
 class _Turn:
     """A connection's turn to receive a large frame. It ends with the block at the latest."""
 
@@ -208,14 +182,13 @@ class PulsarConnection:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         peer: str,
-        auth_context: Mapping[str, Any],
         *,
         topics: Topics[Topic],
         streams: Streams,
         permissions: Permissions,
         publish: PublishService,
         names: ProducerNames,
-        find_caller: Callable[[ShownCredentials], Any],
+        find_caller: Callable[[bytes | None], Awaitable[Any]],
         log_limit: LogLimit | None,
         large_frames: asyncio.Semaphore,
         lookup: TopicLookup,
@@ -223,13 +196,13 @@ class PulsarConnection:
         consumers_of: Callable[[Client], Consumers] | None,
         registry: SchemaRegistry | None,
     ) -> None:
-        """`find_caller` sets the caller of the present task, or raises why it is unknown. Commands of consumers pass to
+        """`find_caller` takes a token, sets the caller of the present task, and returns the connection as a gRPC
+        call. It raises why the caller is unknown. Commands of consumers pass to
         `brokers`, or are served by `consumers_of`. If both are None, only producers are served.
         """
         self.peer = peer
         self._reader = reader
         self._writer = writer
-        self._auth_context = auth_context
         self._topics = topics
         self._streams = streams
         self._permissions = permissions
@@ -274,40 +247,33 @@ class PulsarConnection:
                         context = await self._connect(await anext(frames))
                 except (StopAsyncIteration, TimeoutError):
                     return
-                stream = Stream(context, self._streams.budget, caller(), self._streams.shares)  # type: ignore[arg-type]
+                stream = Stream(context, self._streams.budget, caller(), self._streams.shares)
                 stream.passing = self._passing.share if self._passing is not None else None
                 self._stream = stream
                 with self._streams.serving(stream):
                     await stream.begin()
                     if self._consumers_of is not None:
+                        writing, say, say_error = asyncio.Lock(), self.say, self.say_error
                         client = Client(
-                            context,
-                            self._writer,
-                            asyncio.Lock(),
-                            self.say,
-                            self.say_error,
-                            self.start,
-                            self.is_alive,
-                            self.abort,
+                            context, self._writer, writing, say, say_error, self.start, self.is_alive, self.abort
                         )
                         self._consumers = self._consumers_of(client)
                     await self._serve(frames, stream)
             finally:
                 await self._end()
 
-    async def _connect(self, first: PulsarFrame) -> ShownCredentials:
+    async def _connect(self, first: PulsarFrame) -> Any:
         """Learn who the client is from its first command. Raises UNAUTHENTICATED and other errors of the
         authentication, after the client was told.
         """
         if first.field != "connect":
             raise error("MALFORMED_MESSAGE", f"the first command is {first.field or 'unknown'}, and should be CONNECT")
         command = first.command.connect
-        context = ShownCredentials(self.peer, self._auth_context, _token_in(command))
         try:
             if command.auth_method_name not in _METHODS:
                 why = f"the door takes tokens, and the client authenticates with {command.auth_method_name!r}"
                 raise error("UNAUTHENTICATED", why)
-            await self._find_caller(context)
+            context = await self._find_caller(_token_in(command))
         except SeqdedupeError as e:
             self.say_error(_NO_ENTRY, e)
             raise

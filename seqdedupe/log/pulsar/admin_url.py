@@ -315,13 +315,13 @@ class PulsarAdmin:
                 raise
 
     async def set_subscription_properties(self, topic: str, name: str, properties: Mapping[str, str]) -> None:
-        """Set the properties that a subscription shows to others. Raises TOPIC_NOT_FOUND, also if there is none with
-        this name."""
+        """Set the properties of a subscription, which other sidecars read. Raises TOPIC_NOT_FOUND if the topic or the
+        subscription does not exist."""
         await self._url.call("PUT", f"{_path(topic)}/subscription/{quote(name, safe='')}/properties", dict(properties))
 
     async def delete_subscription(self, topic: str, name: str) -> None:
-        """Delete a subscription. Raises TOPIC_NOT_FOUND, also if there is none with this name; TOPIC_IN_USE if a client
-        consumes by it."""
+        """Delete a subscription. Raises TOPIC_NOT_FOUND if the topic or the subscription does not exist, TOPIC_IN_USE if
+        a client consumes with the subscription."""
         await self._url.call("DELETE", f"{_path(topic)}/subscription/{quote(name, safe='')}")
 
     async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:

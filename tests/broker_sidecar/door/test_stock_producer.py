@@ -88,7 +88,6 @@ def connection_of(writer: Any) -> PulsarConnection:
         nothing,
         writer,
         "peer",
-        {},
         topics=nothing,
         streams=nothing,
         permissions=nothing,
