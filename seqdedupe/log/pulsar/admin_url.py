@@ -320,8 +320,8 @@ class PulsarAdmin:
         await self._url.call("PUT", f"{_path(topic)}/subscription/{quote(name, safe='')}/properties", dict(properties))
 
     async def delete_subscription(self, topic: str, name: str) -> None:
-        """Delete a subscription. Raises TOPIC_NOT_FOUND if the topic or the subscription does not exist, TOPIC_IN_USE if
-        a client consumes with the subscription."""
+        """Delete a subscription. Raises TOPIC_NOT_FOUND if the topic or the subscription does not exist, TOPIC_IN_USE
+        if a client consumes with the subscription."""
         await self._url.call("DELETE", f"{_path(topic)}/subscription/{quote(name, safe='')}")
 
     async def keep_from(self, topic: str, name: str, message_id: MessageId) -> None:
