@@ -90,7 +90,13 @@ def rows_to_store(
 
 
 def batches_of(
-    rows: EntryRows, session: ProducerSession, last: int, deliver_at: int = 0, schema_version: bytes = b""
+    rows: EntryRows,
+    session: ProducerSession,
+    last: int,
+    deliver_at: int = 0,
+    schema_version: bytes = b"",
+    *,
+    deduplicates: bool = True,
 ) -> Iterator[Batch]:
     """Yield the batches that store these rows, in order. `last` is the highest sequence ID that the session has sent,
     or that the topic had before. `deliver_at` is the time at which they are to be delivered; 0 for now. The rows keep
@@ -98,18 +104,24 @@ def batches_of(
 
     Rows with an ID up to `last` come first, in batches of their own: the topic calls them DUP, or UNKNOWN. A row whose
     ID is not above those of all earlier rows of the entry is omitted: at the end of the entry the topic has that ID.
+    A topic that does not deduplicate gets all rows in their order, in batches whose IDs rise.
     """
     ids = rows.sequence_ids
-    before = np.concatenate(([NO_SEQUENCE_ID], np.maximum.accumulate(ids)[:-1]))
-    rising = np.flatnonzero(ids > before)
-    is_old = ids[rising] <= last
+    if deduplicates:
+        before = np.concatenate(([NO_SEQUENCE_ID], np.maximum.accumulate(ids)[:-1]))
+        rising = np.flatnonzero(ids > before)
+        is_old = ids[rising] <= last
+        groups = [(rising[is_old], NO_SEQUENCE_ID), (rising[~is_old], last)]
+    else:
+        runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(ids) <= 0) + 1)
+        groups = [(run, last if ids[run[0]] > last else NO_SEQUENCE_ID) for run in runs]
     more = [(DELIVER_AT.encode(), b"%d" % deliver_at)] if deliver_at else []
     more += [(SCHEMA_VERSION_OF.encode(), schema_version.hex().encode())] if schema_version else []
     whole = _columns(rows, session, more)
-    for some, link in ((rising[is_old], NO_SEQUENCE_ID), (rising[~is_old], last)):
+    for some, link in groups:
         for part in _parts(rows, some):
             batch = whole if len(part) == len(rows) else whole.take(part)
-            # A link is the ID sent before. For an old row any lower one does: nothing of it is stored.
+            # A link is the ID sent before. For a row that is old, or not judged, any lower ID does.
             batch.previous_sequence_ids = np.array([link], np.int64)
             yield batch
             link = int(ids[part[-1]])

@@ -178,7 +178,9 @@ class StockProducer:
         if not len(rows):
             return 0, []
         kept = metadata.schema_version if labels else b""
-        return len(rows), list(batches_of(rows, self.session, self._last, metadata.deliver_at_time, kept))
+        judged = self.topic.applied.deduplication_enabled
+        of_rows = batches_of(rows, self.session, self._last, metadata.deliver_at_time, kept, deduplicates=judged)
+        return len(rows), list(of_rows)
 
     async def _admit(self, pending: PendingEntry, batch: bytes) -> None:
         size = FRAME_BYTES + len(batch)

@@ -269,6 +269,19 @@ def test_each_message_of_a_batch_is_judged(wire: Wire, client: Client, topic: st
     assert [i for _, i in client.rows(topic)] == [3, 4, 5, 6, 7]
 
 
+def test_a_topic_that_does_not_deduplicate_stores_each_message(wire: Wire, client: Client, topic: str) -> None:
+    """Also those of one batch whose IDs fall or repeat."""
+    client.admin.CreateTopic(
+        admin_pb2.CreateTopicRequest(topic=topic, policy=admin_pb2.TopicPolicy(deduplication_enabled=False))
+    )
+    wire.produce(topic)
+    wire.send(3, batch(3, 4, 5), highest=5)
+    wire.send(4, batch(4, 5, 6, 6, 2, 7, 1, 9), highest=9)
+    wire.send(9, batch(9), highest=9)
+    assert [first for first, _ in wire.receipts(3)] == [3, 4, 9]
+    assert [i for _, i in client.rows(topic)] == [3, 4, 5, 4, 5, 6, 6, 2, 7, 1, 9, 9]
+
+
 def test_a_message_that_was_stored_has_its_true_id(wire: Wire, client: Client, topic: str) -> None:
     wire.produce(topic)
     for i in (0, 1, 2, 1, 0):
