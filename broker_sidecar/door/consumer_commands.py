@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from broker_sidecar.door.pulsar_codes import code_of
-from broker_sidecar.door.stock_consumer import Client, Reach, StockConsumer
+from broker_sidecar.door.stock_consumer import Reach, StockClient, StockConsumer
 from broker_sidecar.streams import unasked
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name
@@ -42,7 +42,7 @@ _NO_ENTRY = 2**64 - 1
 class Consumers:
     """The consumers of one connection."""
 
-    def __init__(self, client: Client, reach: Reach) -> None:
+    def __init__(self, client: StockClient, reach: Reach) -> None:
         self._client = client
         self._reach = reach
         self._all: dict[int, StockConsumer] = {}

@@ -20,7 +20,7 @@ from broker_sidecar.door.pulsar_connection import (
     PulsarConnection,
 )
 from broker_sidecar.door.schemas import SchemaRegistry
-from broker_sidecar.door.stock_consumer import LAST_MOVE_SECONDS, Client, Reach
+from broker_sidecar.door.stock_consumer import LAST_MOVE_SECONDS, Reach, StockClient
 from broker_sidecar.door.stock_producer import counted
 from broker_sidecar.door.subscriptions import Subscriptions
 from broker_sidecar.door.topic_lookup import DoorAt, TopicLookup
@@ -219,7 +219,7 @@ class Door:
             raise error("INVALID_CONFIGURATION", why, key="tls_certificate_file") from e
         self._tls = context
 
-    def _consumers_of(self, client: Client) -> Consumers:
+    def _consumers_of(self, client: StockClient) -> Consumers:
         consumers = Consumers(client, self._reach)
         self._consumers.add(consumers)
         return consumers

@@ -27,7 +27,7 @@ from broker_sidecar.door.consumer_commands import COMMANDS, Consumers
 from broker_sidecar.door.entry_batches import ProducerSession
 from broker_sidecar.door.pulsar_codes import code_of, ending_code_of, told
 from broker_sidecar.door.schemas import SchemaRegistry, answer_about, layout_for, version_in
-from broker_sidecar.door.stock_consumer import Client
+from broker_sidecar.door.stock_consumer import StockClient
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
 from broker_sidecar.door.topic_lookup import TopicLookup
 from broker_sidecar.rpc import refusals
@@ -193,7 +193,7 @@ class PulsarConnection:
         large_frames: asyncio.Semaphore,
         lookup: TopicLookup,
         brokers: BrokersToPass | None,
-        consumers_of: Callable[[Client], Consumers] | None,
+        consumers_of: Callable[[StockClient], Consumers] | None,
         registry: SchemaRegistry | None,
     ) -> None:
         """`find_caller` takes a token, sets the caller of the present task, and returns the connection as a gRPC
@@ -254,7 +254,7 @@ class PulsarConnection:
                     await stream.begin()
                     if self._consumers_of is not None:
                         writing, say, say_error = asyncio.Lock(), self.say, self.say_error
-                        client = Client(
+                        client = StockClient(
                             context, self._writer, writing, say, say_error, self.start, self.is_alive, self.abort
                         )
                         self._consumers = self._consumers_of(client)

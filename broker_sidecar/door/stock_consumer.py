@@ -66,7 +66,7 @@ _READ = "/seqdedupe.v1.ReadService/"
 _DELETE = "/seqdedupe.v1.AdminService/DeleteCursor"
 
 
-class Client(NamedTuple):
+class StockClient(NamedTuple):
     """What consumers need of their connection."""
 
     context: Any
@@ -104,7 +104,7 @@ class Reach(NamedTuple):
 class StockConsumer:
     """A consumer. A separate task serves it, from `start` until `stop` or until it cannot go on."""
 
-    def __init__(self, command: CommandSubscribe, topic: str, client: Client, reach: Reach) -> None:
+    def __init__(self, command: CommandSubscribe, topic: str, client: StockClient, reach: Reach) -> None:
         self.subscription_key = topic, command.subscription
         self.is_failover = command.subType == CommandSubscribe.Failover
         self.priority_level = command.priority_level
