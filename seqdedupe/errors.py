@@ -13,8 +13,7 @@
     └── ConfigurationError      the sidecar or a command has an invalid configuration or option
 
 An error has a stable `reason`, a message of one line for a person, a `hint` with the next step, and the numbers of the
-message. `docs/reference/errors.md` lists the reasons. A test compares that list with `REASONS`.
-"""
+message. `docs/reference/errors.md` lists the reasons. A test compares that list with `REASONS`."""
 
 from dataclasses import dataclass
 
@@ -38,8 +37,7 @@ class SeqdedupeError(Exception):
     - `message`: what happened.
     - `hint`: the next step.
     - `retry_delay_ms`: the time after which another attempt may succeed, or NEVER.
-    - `numbers`: the numbers of the message as text, by name.
-    """
+    - `numbers`: the numbers of the message as text, by name."""
 
     def __init__(self, reason: str, message: str, hint: str, retry_delay_ms: int, numbers: dict[str, str]) -> None:
         super().__init__(message)
@@ -686,8 +684,7 @@ def error(
     hint: str | None = None,
     **numbers: object,
 ) -> SeqdedupeError:
-    """Return an error with this reason, for the caller to raise. gRPC clients receive the numbers as metadata, as
-    text."""
+    """Return an error with this reason, for the caller to raise. gRPC clients receive the numbers as metadata."""
     known = REASONS[reason]
     return known.kind(
         reason,

@@ -292,8 +292,7 @@ class Admin:
 
         After INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError or
         UnavailableError, no watermark is in force. After OutcomeUnknownError, all watermarks may be in force. The call
-        may be repeated after any error.
-        """
+        may be repeated after any error."""
         return await self._transfer(import_watermarks, topic, path, is_look=False)
 
     async def import_window(self, topic: str, path: Path) -> int:
@@ -319,8 +318,7 @@ class Admin:
         """Write a snapshot of the topic, taken at one moment, to a file. Return the head of the snapshot, which
         contains the snapshot's position.
 
-        Raises NotFoundError, UnavailableError, OSError: after any of these errors an existing file is unchanged.
-        """
+        Raises NotFoundError, UnavailableError, OSError: after any of these errors an existing file is unchanged."""
         return await self._transfer(export_snapshot, topic, path, is_look=True)
 
     async def import_snapshot(self, topic: str, path: Path) -> admin_pb2.Topic:
@@ -328,8 +326,7 @@ class Admin:
         this snapshot.
 
         After INVALID_SOURCE, NEWER_FORMAT, OSError, NotFoundError, or PositionError (the file does not fit the topic's
-        current log), nothing has changed. After UnavailableError repeat the call.
-        """
+        current log), nothing has changed. After UnavailableError repeat the call."""
         return await self._transfer(import_snapshot, topic, path, is_look=False)
 
     async def _transfer(
@@ -358,8 +355,7 @@ class Admin:
         subscription.
 
         Raises NotFoundError if the sidecar has no subscriptions, and InvalidRequestError (SIDECAR_ALIVE). After
-        UnavailableError some subscriptions may be removed; repeating the call removes the rest.
-        """
+        UnavailableError some subscriptions may be removed; repeating the call removes the rest."""
         with _making_a_request():
             request = admin_pb2.ForgetSidecarRequest(name=name)
         return list((await self._calls.call(lambda sidecar: sidecar.admin.ForgetSidecar, request)).topics)
@@ -370,8 +366,7 @@ class Admin:
         returns only after the copy.
 
         Raises NotFoundError, InvalidRequestError. After UnavailableError (MOVE_FAILED) the former owner still owns the
-        topic, or takes it over again.
-        """
+        topic, or takes it over again."""
         with _making_a_request():
             request = admin_pb2.MoveTopicRequest(topic=topic_name(topic), to=to)
         moved = await self._calls.call(lambda sidecar: sidecar.admin.MoveTopic, request, MOVE_TIMEOUT_SECONDS)
@@ -407,8 +402,7 @@ class Admin:
         - ConfigurationError (DIRECTORY_NOT_EMPTY) if the directory of the new backup is not empty.
         - UnavailableError (NOT_OWNER) for a process that the client may not connect to.
         - UnavailableError (BACKUP_FAILED) if a process cannot make its part of the backup.
-        - DataLossError if stored data of a process is damaged or missing.
-        """
+        - DataLossError if stored data of a process is damaged or missing."""
         with _making_a_request():
             request = admin_pb2.BackupRequest(name=name)
         return await make_backups(self._calls, await self._spread_over(), request, told)
@@ -418,8 +412,7 @@ class Admin:
         the call returns, the report is durable.
 
         The metric `seqdedupe_backup_timestamp_seconds` is the time of the earliest part. Raises InvalidRequestError,
-        UnavailableError.
-        """
+        UnavailableError."""
         request = admin_pb2.ConfirmBackupRequest(made_at_us=min(one.made_at_us for one in made))
         await confirm_backups(self._calls, await self._spread_over(), request)
 
@@ -590,8 +583,7 @@ async def import_dealt_window(
 
     `look` returns the state of a topic. `bring` imports a file into a topic. Raises the errors of
     `Admin.import_window`, with the number of partitions that already have their part. Raises INVALID_REQUEST if the
-    partition does not depend on the ID (route `key`), and RECOVERING while the route is unknown.
-    """
+    partition does not depend on the ID (route `key`), and RECOVERING while the route is unknown."""
     # Imported here: it imports modules for archives and random numbers, which no other call of a client needs.
     from tempfile import TemporaryDirectory
 

@@ -346,8 +346,7 @@ class Admin:
 
         After INVALID_SOURCE, NEWER_FORMAT, OSError, InvalidRequestError (TOPIC_IN_USE), NotFoundError or
         UnavailableError, no watermark is in force. After OutcomeUnknownError, all watermarks may be in force. The call
-        may be repeated after any error.
-        """
+        may be repeated after any error."""
         return run(lambda: self.on_loop.import_watermarks(topic, path))
 
     def import_window(self, topic: str, path: Path) -> int:
@@ -366,8 +365,7 @@ class Admin:
         """Write a snapshot of the topic, taken at one moment, to a file. Return the head of the snapshot, which
         contains the snapshot's position.
 
-        Raises NotFoundError, UnavailableError, OSError: after any of these errors an existing file is unchanged.
-        """
+        Raises NotFoundError, UnavailableError, OSError: after any of these errors an existing file is unchanged."""
         return run(lambda: self.on_loop.export_snapshot(topic, path))
 
     def import_snapshot(self, topic: str, path: Path) -> admin_pb2.Topic:
@@ -375,8 +373,7 @@ class Admin:
         this snapshot.
 
         After INVALID_SOURCE, NEWER_FORMAT, OSError, NotFoundError, or PositionError (the file does not fit the topic's
-        current log), nothing has changed. After UnavailableError repeat the call.
-        """
+        current log), nothing has changed. After UnavailableError repeat the call."""
         return run(lambda: self.on_loop.import_snapshot(topic, path))
 
     def rebuild_topic(self, topic: str) -> admin_pb2.Topic:
@@ -394,8 +391,7 @@ class Admin:
         subscription.
 
         Raises NotFoundError if the sidecar has no subscriptions, and InvalidRequestError (SIDECAR_ALIVE). After
-        UnavailableError some subscriptions may be removed; repeating the call removes the rest.
-        """
+        UnavailableError some subscriptions may be removed; repeating the call removes the rest."""
         return run(lambda: self.on_loop.forget_sidecar(name))
 
     def move_topic(self, topic: str, to: str = "") -> str:
@@ -404,8 +400,7 @@ class Admin:
         returns only after the copy.
 
         Raises NotFoundError, InvalidRequestError. After UnavailableError (MOVE_FAILED) the former owner still owns the
-        topic, or takes it over again.
-        """
+        topic, or takes it over again."""
         return run(lambda: self.on_loop.move_topic(topic, to))
 
     def statistics(
@@ -436,8 +431,7 @@ class Admin:
         - ConfigurationError (DIRECTORY_NOT_EMPTY) if the directory of the new backup is not empty.
         - UnavailableError (NOT_OWNER) for a process that the client may not connect to.
         - UnavailableError (BACKUP_FAILED) if a process cannot make its part of the backup.
-        - DataLossError if stored data of a process is damaged or missing.
-        """
+        - DataLossError if stored data of a process is damaged or missing."""
         return run(lambda: self.on_loop.backup(name, told))
 
     def confirm_backup(self, made: list[admin_pb2.BackupResponse]) -> None:
@@ -445,8 +439,7 @@ class Admin:
         the call returns, the report is durable.
 
         The metric `seqdedupe_backup_timestamp_seconds` is the time of the earliest part. Raises InvalidRequestError,
-        UnavailableError.
-        """
+        UnavailableError."""
         run(lambda: self.on_loop.confirm_backup(made))
 
     def version(self) -> admin_pb2.GetVersionResponse:

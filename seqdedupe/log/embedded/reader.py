@@ -162,8 +162,7 @@ INLINE_BESIDE_PUBLISHERS_BYTES = 256 * 1024
 ahead, are done in a thread.
 
 Without publishing, reading on the event loop has a higher throughput: the data is still in the processor's cache when
-it is sent.
-"""
+it is sent."""
 
 PUBLISHING_SECONDS = 0.1
 """For this time after a commit, the event loop counts as busy with publishing."""
@@ -179,8 +178,7 @@ class Window:
     records have been returned.
 
     `goes_on`: the reader has also read the previous window. If there are more readers than windows, previous windows
-    are lost, and this is false.
-    """
+    are lost, and this is false."""
 
     def __init__(self, segment: Segment, piece: SegmentPiece, first: int, *, goes_on: bool) -> None:
         table = piece.table[first:]
