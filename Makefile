@@ -108,7 +108,7 @@ campaign: $(READY)
 # The tests of Pulsar's Go client through the door of a sidecar, before a real Pulsar broker. Needs Go and the network.
 # Afterwards the suite has a small share of them.
 peer-tests: $(READY)
-	$(BIN)/python -m tests.pulsar.peer_suite
+	$(BIN)/python -m tests.kernels tests.pulsar.peer_suite
 
 proto: $(READY)
 	BIN=$(abspath $(BIN)) ./proto/generate.sh

@@ -1,8 +1,8 @@
 """The tests of Pulsar's Go client, with the door of a sidecar between the client and a real broker.
 
-    python -m tests.pulsar.peer_suite                   all tests through the door
-    python -m tests.pulsar.peer_suite TestReader        these tests through the door
-    python -m tests.pulsar.peer_suite --broker          all tests directly at the broker, to compare
+    python -m tests.kernels tests.pulsar.peer_suite                   all tests through the door
+    python -m tests.kernels tests.pulsar.peer_suite TestReader        these tests through the door
+    python -m tests.kernels tests.pulsar.peer_suite --broker          all tests directly at the broker, to compare
 
 The client and its tests come from the proxy for Go modules, once. In a copy, the tests' fixed URLs are those of this
 run: `pulsar://localhost:6650` is the door's, and `http://localhost:8080` the broker's, since the door has no REST.
@@ -133,7 +133,9 @@ def built(folder: Path = FOLDER) -> Suite:
     """Return the suite that is there. Raises Unavailable; nothing is fetched."""
     there = _place(folder)
     if not there.exists():
-        raise Unavailable("the suite is not here yet: `python -m tests.pulsar.peer_suite --get` fetches it")
+        raise Unavailable(
+            "the suite is not here yet: `python -m tests.kernels tests.pulsar.peer_suite --get` fetches it"
+        )
     return Suite(there / "suite.test", there / "pulsar")
 
 
