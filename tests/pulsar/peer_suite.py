@@ -133,7 +133,7 @@ def built(folder: Path = FOLDER) -> Suite:
     """Return the suite that is there. Raises Unavailable; nothing is fetched."""
     there = _place(folder)
     if not there.exists():
-        raise Unavailable(
+        raise Unavailable("the suite is not here yet: `make peer-tests` fetches it")
             "the suite is not here yet: `python -m tests.kernels tests.pulsar.peer_suite --get` fetches it"
         )
     return Suite(there / "suite.test", there / "pulsar")
