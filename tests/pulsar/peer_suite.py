@@ -134,8 +134,6 @@ def built(folder: Path = FOLDER) -> Suite:
     there = _place(folder)
     if not there.exists():
         raise Unavailable("the suite is not here yet: `make peer-tests` fetches it")
-            "the suite is not here yet: `python -m tests.kernels tests.pulsar.peer_suite --get` fetches it"
-        )
     return Suite(there / "suite.test", there / "pulsar")
 
 
