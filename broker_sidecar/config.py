@@ -396,6 +396,8 @@ def _check_pulsar_listen(config: Config) -> Problems:
         if config.advertised_pulsar_address:
             yield invalid("advertised_pulsar_address", "has no effect without pulsar_listen")
         return
+    if config.pulsar.serve_consumers and config.log != "pulsar":
+        yield invalid("pulsar.serve_consumers", "has no effect without log = 'pulsar'")
     if config.advertised_pulsar_address:
         reached = _address(config, "advertised_pulsar_address", "host:port")
         if reached.host in EVERYWHERE or not reached.port:

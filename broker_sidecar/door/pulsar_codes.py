@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import ServerError
 
 _CODES = {
@@ -44,3 +44,11 @@ def ending_code_of(e: SeqdedupeError) -> Any:
 def told(e: SeqdedupeError) -> str:
     """Return the text for a client."""
     return f"{e.message} [{e.reason}] {e.hint}"
+
+
+def not_taken(field: str, *, is_own_log: bool) -> SeqdedupeError:
+    """Return the error for a command that the door does not take, by its field."""
+    hint = "Set pulsar.serve_consumers = true. Or let consumers and readers use the brokers' own URL."
+    if is_own_log:
+        hint = "Consumers of the types Exclusive and Failover, and readers, can name the topics that they read."
+    return error("INVALID_REQUEST", f"the door does not take the command {field}", hint=hint)

@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 from broker_sidecar.door.broker_pass import BrokerPass, BrokersToPass
 from broker_sidecar.door.consumer_commands import COMMANDS, Consumers
 from broker_sidecar.door.entry_batches import ProducerSession
-from broker_sidecar.door.pulsar_codes import code_of, ending_code_of, told
+from broker_sidecar.door.pulsar_codes import code_of, ending_code_of, not_taken, told
 from broker_sidecar.door.schemas import SchemaRegistry, answer_about, layout_for, version_in
 from broker_sidecar.door.stock_consumer import StockClient
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
@@ -473,13 +473,10 @@ class PulsarConnection:
         self.say("lookupTopicResponse", await self._lookup.look_up(command))
 
     def _refuse(self, command: BaseCommand, field: str) -> None:
-        """Answer a command of a client that does more than produce."""
+        """Answer a command that the door does not take."""
         request_id = getattr(getattr(command, field), "request_id", None)
         if request_id is not None:
-            hint = "Consumers and readers use the brokers' own URL, or this sidecar's ReadService."
-            self.say_error(
-                request_id, error("INVALID_REQUEST", f"the door is for producers, not for {field}", hint=hint)
-            )
+            self.say_error(request_id, not_taken(field, is_own_log=self._consumers_of is not None))
 
     # -- producers ---------------------------------------------------------------------------------------------
 

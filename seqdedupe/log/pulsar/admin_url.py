@@ -395,6 +395,12 @@ class PulsarAdmin:
         body = {"type": kind, "schema": definition, "properties": dict(properties)}
         try:
             answer = await self._url.call("POST", _schema_path(topic), body, conflict="INVALID_REQUEST")
+        except InvalidRequestError as e:
+            if e.reason != "INVALID_REQUEST":
+                raise
+            hint = "Change the schema, or the topic's schema compatibility strategy in Pulsar."
+            why = f"the schema is not compatible with the schema that {topic} has in Pulsar"
+            raise error("INVALID_REQUEST", why, hint=hint) from e
         except ConfigurationError as e:
             if e.reason != "PULSAR_REFUSES":
                 raise

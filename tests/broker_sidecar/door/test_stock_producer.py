@@ -26,6 +26,7 @@ class LateTopic:
         self.name = "t"
         self.flight = SimpleNamespace(wait_for_room=self._nothing)
         self.log = SimpleNamespace(schema=None, entry_format="")
+        self.applied = SimpleNamespace(deduplication_enabled=True)
         self.settled = asyncio.Event()
         self._verdict = verdict
 
