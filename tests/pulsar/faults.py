@@ -53,10 +53,14 @@ class Load:
         """Until as much is in flight as may be."""
         await until(lambda: len(self.process.topic.flight) >= FRAMES_IN_FLIGHT)
 
-    async def has_failed(self) -> None:
-        """Until the log says once more that an outcome is unknown."""
-        failures = self.process.topic.counters.log_failures
-        await until(lambda: self.process.topic.counters.log_failures > failures)
+    @property
+    def failures(self) -> int:
+        """How often the log has said that an outcome is unknown."""
+        return self.process.topic.counters.log_failures
+
+    async def has_failed(self, before: int) -> None:
+        """Until there are more failures than before the fault: the log may say so at once."""
+        await until(lambda: self.failures > before)
 
 
 async def check_all(cluster: Cluster, topic: str, load: Load, other: Process, entry_format: EntryFormat) -> None:
@@ -86,8 +90,9 @@ class Faults:
 
     async def no_answer(self) -> None:
         """For longer than the time-out."""
+        before = self._load.failures
         self._line.hold_answers()
-        await self._load.has_failed()
+        await self._load.has_failed(before)
         self._line.let_answers_through()
 
     async def unload(self) -> None:
@@ -96,9 +101,10 @@ class Faults:
 
     async def freeze(self) -> None:
         """The broker, for longer than the time-out."""
+        before = self._load.failures
         self._broker.freeze()
         try:
-            await self._load.has_failed()
+            await self._load.has_failed(before)
         finally:
             self._broker.thaw()
 
@@ -106,8 +112,9 @@ class Faults:
         """By somebody who goes again."""
         client = pulsar.Client(self._cluster.service_url, logger=quiet())
         mode = pulsar.ProducerAccessMode.ExclusiveWithFencing
+        before = self._load.failures
         await asyncio.to_thread(client.create_producer, self._topic, access_mode=mode)
-        await self._load.has_failed()
+        await self._load.has_failed(before)
         await asyncio.to_thread(client.close)
 
     async def kill(self) -> None:

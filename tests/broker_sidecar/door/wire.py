@@ -174,6 +174,8 @@ class Wire:
 
     def ask_to_subscribe(self, topic: str, name: str = "s", consumer_id: int = 1, **fields: Any) -> None:
         fields.setdefault("initialPosition", CommandSubscribe.Earliest)
+        # A broker requires the type.
+        fields.setdefault("subType", CommandSubscribe.Exclusive)
         request_id = self.request()
         command = CommandSubscribe(
             topic=topic, subscription=name, consumer_id=consumer_id, request_id=request_id, **fields
