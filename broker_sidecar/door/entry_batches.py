@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, Int32s, Int64s, bitmap, single_producer
+from seqdedupe.batch import Batch, Int64s
 from seqdedupe.entry_properties import DELIVER_AT, ORDERING_KEY, SCHEMA_VERSION_OF
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
-from seqdedupe.pulsar_wire.batches import EntryKind, EntryRows, Values, kind_of, rows_of
+from seqdedupe.pulsar_wire.batches import EntryKind, EntryRows, key_for_clients, kind_of, rows_of, stored_batch
 from seqdedupe.pulsar_wire.frames import WireEntry
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata, Property
-from seqdedupe.pulsar_wire.rows import HAS_KEY, HAS_ORDERING_KEY, KEY_IS_BASE64, NULL_VALUE
+from seqdedupe.pulsar_wire.rows import KEY_IS_BASE64
 
 SPLIT_BYTES = MAX_BATCH_BYTES * 3 // 4
 """The most bytes of payloads, keys and properties in one batch. The other columns of its rows fit in the rest."""
@@ -117,7 +117,7 @@ def batches_of(
         groups = [(run, last if ids[run[0]] > last else NO_SEQUENCE_ID) for run in runs]
     more = [(DELIVER_AT.encode(), b"%d" % deliver_at)] if deliver_at else []
     more += [(SCHEMA_VERSION_OF.encode(), schema_version.hex().encode())] if schema_version else []
-    whole = _columns(rows, session, more)
+    whole = stored_batch(rows, session.name, session.epoch, NO_SEQUENCE_ID, more)
     for some, link in groups:
         for part in _parts(rows, some):
             batch = whole if len(part) == len(rows) else whole.take(part)
@@ -149,70 +149,6 @@ def _property_bytes(rows: EntryRows) -> Int64s:
     return np.diff(names) + np.diff(values)
 
 
-def _columns(rows: EntryRows, session: ProducerSession, more: list[tuple[bytes, bytes]]) -> Batch:
-    keys = _keys(rows)
-    offsets, names, values = _properties(rows, more)
-    return single_producer(
-        session.name,
-        session.epoch,
-        NO_SEQUENCE_ID,
-        rows.sequence_ids,
-        Binary(_offsets(rows.payloads), bytes(rows.payloads.data), _validity((rows.flags & NULL_VALUE) == 0)),
-        event_times_ms=rows.event_times if rows.event_times.any() else NO_INT64S,
-        keys=keys,
-        property_offsets=offsets,
-        property_names=names,
-        property_values=values,
-    )
-
-
-def _keys(rows: EntryRows) -> Binary:
-    has_key = (rows.flags & HAS_KEY) != 0
-    if not has_key.any():
-        return Binary()
-    if not (rows.flags & KEY_IS_BASE64).any():
-        return Binary(_offsets(rows.keys), bytes(rows.keys.data), _validity(has_key))
-    return Binary.of([_key(rows, k) if has_key[k] else None for k in range(len(rows))])
-
-
-def _key(rows: EntryRows, k: int) -> bytes:
-    key = rows.keys.value(k)
-    if not rows.flags[k] & KEY_IS_BASE64:
-        return key
-    try:
-        return base64.b64decode(key, validate=True)
-    except binascii.Error as e:
-        raise error("MALFORMED_MESSAGE", f"the key of row {k} is not base64, as its entry says") from e
-
-
-def _properties(rows: EntryRows, more: list[tuple[bytes, bytes]]) -> tuple[Int32s, Binary, Binary]:
-    own = rows.properties
-    has_ordering_key = (rows.flags & HAS_ORDERING_KEY) != 0
-    if not more and not has_ordering_key.any():
-        if not int(own.offsets[-1]):
-            return NO_INT32S, Binary(), Binary()
-        names, values = (Binary(_offsets(column), bytes(column.data)) for column in (own.names, own.values))
-        return own.offsets.astype(np.int32), names, values
-    pairs: list[tuple[bytes, bytes]] = []
-    offsets = [0]
-    for k in range(len(rows)):
-        pairs += rows.row(k).properties
-        pairs += more
-        if has_ordering_key[k]:
-            pairs.append((ORDERING_KEY.encode(), base64.b64encode(rows.ordering_keys.value(k))))
-        offsets.append(len(pairs))
-    names, values = Binary.of_all([name for name, _ in pairs]), Binary.of_all([value for _, value in pairs])
-    return np.array(offsets, np.int32), names, values
-
-
-def _offsets(values: Values) -> Int32s:
-    return values.offsets.astype(np.int32)
-
-
-def _validity(is_there: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> bytes:
-    return b"" if is_there.all() else bitmap(is_there)
-
-
 def _not_taken(metadata: MessageMetadata, what: str, hint: str) -> SeqdedupeError:
     return error("INVALID_REQUEST", f"the entry with sequence ID {metadata.sequence_id} {what}", hint=hint)
 
@@ -241,21 +177,15 @@ def entry_of_row(batch: Batch, row: int, publish_time_ms: int) -> WireEntry:
     if payload is None:
         metadata.null_value = True
     if key is not None:
-        _put_key(metadata, key)
+        metadata.partition_key, flags = key_for_clients(key)
+        if flags & KEY_IS_BASE64:
+            metadata.partition_key_b64_encoded = True
     if len(batch.event_times_ms) and (event_time := int(batch.event_times_ms[row])):
         metadata.event_time = event_time & _MAX_UINT64
     if len(batch.property_offsets):
         for k in range(int(batch.property_offsets[row]), int(batch.property_offsets[row + 1])):
             _put_property(metadata, batch.property_names[k] or b"", batch.property_values[k] or b"")
     return WireEntry(metadata.SerializeToString(), payload or b"")
-
-
-def _put_key(metadata: MessageMetadata, key: bytes) -> None:
-    try:
-        key.decode()
-        metadata.partition_key = key
-    except UnicodeDecodeError:
-        metadata.partition_key, metadata.partition_key_b64_encoded = base64.b64encode(key), True
 
 
 def _put_property(metadata: MessageMetadata, name: bytes, value: bytes) -> None:

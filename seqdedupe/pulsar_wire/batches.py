@@ -7,6 +7,8 @@ have no rows to read: a chunk is a part of a large message, and an encrypted ent
 Kernels: import this module only after `kernels.prepare()`.
 """
 
+import base64
+import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -14,9 +16,11 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, bitmap, single_producer
+from seqdedupe.entry_properties import ORDERING_KEY
 from seqdedupe.errors import error
 from seqdedupe.format.jit import Int64s, Uint8s
-from seqdedupe.limits import MAX_SEQUENCE_ID
+from seqdedupe.limits import MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 from seqdedupe.pulsar_wire import rows as kernels
 from seqdedupe.pulsar_wire.compression import compress, decompress
 from seqdedupe.pulsar_wire.frames import Buffer, WireEntry, malformed, readable
@@ -102,6 +106,16 @@ class Properties:
     names: Values
     values: Values
 
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[tuple[bytes, bytes]]]) -> Self:
+        """Return the properties of these rows, as pairs of name and value."""
+        pairs = [pair for row in rows for pair in row]
+        return cls(
+            _offsets(np.array([len(row) for row in rows], np.int64)),
+            Values.of([name for name, _ in pairs]),
+            Values.of([value for _, value in pairs]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EntryRows:
@@ -122,18 +136,13 @@ class EntryRows:
     @classmethod
     def of(cls, rows: Sequence[EntryRow]) -> Self:
         """Return the columns of these rows."""
-        pairs = [pair for row in rows for pair in row.properties]
         return cls(
             np.array([row.sequence_id for row in rows], np.int64),
             np.array([row.event_time for row in rows], np.int64),
             np.array([_flags_of(row) for row in rows], np.int64),
             Values.of([row.key or b"" for row in rows]),
             Values.of([row.ordering_key or b"" for row in rows]),
-            Properties(
-                _offsets(np.array([len(row.properties) for row in rows], np.int64)),
-                Values.of([name for name, _ in pairs]),
-                Values.of([value for _, value in pairs]),
-            ),
+            Properties.of([row.properties for row in rows]),
             Values.of([row.payload for row in rows]),
         )
 
@@ -379,3 +388,77 @@ def _valid(sequence_id: int) -> int:
     if sequence_id > MAX_SEQUENCE_ID:
         raise error("INVALID_SEQUENCE_ID", f"sequence ID {sequence_id} is above 2^63 - 1")
     return sequence_id
+
+
+# -- Rows as a sidecar stores them.
+
+
+def stored_batch(
+    rows: EntryRows,
+    name: bytes,
+    epoch: int,
+    link: int,
+    more: Sequence[tuple[bytes, bytes]] = (),
+    complete_up_to: int = NO_SEQUENCE_ID,
+) -> Batch:
+    """Return the rows as a batch of one producer. Each row gets the properties `more` after its own, and then its
+    ordering key as a property. Raises MALFORMED_MESSAGE.
+    """
+    properties = _stored_properties(rows, more)
+    has_properties = int(properties.offsets[-1]) > 0
+    return single_producer(
+        name,
+        epoch,
+        link,
+        rows.sequence_ids,
+        _binary(rows.payloads, (rows.flags & NULL_VALUE) == 0),
+        event_times_ms=rows.event_times if rows.event_times.any() else NO_INT64S,
+        keys=_stored_keys(rows),
+        property_offsets=properties.offsets.astype(np.int32) if has_properties else NO_INT32S,
+        property_names=_binary(properties.names) if has_properties else Binary(),
+        property_values=_binary(properties.values) if has_properties else Binary(),
+        complete_up_to=np.array([complete_up_to], np.int64) if complete_up_to != NO_SEQUENCE_ID else NO_INT64S,
+    )
+
+
+def _stored_properties(rows: EntryRows, more: Sequence[tuple[bytes, bytes]]) -> Properties:
+    has_ordering_key = (rows.flags & HAS_ORDERING_KEY) != 0
+    if not more and not has_ordering_key.any():
+        return rows.properties
+    each = [[*rows.row(k).properties, *more] for k in range(len(rows))]
+    for k in np.flatnonzero(has_ordering_key).tolist():
+        each[k].append((ORDERING_KEY.encode(), base64.b64encode(rows.ordering_keys.value(k))))
+    return Properties.of(each)
+
+
+def _stored_keys(rows: EntryRows) -> Binary:
+    has_key = (rows.flags & HAS_KEY) != 0
+    if not has_key.any():
+        return Binary()
+    if not (rows.flags & KEY_IS_BASE64).any():
+        return _binary(rows.keys, has_key)
+    return Binary.of([_stored_key(rows, k) if has_key[k] else None for k in range(len(rows))])
+
+
+def _stored_key(rows: EntryRows, k: int) -> bytes:
+    key = rows.keys.value(k)
+    if not rows.flags[k] & KEY_IS_BASE64:
+        return key
+    try:
+        return base64.b64decode(key, validate=True)
+    except binascii.Error as e:
+        raise error("MALFORMED_MESSAGE", f"the key of row {k} is not base64, as its entry says") from e
+
+
+def key_for_clients(key: bytes) -> tuple[bytes, int]:
+    """Return a stored key as clients write it, in base64 if it is not UTF-8, and the flags of its row."""
+    try:
+        key.decode()
+    except UnicodeDecodeError:
+        return base64.b64encode(key), HAS_KEY | KEY_IS_BASE64
+    return key, HAS_KEY
+
+
+def _binary(values: Values, is_there: "np.ndarray[tuple[int], np.dtype[np.bool_]] | None" = None) -> Binary:
+    validity = b"" if is_there is None or is_there.all() else bitmap(is_there)
+    return Binary(values.offsets.astype(np.int32), bytes(values.data), validity)

@@ -12,12 +12,13 @@ import binascii
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from seqdedupe import batch as batches
-from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary, bitmap, single_producer
+from seqdedupe.batch import NO_INT64S, Batch, Binary
 from seqdedupe.entry_properties import (
     ADDRESS,
     BATCH,
@@ -61,10 +62,12 @@ from seqdedupe.pulsar_wire.batches import (
     PulsarBatch,
     Values,
     batch_of,
+    key_for_clients,
     kind_of,
     most_bytes,
     range_of,
     rows_of,
+    stored_batch,
 )
 from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of, stamped
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
@@ -225,7 +228,7 @@ def _rows_of_batch(batch: Batch) -> EntryRows:
         flags |= HAS_KEY
         keys = _values(batch.keys)
     else:
-        told = [_told_key(key) for key in batch.keys.rows(rows)]
+        told = [(b"", 0) if key is None else key_for_clients(key) for key in batch.keys.rows(rows)]
         flags |= np.array([flag for _, flag in told], np.int64)
         keys = Values.of([key for key, _ in told])
     offsets = batch.property_offsets if len(batch.property_offsets) else np.zeros(rows + 1, np.int32)
@@ -234,7 +237,7 @@ def _rows_of_batch(batch: Batch) -> EntryRows:
     if _ORDERING_KEY in batch.property_names.data:
         each = [_split(pairs) for pairs in _pairs(batch)]
         flags |= np.array([HAS_ORDERING_KEY if key else 0 for _, key in each], np.int64)
-        ordering_keys, properties = Values.of([key for _, key in each]), _properties_of([pairs for pairs, _ in each])
+        ordering_keys, properties = Values.of([key for _, key in each]), Properties.of([pairs for pairs, _ in each])
     return EntryRows(
         # Copies: kernels take no read-only columns of numbers.
         batch.sequence_ids.copy(),
@@ -266,23 +269,6 @@ def _split(pairs: list[tuple[bytes, bytes]]) -> tuple[list[tuple[bytes, bytes]],
             if key and base64.b64encode(key) == pairs[-1][1]:
                 return pairs[:-1], key
     return pairs, b""
-
-
-def _properties_of(rows: list[list[tuple[bytes, bytes]]]) -> Properties:
-    offsets = np.concatenate(([0], np.cumsum([len(pairs) for pairs in rows]))).astype(np.int64)
-    pairs = [pair for row in rows for pair in row]
-    return Properties(offsets, Values.of([name for name, _ in pairs]), Values.of([value for _, value in pairs]))
-
-
-def _told_key(key: bytes | None) -> tuple[bytes, int]:
-    """Return a key as clients expect it, and the flags of its row."""
-    if key is None:
-        return b"", 0
-    try:
-        key.decode()
-    except UnicodeDecodeError:
-        return base64.b64encode(key), HAS_KEY | KEY_IS_BASE64
-    return key, HAS_KEY
 
 
 def _values(column: Binary) -> Values:
@@ -377,66 +363,13 @@ def _time_ms(metadata: MessageMetadata) -> int:
 
 
 def _batch_of_rows(rows: EntryRows, name: bytes, epoch: int, link: int, complete_up_to: int) -> Batch:
-    """Return the rows as a batch, in the one encoding that it has. Raises LOG_DAMAGED."""
+    """Return the rows as a batch, in the one encoding that it has. Raises LOG_DAMAGED, MALFORMED_MESSAGE."""
     if (rows.flags & ~_OF_ROWS).any():
         raise damaged(f"a message of {name!r} has what no sidecar writes")
-    offsets, names, values = NO_INT32S, Binary(), Binary()
-    properties = rows.properties
-    has_ordering_key = (rows.flags & HAS_ORDERING_KEY) != 0
-    if has_ordering_key.any():
-        properties = _properties_of(
-            [
-                [*rows.row(k).properties]
-                + ([(_ORDERING_KEY, base64.b64encode(rows.ordering_keys.value(k)))] if has_ordering_key[k] else [])
-                for k in range(len(rows))
-            ]
-        )
-    properties = _renamed(
-        properties, lambda name: name.removeprefix(_USER) if name.startswith(_USER + _PREFIX) else name
-    )
-    if int(properties.offsets[-1]):
-        offsets = properties.offsets.astype(np.int32)
-        names, values = _binary(properties.names), _binary(properties.values)
-    return single_producer(
-        name,
-        epoch,
-        link,
-        rows.sequence_ids,
-        _payloads(rows),
-        event_times_ms=rows.event_times if rows.event_times.any() else NO_INT64S,
-        keys=_keys(rows),
-        property_offsets=offsets,
-        property_names=names,
-        property_values=values,
-        complete_up_to=np.array([complete_up_to], np.int64) if complete_up_to != NO_SEQUENCE_ID else NO_INT64S,
-    )
-
-
-def _payloads(rows: EntryRows) -> Binary:
     is_null = (rows.flags & NULL_VALUE) != 0
-    if not is_null.any():
-        return _binary(rows.payloads)
     if np.diff(rows.payloads.offsets)[is_null].any():
         raise damaged("a null value has a payload")
-    return Binary(rows.payloads.offsets.astype(np.int32), bytes(rows.payloads.data), bitmap(~is_null))
-
-
-def _keys(rows: EntryRows) -> Binary:
-    has_key = (rows.flags & HAS_KEY) != 0
-    if not has_key.any():
-        return Binary()
-    if has_key.all() and not (rows.flags & KEY_IS_BASE64).any():
-        return _binary(rows.keys)
-    return Binary.of([_key(rows, k) if has_key[k] else None for k in range(len(rows))])
-
-
-def _key(rows: EntryRows, k: int) -> bytes:
-    key = rows.keys.value(k)
-    try:
-        return base64.b64decode(key, validate=True) if rows.flags[k] & KEY_IS_BASE64 else key
-    except binascii.Error as e:
-        raise damaged(f"the key of message {k} is not base64, as its entry says") from e
-
-
-def _binary(values: Values) -> Binary:
-    return Binary(values.offsets.astype(np.int32), bytes(values.data))
+    properties = _renamed(
+        rows.properties, lambda name: name.removeprefix(_USER) if name.startswith(_USER + _PREFIX) else name
+    )
+    return stored_batch(replace(rows, properties=properties), name, epoch, link, complete_up_to=complete_up_to)
