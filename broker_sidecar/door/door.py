@@ -108,7 +108,7 @@ class Door:
         registry: SchemaRegistry | None = None,
     ) -> None:
         """`has_to_answer` returns whether to answer a client from this peer that is unknown. Without `log_limit`, the
-        log takes every message that the sidecar takes. Without `brokers`, the door serves producers only.
+        log takes every message that the sidecar takes. Without `brokers`, consumers of a cluster are refused.
         Without `registry`, the log keeps no schemas.
         """
         self._config = config

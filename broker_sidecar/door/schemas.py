@@ -48,14 +48,26 @@ def has_schema(schema: Schema) -> bool:
     return schema.type != Schema.Type.Value("None")
 
 
-def uploaded(schema: Schema) -> str:
-    """Return a schema in the form that `pulsar-admin schemas upload` takes. Raises INVALID_REQUEST for other types."""
+class DescribedSchema(NamedTuple):
+    """A schema, as Pulsar's admin URL takes it."""
+
+    type: str
+    definition: str
+    properties: dict[str, str]
+
+    @property
+    def text(self) -> str:
+        """The form that `pulsar-admin schemas upload` takes."""
+        return json.dumps({"type": self.type, "schema": self.definition, "properties": self.properties})
+
+
+def described(schema: Schema) -> DescribedSchema:
+    """Return a producer's schema. Raises INVALID_REQUEST for a type that the sidecar cannot name."""
     if (name := _NAMES.get(schema.type)) is None:
         what = f"a schema of type {Schema.Type.Name(schema.type)}"
         raise error("INVALID_REQUEST", f"the producer has {what}, which the door does not support", hint=_HINT)
     properties = {pair.key.decode(errors="replace"): pair.value.decode(errors="replace") for pair in schema.properties}
-    definition = schema.schema_data.decode(errors="replace")
-    return json.dumps({"type": name, "schema": definition, "properties": properties})
+    return DescribedSchema(name, schema.schema_data.decode(errors="replace"), properties)
 
 
 class SchemaRegistry(NamedTuple):
@@ -76,34 +88,39 @@ def layout_for(schema: Schema, registry: SchemaRegistry | None) -> Layout:
     """
     if not has_schema(schema):
         return AS_USUAL
-    text = uploaded(schema)
-    if registry is not None:
-        # The other format without versions of entries, `packed`, has no schemas.
-        return AS_USUAL if registry.is_for_entries else Layout("plain", text)
-    if _NAMES[schema.type] in _NEED_THEIR_SCHEMA:
-        what = f"has a schema of type {_NAMES[schema.type]}, without which nobody can read its messages"
+    own = described(schema)
+    if registry is None:
+        _check_readable(own)
+        return AS_USUAL
+    # The other format without versions of entries, `packed`, has no schemas.
+    return AS_USUAL if registry.is_for_entries else Layout("plain", own.text)
+
+
+def _check_readable(schema: DescribedSchema) -> None:
+    """Raise INVALID_REQUEST if nobody could read the messages on a log that keeps no schemas."""
+    if schema.type in _NEED_THEIR_SCHEMA:
+        what = f"has a schema of type {schema.type}, without which nobody can read its messages"
         raise error("INVALID_REQUEST", f"the producer {what}: the sidecar's own log keeps no schemas", hint=_HINT)
-    return AS_USUAL
 
 
 async def version_in(topic: Topic, schema: Schema, registry: SchemaRegistry | None) -> bytes:
     """Return the version of a producer's schema in its topic: entries name it.
 
-    Raises INVALID_REQUEST if the topic cannot have this schema, and the errors of `layout_for` and the registry.
+    Raises INVALID_REQUEST if the topic cannot have this schema, and the errors of the registry.
     """
     if not has_schema(schema):
         return NO_SCHEMA
-    layout_for(schema, registry)
+    own = described(schema)
     if registry is None:
+        _check_readable(own)
         return bytes(VERSION_BYTES)
-    own = json.loads(uploaded(schema))
     if topic.log.entry_format == "native":
-        version = await registry.upload(topic.name, own["type"], own["schema"], own["properties"])
+        version = await registry.upload(topic.name, *own)
         return version.to_bytes(VERSION_BYTES)
     there = topic.log.schema
     if there is None:
         raise _differs(topic.name, "was created without a schema, and cannot get one")
-    if own["type"] != there.type or _normal(own["schema"]) != _normal(there.definition):
+    if own.type != there.type or _normal(own.definition) != _normal(there.definition):
         raise _differs(topic.name, f"has another schema, of type {there.type}: all its producers have the same one")
     return there.version.to_bytes(VERSION_BYTES)
 
