@@ -16,7 +16,6 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import Message
@@ -32,6 +31,9 @@ from seqdedupe.pulsar_wire.connection import (
     MAX_REDIRECTS,
     PING_SECONDS,
     TIMEOUT_SECONDS,
+    Requests,
+    broker_in,
+    fail,
     open_streams,
     refusal_of,
     urls_of,
@@ -118,8 +120,7 @@ class BrokerLink:
         self._passing = passing
         self._input, self._output = streams
         self._splitter = Splitter(MAX_HANDSHAKE_BYTES)
-        self._requests: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = count(_OWN_REQUESTS.start)
+        self._requests = Requests(url, _OWN_REQUESTS.start)
         self._connected: asyncio.Future[CommandConnected] = asyncio.get_running_loop().create_future()
         self.connected = CommandConnected()
         """The broker's word about itself, once it has let the client in."""
@@ -135,16 +136,7 @@ class BrokerLink:
 
     async def request(self, field: str, message: Any) -> Any:
         """Send a request of the door's own, and return the answer. Raises LOG_REFUSED, and the broker's refusal."""
-        message.request_id = number = next(self._numbers)
-        answer = self._requests[number] = asyncio.get_running_loop().create_future()
-        try:
-            self.say(field, message)
-            async with asyncio.timeout(TIMEOUT_SECONDS):
-                return await answer
-        except TimeoutError as e:
-            raise error("LOG_REFUSED", f"{self.url} does not answer {field} within {TIMEOUT_SECONDS} s") from e
-        finally:
-            del self._requests[number]
+        return await self._requests.ask(field, message, self.say, TIMEOUT_SECONDS)
 
     def say(self, field: str, message: Message) -> None:
         """Send a command of the door's own."""
@@ -163,7 +155,9 @@ class BrokerLink:
 
     def close_consumer(self, consumer_id: int) -> None:
         """Close a consumer whose client has it elsewhere."""
-        self.say("close_consumer", CommandCloseConsumer(consumer_id=consumer_id, request_id=next(self._numbers)))
+        self.say(
+            "close_consumer", CommandCloseConsumer(consumer_id=consumer_id, request_id=self._requests.new_number())
+        )
 
     async def close(self) -> None:
         """End the connection."""
@@ -174,10 +168,8 @@ class BrokerLink:
         self._end(error("LOG_REFUSED", f"the connection to {self.url} was closed"))
 
     def _end(self, why: SeqdedupeError) -> None:
-        for waiting in [self._connected, *self._requests.values()]:
-            if not waiting.done():
-                waiting.set_exception(why)
-                waiting.exception()
+        fail(self._connected, why)
+        self._requests.fail(why)
 
     # -- from the broker ---------------------------------------------------------------------------------------
 
@@ -264,12 +256,10 @@ class BrokerLink:
         number = getattr(message, "request_id", 0)
         if number not in _OWN_REQUESTS:
             return frame.raw
-        waiting = self._requests.get(number)
-        if waiting is not None and not waiting.done():
-            if frame.field == "error":
-                waiting.set_exception(refusal_of(self.url, message.error, message.message))
-            else:
-                waiting.set_result(message)
+        if frame.field == "error":
+            self._requests.refuse(number, refusal_of(self.url, message.error, message.message))
+        else:
+            self._requests.answer(number, message)
         return None
 
     async def _keep_alive(self) -> None:
@@ -393,9 +383,7 @@ class BrokerPass:
             answer: CommandLookupTopicResponse = await link.request("lookupTopic", command)
             if answer.response == CommandLookupTopicResponse.Failed:
                 raise refusal_of(link.url, answer.error, answer.message)
-            at = answer.brokerServiceUrlTls if link.url.startswith("pulsar+ssl") else answer.brokerServiceUrl
-            if not at:
-                raise error("LOG_REFUSED", f"{link.url} names no broker for {topic}")
+            at = broker_in(answer, link.url, topic)
             link = await (self._link(link.url, at) if answer.proxy_through_service_url else self._link(at))
             if answer.response == CommandLookupTopicResponse.Connect:
                 return link

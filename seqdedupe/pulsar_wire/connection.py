@@ -184,7 +184,7 @@ class EntryProducer:
             self._outstanding.clear()
             self._on_end(why, unknown)
         else:
-            self._connection._refuse(self._command.request_id, why)
+            self._connection._requests.refuse(self._command.request_id, why)
 
 
 class WireReader:
@@ -248,7 +248,7 @@ class WireReader:
             self._queued_bytes += len(stored.entry.payload)
             self._entries.put_nowait(stored)
             return
-        close = CommandCloseConsumer(consumer_id=self._id, request_id=next(self.connection._numbers))
+        close = CommandCloseConsumer(consumer_id=self._id, request_id=self.connection._requests.new_number())
         self.connection._command("close_consumer", close)
         self._end(error("LOG_UNREADABLE", f"a reader got {self._entries.qsize()} entries that nobody has taken"))
 
@@ -257,6 +257,57 @@ class WireReader:
         if self._ended is None:
             self._ended = why
             self._entries.put_nowait(None)
+
+
+class Requests:
+    """The requests of a connection that have no answer yet, by their numbers."""
+
+    def __init__(self, url: str, first_number: int) -> None:
+        self._url = url
+        self._numbers = count(first_number)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def new_number(self) -> int:
+        """Return a number that no request has had."""
+        return next(self._numbers)
+
+    async def ask(self, field: str, message: Any, say: Callable[[str, Message], None], timeout: float | None) -> Any:
+        """Number a request, send it by `say`, and return the answer. Raises LOG_REFUSED without an answer in time."""
+        message.request_id = number = self.new_number()
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            say(field, message)
+            async with asyncio.timeout(timeout):
+                return await answer
+        except TimeoutError as e:
+            raise error("LOG_REFUSED", f"{self._url} does not answer {field} within {timeout} s") from e
+        finally:
+            del self._waiting[number]
+
+    def answer(self, number: int, answer: Any) -> None:
+        """Take an answer, if it is waited for."""
+        if (waiting := self._waiting.get(number)) is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def refuse(self, number: int, why: SeqdedupeError) -> None:
+        """Let a request fail, if its answer is waited for."""
+        if (waiting := self._waiting.get(number)) is not None:
+            fail(waiting, why)
+
+    def fail(self, why: SeqdedupeError) -> None:
+        """Let all requests fail."""
+        for waiting in self._waiting.values():
+            fail(waiting, why)
+
+
+def fail(waiting: "asyncio.Future[Any]", why: SeqdedupeError) -> None:
+    """Let a future fail, unless it is done. Nobody needs to wait for it."""
+    if not waiting.done():
+        waiting.set_exception(why)
+        waiting.exception()
 
 
 class Connection:
@@ -271,8 +322,7 @@ class Connection:
         self._input, self._output = streams
         self._token = token
         self._splitter = Splitter(_MAX_HANDSHAKE_BYTES)
-        self._requests: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = count(1)
+        self._requests = Requests(url, 1)
         self._producers: dict[int, EntryProducer] = {}
         self._readers: dict[int, WireReader] = {}
         self._connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -292,17 +342,7 @@ class Connection:
         time, or if the connection has ended), PULSAR_FORBIDS, TOPIC_NOT_FOUND, TOPIC_TERMINATED, NOT_OWNER. If the
         broker has answered, their number `server_error` is Pulsar's code.
         """
-        message.request_id = number = next(self._numbers)
-        answer = asyncio.get_running_loop().create_future()
-        self._requests[number] = answer
-        try:
-            self._command(field, message)
-            async with asyncio.timeout(timeout):
-                return await answer
-        except TimeoutError as e:
-            raise error("LOG_REFUSED", f"{self.url} does not answer {field} within {timeout} s") from e
-        finally:
-            del self._requests[number]
+        return await self._requests.ask(field, message, self._command, timeout)
 
     async def partitions(self, topic: str) -> int:
         """Return a topic's number of partitions, 0 if it is none that has any. Raises the errors of `request`."""
@@ -338,7 +378,7 @@ class Connection:
         producer: it is closed as soon as it is open. Raises the errors of `request`; NOT_OWNER says that the topic has
         another producer.
         """
-        producer = EntryProducer(self, next(self._numbers), on_receipt, on_end)
+        producer = EntryProducer(self, self._requests.new_number(), on_receipt, on_end)
         self._producers[producer._id] = producer
         command = producer._command = CommandProducer(
             topic=topic,
@@ -356,7 +396,7 @@ class Connection:
             self._producers.pop(producer._id, None)
             if self.is_open:
                 # The broker may have opened it meanwhile, or may do it later.
-                close = CommandCloseProducer(producer_id=producer._id, request_id=next(self._numbers))
+                close = CommandCloseProducer(producer_id=producer._id, request_id=self._requests.new_number())
                 self._command("close_producer", close)
             raise
         if producer._ended is not None:
@@ -370,9 +410,8 @@ class Connection:
     async def reader(self, topic: str, name: str, start: WirePlace | None = None) -> WireReader:
         """Open a reader of the entries from `start` on, that one included, or of all.
 
-        Raises the errors of `request`.
-        """
-        reader = WireReader(self, next(self._numbers))
+        Raises the errors of `request`."""
+        reader = WireReader(self, self._requests.new_number())
         self._readers[reader._id] = reader
         place = start or WirePlace(_NO_LEDGER, _NO_LEDGER)
         command = CommandSubscribe(
@@ -389,7 +428,7 @@ class Connection:
         except BaseException:
             self._readers.pop(reader._id, None)
             if self.is_open:
-                close = CommandCloseConsumer(consumer_id=reader._id, request_id=next(self._numbers))
+                close = CommandCloseConsumer(consumer_id=reader._id, request_id=self._requests.new_number())
                 self._command("close_consumer", close)
             raise
         reader._ask(1)
@@ -510,28 +549,18 @@ class Connection:
                 # It waits for the topic. A second answer follows.
                 pass
             case _:
-                self._answered(getattr(message, "request_id", 0), message)
-
-    def _answered(self, number: int, answer: Any) -> None:
-        waiting = self._requests.get(number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+                self._requests.answer(getattr(message, "request_id", 0), message)
 
     def _refused(self, message: CommandError) -> None:
         refusal = refusal_of(self.url, message.error, message.message)
         if self._connected.done():
-            self._refuse(message.request_id, refusal)
+            self._requests.refuse(message.request_id, refusal)
         else:
             self._fail(refusal)
 
-    def _refuse(self, number: int, why: SeqdedupeError) -> None:
-        waiting = self._requests.get(number)
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(why)
-
     def _abandon(self, producer: EntryProducer, why: SeqdedupeError) -> None:
         """End a producer that the broker still has."""
-        close = CommandCloseProducer(producer_id=producer._id, request_id=next(self._numbers))
+        close = CommandCloseProducer(producer_id=producer._id, request_id=self._requests.new_number())
         self._command("close_producer", close)
         producer._end(why)
 
@@ -553,10 +582,8 @@ class Connection:
         for task in self._tasks:
             if task is not current:
                 task.cancel()
-        for waiting in [self._connected, *self._requests.values()]:
-            if not waiting.done():
-                waiting.set_exception(why)
-                waiting.exception()
+        fail(self._connected, why)
+        self._requests.fail(why)
         for producer in list(self._producers.values()):
             producer._end(why)
         for reader in list(self._readers.values()):
@@ -601,9 +628,7 @@ async def connect_to_owner(service_url: str, topic: str, **options: Any) -> Conn
     try:
         for _ in range(MAX_REDIRECTS):
             answer = await connection.lookup(topic, authoritative=authoritative)
-            at = answer.brokerServiceUrlTls if url.startswith("pulsar+ssl") else answer.brokerServiceUrl
-            if not at:
-                raise error("LOG_REFUSED", f"{connection.url} names no broker for {topic}")
+            at = broker_in(answer, connection.url, topic)
             is_found = answer.response == CommandLookupTopicResponse.Connect
             authoritative = answer.authoritative
             url, proxy_to = (service_url, at) if answer.proxy_through_service_url else (at, "")
@@ -619,6 +644,14 @@ async def connect_to_owner(service_url: str, topic: str, **options: Any) -> Conn
     raise error("LOG_REFUSED", f"{topic} was looked up {MAX_REDIRECTS} times, and no broker serves it")
 
 
+def broker_in(answer: CommandLookupTopicResponse, url: str, topic: str) -> str:
+    """Return the URL of a broker that the host at `url` has named for a topic. Raises LOG_REFUSED."""
+    at = answer.brokerServiceUrlTls if url.startswith("pulsar+ssl") else answer.brokerServiceUrl
+    if not at:
+        raise error("LOG_REFUSED", f"{url} names no broker for {topic}")
+    return str(at)
+
+
 def urls_of(service_url: str) -> list[str]:
     """Return a URL for each host of a service URL. Raises INVALID_CONFIGURATION."""
     parts = urlsplit(service_url)
@@ -632,8 +665,7 @@ async def open_streams(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a connection to the host of this URL, with `tls` (None: the system's default) if the URL asks for that.
 
-    Raises OSError, ValueError.
-    """
+    Raises OSError, ValueError."""
     place = urlsplit(url)
     context = (tls or ssl.create_default_context()) if place.scheme == "pulsar+ssl" else None
     return await asyncio.open_connection(place.hostname, place.port or _PORTS[place.scheme], ssl=context, limit=limit)
