@@ -117,6 +117,12 @@ class Cluster:
 
         await until(are_received)
 
+    async def until_somebody_writes(self, topic: str) -> None:
+        async def is_taken() -> bool:
+            return bool((await self.admin.stats(topic)).publishers)
+
+        await until(is_taken)
+
     async def until_nobody_writes(self, topic: str) -> None:
         async def is_free() -> bool:
             return not (await self.admin.stats(topic)).publishers

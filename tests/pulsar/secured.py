@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+import pytest
+
+from seqdedupe.testing import reserved_port
+
 KEY = b"a key of at least thirty-two bytes, for tests"
 ROLE = "us"
 CLIENT_SECRET = "the-secret-of-the-client"
@@ -23,6 +27,21 @@ def token(role: str = ROLE, key: bytes = KEY) -> str:
     parts = [json.dumps(part).encode() for part in ({"alg": "HS256"}, {"sub": role})]
     signed = b".".join(map(_base64, parts))
     return (signed + b"." + _base64(hmac.new(key, signed, hashlib.sha256).digest())).decode()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("secured")
+    certificates(folder)
+    (folder / "token").write_text(token())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ports() -> Iterator[tuple[int, int]]:
+    """For TLS: of messages, and of admin calls."""
+    with reserved_port() as messages, reserved_port() as calls:
+        yield messages.getsockname()[1], calls.getsockname()[1]
 
 
 def _base64(raw: bytes) -> bytes:

@@ -12,27 +12,15 @@ import pytest
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.pulsar.admin_url import AdminUrl
-from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar, reserved_port
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.door.wire import door_of
 from tests.pulsar import secured
 from tests.pulsar.owners import quiet
+from tests.pulsar.secured import folder as folder
+from tests.pulsar.secured import ports as ports
 
 NAMESPACE = "public/secured"
 TOPIC = f"persistent://{NAMESPACE}/t"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("secured")
-    secured.certificates(folder)
-    (folder / "token").write_text(secured.token())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def ports() -> Iterator[tuple[int, int]]:
-    with reserved_port() as messages, reserved_port() as calls:
-        yield messages.getsockname()[1], calls.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

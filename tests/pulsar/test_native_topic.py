@@ -291,11 +291,7 @@ async def test_an_opening_that_is_cancelled_does_not_keep_the_topic(cluster: Clu
     await cluster.create(topic)
     line.hold_answers_after(RESERVED.encode())
     opening = asyncio.ensure_future(NativeOwner(line.service_url, topic).open())
-
-    async def is_taken() -> bool:
-        return bool((await cluster.admin.stats(topic)).publishers)
-
-    await until(is_taken)
+    await cluster.until_somebody_writes(topic)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening

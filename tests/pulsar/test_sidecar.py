@@ -13,30 +13,17 @@ from seqdedupe.client import blocking
 from seqdedupe.errors import EXIT_WRONG, ConfigurationError, SeqdedupeError, UnavailableError
 from seqdedupe.log.pulsar.admin_url import AdminUrl
 from seqdedupe.log.pulsar.entry_limit import Brokers
-from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar, reserved_port
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import Client as RawClient
 from tests.broker_sidecar.calls import refused
 from tests.pulsar import secured
 from tests.pulsar.owners import until
+from tests.pulsar.secured import folder as folder
+from tests.pulsar.secured import ports as ports
 
 LIMIT_BYTES = 4 * 1024 * 1024
 """That of the broker, which is not what brokers have as they are delivered."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("secured")
-    secured.certificates(folder)
-    (folder / "token").write_text(secured.token())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def ports() -> Iterator[tuple[int, int]]:
-    """For TLS: of messages, and of admin calls."""
-    with reserved_port() as messages, reserved_port() as calls:
-        yield messages.getsockname()[1], calls.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

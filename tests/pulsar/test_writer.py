@@ -287,11 +287,7 @@ async def test_an_opening_that_nobody_waits_for_does_not_keep_the_topic(
         await first.close()
         line.hold_answers_after(b"seqdedupe-one-1")
         opening = asyncio.ensure_future(owner.open(1))
-
-        async def is_taken() -> bool:
-            return bool((await cluster.admin.stats(topic)).publishers)
-
-        await until(is_taken)
+        await cluster.until_somebody_writes(topic)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
