@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,34 +14,27 @@ from tests.spark.run_job import QUICK
 FLIGHTS = 2000
 TIMEOUT_SECONDS = 2 * LAST_RESORT_SECONDS
 
-pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)  # two demos side by side
+pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)
 
 Ended = tuple[int, str]
 """The exit status and what it printed."""
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[tuple[Ended, Ended]]:
-    """One with deduplication and one without, side by side."""
-    command = [sys.executable, "-m", "demo", "--flights", str(FLIGHTS)]
-    processes = [
-        subprocess.Popen(
-            [*command, *more],
-            cwd=Path(__file__).parents[1],
-            env=os.environ | QUICK,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for more in ((), ("--no-deduplication",))
-    ]
+def run(*options: str) -> Ended:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "demo", "--flights", str(FLIGHTS), *options],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | QUICK,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
-        printed = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in processes]
-        yield (processes[0].returncode, printed[0]), (processes[1].returncode, printed[1])
+        printed = process.communicate(timeout=TIMEOUT_SECONDS)[0]
+        return process.returncode, printed
     finally:
-        for process in processes:
-            process.terminate()
-            process.communicate()
+        process.terminate()
+        process.communicate()
 
 
 def _total(printed: str) -> list[int]:
@@ -52,8 +44,8 @@ def _total(printed: str) -> list[int]:
     return [int(number.replace(",", "")) for number in found[1].split()]
 
 
-def test_every_flight_is_there_once(runs: tuple[Ended, Ended]) -> None:
-    status, printed = runs[0]
+def test_every_flight_is_there_once() -> None:
+    status, printed = run()
     sent, not_dup, dup, _, *topic_and_table = _total(printed)
     assert status == 0, printed
     assert topic_and_table == [FLIGHTS, 0, 0] * 2
@@ -68,8 +60,8 @@ def test_every_flight_is_there_once(runs: tuple[Ended, Ended]) -> None:
     assert "\nclean: 1 topic\n" in printed
 
 
-def test_without_deduplication_there_are_doubles(runs: tuple[Ended, Ended]) -> None:
-    status, printed = runs[1]
+def test_without_deduplication_there_are_doubles() -> None:
+    status, printed = run("--no-deduplication")
     _, _, dup, _, in_the_log, missing, doubled, *table = _total(printed)
     assert status == 1, printed
     assert dup == missing == 0

@@ -27,6 +27,8 @@ KEPT = 2
 MOST_REQUESTS = 1_000
 EVERY_REQUEST = 5
 """A kill at each request would take minutes: the process starts again each time."""
+PARTS = 6
+"""The kills of a backup are made in this number of tests."""
 
 
 async def uploaded(tmp_path: Path, url: str, *names: str) -> BucketPlace:
@@ -203,12 +205,13 @@ def wrong_after(before: list[str], new: str, bucket: BucketPlace) -> str:
     return ""
 
 
-async def test_killed_at_its_requests(tmp_path: Path, between: Between, lake: str) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_killed_at_its_requests(tmp_path: Path, between: Between, lake: str, part: int) -> None:
     bucket = await uploaded(tmp_path, f"s3://{lake}", *NAMES[:KEPT])
     backup = await made(tmp_path)
     place, killer, kills = tmp_path / "new", Killer(between), 0
     place.mkdir()
-    for at in range(1, MOST_REQUESTS, EVERY_REQUEST):
+    for at in range(1 + part * EVERY_REQUEST, MOST_REQUESTS, PARTS * EVERY_REQUEST):
         new = f"20270101T{at:06}Z"
         backup.rename(place / new)
         before = good(bucket)
@@ -220,7 +223,7 @@ async def test_killed_at_its_requests(tmp_path: Path, between: Between, lake: st
         kills += 1
     else:
         raise AssertionError("it was killed at each request")
-    assert kills > 10
+    assert kills > 1
     assert bucket.names()[-1] == new
     assert len(good(bucket)) == len(bucket.names()) == KEPT
 

@@ -14,6 +14,8 @@ from tests.backup.test_places import NAMES, good, place_with
 
 KEPT = 2
 MOST_STEPS = 200
+PARTS = 4
+"""Each step has its kill in one of this number of tests."""
 
 
 def keep(folder: Path, step: int, bug: str = "-") -> int:
@@ -32,10 +34,11 @@ def wrong_after(folder: Path) -> str:
     return "" if good(place) == place.names() else "one that is half removed is listed"
 
 
-async def test_killed_at_every_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_killed_at_every_step(tmp_path: Path, part: int) -> None:
     whole = Path((await place_with(tmp_path, *NAMES[:4])).url)
     step = 0
-    for step in range(1, MOST_STEPS):
+    for step in range(1 + part, MOST_STEPS, PARTS):
         copy = tmp_path / "copy"
         shutil.copytree(whole, copy)
         status = keep(copy, step)

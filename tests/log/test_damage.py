@@ -22,6 +22,8 @@ from tests.log.batches import SECRET, encoded_batch
 from tests.log.conformance import Owner, parsed, replayed, what
 
 INCARNATION = 77
+PARTS = 4
+"""Every byte is damaged in one of this number of tests."""
 MARKER_BYTES = 127
 TOKEN = b"t" * 16
 KEY = key_of(SECRET)
@@ -157,9 +159,10 @@ async def test_control_the_undamaged_log_opens_whole(logs: EmbeddedLogs, tmp_pat
     assert on_disk(tmp_path) == file.raw
 
 
-async def test_truncated_at_every_byte(logs: EmbeddedLogs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_truncated_at_every_byte(logs: EmbeddedLogs, tmp_path: Path, part: int) -> None:
     file = small_file()
-    for size in range(len(file.raw)):
+    for size in range(part, len(file.raw), PARTS):
         put(tmp_path, (0, file.raw[:size]))
         whole = [r for r in file.stored if r.end <= size]
         kept = whole[-1].end if whole else 0
@@ -237,9 +240,10 @@ async def test_a_lost_sector_is_torn_and_a_changed_bit_in_it_is_damage(logs: Emb
     assert len(seen) > 2
 
 
-async def test_every_byte_of_an_earlier_segment_flipped(logs: EmbeddedLogs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_every_byte_of_an_earlier_segment_flipped(logs: EmbeddedLogs, tmp_path: Path, part: int) -> None:
     first, second, third = small_file(), small_file(13), small_file(26)
-    for at in range(len(second.raw)):
+    for at in range(part, len(second.raw), PARTS):
         raw = bytearray(second.raw)
         raw[at] ^= 0x10
         put(tmp_path, (0, first.raw), (13, bytes(raw)), (26, third.raw))
@@ -257,9 +261,10 @@ async def test_every_byte_of_an_earlier_segment_flipped(logs: EmbeddedLogs, tmp_
         await log.close()
 
 
-async def test_an_earlier_segment_truncated_at_every_byte(logs: EmbeddedLogs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_an_earlier_segment_truncated_at_every_byte(logs: EmbeddedLogs, tmp_path: Path, part: int) -> None:
     first, second = small_file(), small_file(13)
-    for size in range(len(first.raw)):
+    for size in range(part, len(first.raw), PARTS):
         put(tmp_path, (0, first.raw[:size]), (13, second.raw))
         log = await logs.open(INCARNATION, 26)
         left = sum(r.rows for r in first.stored if r.end <= size)

@@ -95,7 +95,7 @@ async def test_the_owners_snapshot_is_fetched_and_without_an_owner_nothing_is_ta
     owner, second, third = three
     second.start()
     await state_at(second, topic, admin_pb2.TOPIC_STATE_STANDBY)
-    assert [entry for entry in second.log if "was fetched and imported" in entry["event"]]
+    await until(lambda: any("was fetched and imported" in entry["event"] for entry in second.log))
     owner.kill()
     await state_at(second, topic, admin_pb2.TOPIC_STATE_SERVING)
     await check_goes_on(f"{owner.address},{second.address}", topic, trimmed)
