@@ -422,7 +422,7 @@ class Metrics:
         )
         yield gauge_of(
             "seqdedupe_kernels_compiled",
-            "1 if all kernels are compiled, else 0. The sidecar is then slow.",
+            "1 if all kernels are compiled. 0 if not; the sidecar is then slow.",
             not jit.plain_kernels(),
         )
         yield from of_topics(on_loop(self._loop, self._look))
@@ -482,7 +482,7 @@ class Metrics:
             yield gauge_of("seqdedupe_door_consumers", "Consumers and readers at the door.", door.consumers)
         budget = streams.budget
         yield gauge_of("seqdedupe_budget_bytes", "Memory held for clients: frames, answers, pages.", budget.held_bytes)
-        yield gauge_of("seqdedupe_budget_limit_bytes", "The limit of this memory.", budget.limit_bytes)
+        yield gauge_of("seqdedupe_budget_limit_bytes", "The limit of memory held for clients.", budget.limit_bytes)
 
     def _of_readers(self) -> Iterator[Metric]:
         if (reading := self._from.reading) is None:
