@@ -81,9 +81,7 @@ class PulsarConfig:
 
     service_url: str = key("", "URL of Pulsar's brokers: `pulsar://host:6650` or `pulsar+ssl://host:6651`.")
     admin_url: str = key("", "URL of Pulsar's admin API: `http://host:8080` or `https://host:8443`.")
-    namespaces: str = key(
-        "public/default", "Namespaces with topics of sidecars: `tenant/namespace`, separated by commas."
-    )
+    namespaces: str = key("public/default", "Namespaces with topics of sidecars, separated by commas.")
     manage_topic_policies: bool = key(
         False, "Replace a topic's unsafe policies in Pulsar instead of refusing the topic."
     )
@@ -185,10 +183,8 @@ class Config:
     token_keys_file: str = key("", "File of public keys (JWKS) that verify JSON Web Tokens.")
     token_audience: str = key("", "Value that `aud` of a JSON Web Token must have. Required with `token_keys_file`.")
     token_max_lifetime_minutes: int = key(0, "Longest time from `iat` to `exp` of a JSON Web Token. 0: no limit.")
-    tls_certificate_file: str = key(
-        "", "PEM file with the sidecar's certificate and the certificate's chain. Turns on TLS."
-    )
-    tls_key_file: str = key("", "PEM file with the private key of the sidecar's certificate.")
+    tls_certificate_file: str = key("", "PEM file with the sidecar's certificate chain. Turns on TLS.")
+    tls_key_file: str = key("", "PEM file with the certificate's private key.")
     tls_client_ca_file: str = key(
         "", "PEM file of authorities. Every client needs a certificate from them; the SAN is the client's name."
     )
@@ -197,13 +193,9 @@ class Config:
     peer_tls_ca_file: str = key(
         "", "PEM file with authorities of other sidecars. Unset: `tls_client_ca_file`, else public authorities."
     )
-    socket_mode: str = key("600", "Permissions of the Unix socket, in octal. With 660, the socket's group can connect.")
-    metrics_listen: str = key(
-        "", "Address of metrics and status page: `host:port` (port 0: any free port). Unset: not served."
-    )
-    pulsar_listen: str = key(
-        "", "Address for stock producers of Apache Pulsar: `host:port` (port 0: any free port). Unset: not served."
-    )
+    socket_mode: str = key("600", "Permissions of the Unix socket, in octal. 660: the socket's group can connect.")
+    metrics_listen: str = key("", "Address of metrics and status page: `host:port`. Unset: not served.")
+    pulsar_listen: str = key("", "Address for stock producers of Apache Pulsar: `host:port`. Unset: not served.")
     advertised_pulsar_address: str = key(
         "", "Address by which Pulsar clients reach `pulsar_listen`, for redirects. Unset: `pulsar_listen`."
     )
@@ -226,9 +218,7 @@ class Config:
     )
     rules_file: str = key("", "TOML file with access rules and each caller's share: docs/reference/rules.md.")
     standby: bool = key(False, "Follow other sidecars' topics, and take over topics without an owner.")
-    allow_auto_topic_creation: bool = key(
-        True, "Create a missing topic when a producer opens the topic or a broker attaches the topic."
-    )
+    allow_auto_topic_creation: bool = key(True, "Create missing topics for producers and attaching brokers.")
     deduplication_entries_interval: int = key(
         1000, "Number of batches of a topic after which the sidecar takes a snapshot."
     )
@@ -245,7 +235,7 @@ class Config:
     )
     scrub_bytes_per_second: int = key(524_288, "Speed at which the sidecar reads all logs to find damage. 0: off.")
     max_topics: int = key(10_000, "Largest number of topics.")
-    max_streams: int = key(1_000, "Largest number of open streams of all kinds.")
+    max_streams: int = key(1_000, "Largest number of open streams.")
     drain_timeout_seconds: int = key(30, "Longest time after SIGTERM for finishing messages in flight.")
     log_level: str = key("info", "`debug`, `info`, `warning` or `error`.")
     log_format: str = key("json", "`json` (one object per line) or `text`.")

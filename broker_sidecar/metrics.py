@@ -241,19 +241,19 @@ _COUNTED_IN_ALL = {
     "counters.resets": ("seqdedupe_producer_resets", "Producers whose sequence ID an operator has reset."),
     "counters.purged": (
         "seqdedupe_purged_producers",
-        "Producers that topics have forgotten because of the inactivity policy.",
+        "Producers forgotten because of the inactivity policy.",
     ),
     "counters.resumed_after_purge": (
         "seqdedupe_resumed_after_purge",
-        "Resumed sessions of forgotten producers. Messages that these sessions send again are stored again.",
+        "Resumed sessions of forgotten producers. Messages that these sessions resend are stored again.",
     ),
     "keeper.snapshotter.taken": ("seqdedupe_snapshots", "Snapshots that became durable."),
     "keeper.snapshotter.failed": ("seqdedupe_snapshot_failures", "Snapshots that could not be stored."),
 }
 
 _NOW_BY_TOPIC = {
-    "in_flight_frames": ("seqdedupe_in_flight_frames", "Frames whose write to the log has no outcome yet."),
-    "in_flight_bytes": ("seqdedupe_in_flight_bytes", "Bytes of the frames whose write to the log has no outcome yet."),
+    "in_flight_frames": ("seqdedupe_in_flight_frames", "Frames whose append to the log has no outcome yet."),
+    "in_flight_bytes": ("seqdedupe_in_flight_bytes", "Bytes of the frames in flight."),
     "max_in_flight_seconds": ("seqdedupe_in_flight_age_seconds", "Age of the oldest frame in flight."),
     "log_bytes": ("seqdedupe_log_bytes", "Bytes in the logs of open topics."),
     "producers": ("seqdedupe_producers", "Producers that open topics remember."),
@@ -280,7 +280,7 @@ _NOW_BY_TOPIC = {
     ),
     "max_reader_lag_messages": (
         "seqdedupe_reader_lag_messages",
-        "Messages not sent yet to the reader that is furthest behind. `other`: the maximum.",
+        "Messages not sent yet to the slowest reader. `other`: the maximum.",
     ),
     "max_cursor_lag_messages": (
         "seqdedupe_cursor_lag_messages",
@@ -444,9 +444,9 @@ class Metrics:
 
     def _of_credentials(self) -> Iterator[Metric]:
         labels = ("credential", "subject")
-        about = "When a certificate, a revocation list or a token in use expires."
+        about = "When a credential in use expires."
         expiry = GaugeMetricFamily("seqdedupe_credential_expiry_timestamp_seconds", about, labels=labels)
-        about = "Time from begin to expiry of this certificate, list or token. +Inf for a token without a begin."
+        about = "Time from begin to expiry of this credential. +Inf for a token without a begin."
         lifetime = GaugeMetricFamily("seqdedupe_credential_lifetime_seconds", about, labels=labels)
         for kind, subject, validity in self._from.authentication.credentials():
             expiry.add_metric((kind, subject), validity.ends_seconds)
@@ -469,15 +469,15 @@ class Metrics:
         connections = self._from.connections
         open_now = GaugeMetricFamily("seqdedupe_connections", "Open TCP connections.", labels=("caller",))
         yield by_label(open_now, zip(("known", "unknown"), connections.count(), strict=True))
-        about = "TCP connections that the sidecar has ended for this reason."
+        about = "TCP connections that the sidecar has ended."
         ended = CounterMetricFamily("seqdedupe_ended_connections", about, labels=("why",))
         yield by_label(ended, connections.ended.items())
         if (door := self._from.door) is not None:
             yield gauge_of("seqdedupe_door_connections", "Open connections of the door.", door.connections)
             yield gauge_of("seqdedupe_door_producers", "Producers at the door.", door.producers)
-            about = "Producers that were opened at the door, also those opened again."
+            about = "Producers opened at the door, also repeatedly."
             yield counter_of("seqdedupe_door_opened_producers", about, door.opened_producers)
-            about = "Entries (batches or single messages) that the door has answered with a receipt."
+            about = "Entries (batches or single messages) with a receipt of the door."
             yield counter_of("seqdedupe_door_receipts", about, door.receipts)
             yield gauge_of("seqdedupe_door_consumers", "Consumers and readers at the door.", door.consumers)
         budget = streams.budget
@@ -501,20 +501,20 @@ class Metrics:
         )
         yield gauge_of(
             "seqdedupe_pulsar_policies_seen_timestamp_seconds",
-            "When the sidecar last read a Pulsar topic's policies. The earliest time of all topics, or 0.",
+            "When the sidecar last read a Pulsar topic's policies: the earliest time of all topics, or 0.",
             min(list(looks.seen_at.values()), default=0.0) if looks is not None else 0.0,
         )
 
     def _of_the_machine(self) -> Iterator[Metric]:
         yield gauge_of(
             "seqdedupe_clock_ahead_seconds",
-            "Seconds by which the clock was ahead of the last trusted time at the start. 0 if less than a day.",
+            "How far the clock was ahead of the last trusted time at the start. 0 if less than a day.",
             self._from.data.clock_ahead_ms / 1000,
         )
         if self._from.config.backup_directory:
             yield gauge_of(
                 "seqdedupe_backup_timestamp_seconds",
-                "The time at which the newest verified backup was made, in seconds since 1970, or 0.",
+                "When the newest verified backup was made, or 0.",
                 # A moment in the future would keep the alert about old backups silent.
                 0 if is_in_future(at_us := self._from.data.last_backup.made_at_us) else at_us / 1e6,
             )

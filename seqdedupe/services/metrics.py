@@ -126,15 +126,15 @@ def of_services(activities: Sequence[Activity]) -> Iterator[Metric]:
         for one in activities:
             counter.add_metric((one.kind, one.name), getattr(one, name))
         yield counter
-    about = "Failures of the service for this reason. Each failed retry is counted."
+    about = "Failures of the service for this reason, also of retries."
     failures = CounterMetricFamily("seqdedupe_service_failures", about, labels=(*_SERVICE, "reason"))
-    about = "1 for the service's current state, 0 for the other states."
+    about = "1 for the current state, 0 for the others."
     states = GaugeMetricFamily("seqdedupe_service_state", about, labels=(*_SERVICE, "state", "reason"))
-    about = "When the service last processed a message, in seconds since 1970, or 0."
+    about = "When the service last processed a message, or 0."
     success = GaugeMetricFamily("seqdedupe_service_last_success_timestamp_seconds", about, labels=_SERVICE)
-    about = "Messages that the service has not processed yet."
+    about = "Messages that the service has not processed."
     messages = GaugeMetricFamily("seqdedupe_service_lag_messages", about, labels=_SERVICE)
-    about = "Age of the oldest message that the service has not processed yet, or 0."
+    about = "Age of the oldest unprocessed message, or 0."
     seconds = GaugeMetricFamily("seqdedupe_service_lag_seconds", about, labels=_SERVICE)
     for one in activities:
         service = one.kind, one.name
