@@ -73,6 +73,7 @@ def invalid(name: str, why: str) -> SeqdedupeError:
 
 _SERVICE_URL = re.compile(r"pulsar(\+ssl)?://[^\s/@,]+(,[^\s/@,]+)*/?")
 _ENTRY_FORMATS = ("plain", "packed", "native")
+_COMPRESSIONS = ("none", "lz4", "zlib", "zstd", "snappy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,10 @@ class PulsarConfig:
     entry_format: str = key(
         "plain",
         "Format of new topics. `plain`: an entry per message. `packed`: one per batch. `native`: batches of Pulsar's.",
+    )
+    compression: str = key(
+        "none",
+        "Compression of `native` entries: `none`, `lz4`, `zlib`, `zstd` or `snappy`. Stock producers choose their own.",
     )
     serve_consumers: bool = key(
         False, "Pass Pulsar consumers at `pulsar_listen` to the brokers, with each client's own token."
@@ -126,6 +131,9 @@ class PulsarConfig:
             yield invalid("pulsar.namespaces", f"is {self.namespaces!r}: {e.message}")
         if self.entry_format not in _ENTRY_FORMATS:
             yield invalid("pulsar.entry_format", f"is {self.entry_format!r}: it should be plain, packed or native")
+        if self.compression not in _COMPRESSIONS:
+            why = f"is {self.compression!r}: it should be none, lz4, zlib, zstd or snappy"
+            yield invalid("pulsar.compression", why)
         yield from self._check_credentials()
         yield from _check_file("pulsar.tls_trust_certs_file_path", self.tls_trust_certs_file_path)
 

@@ -25,6 +25,7 @@ from seqdedupe.log.pulsar.log import PulsarResources
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
 from seqdedupe.log.pulsar.topic_owner import SeenOwner, owner_of
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import CompressionType
 from seqdedupe.store.db import Store
 from seqdedupe.store.directories import StoreInstance
 from seqdedupe.tasks import shielded
@@ -67,6 +68,7 @@ class LogCluster:
             Brokers(asked.service_url, self._token, tls),
             PulsarAdmin(AdminUrl(asked.admin_url, self._token, tls, pause_seconds=LOOK_PAUSE_SECONDS)),
             asked.manage_topic_policies,
+            compression=CompressionType.Value(asked.compression.upper()),
         )
         self.namespaces = asked.namespace_names
         self.moves = Moves()

@@ -5,7 +5,7 @@ Kernels: import this module only after `kernels.prepare()`.
 
 import base64
 import binascii
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +14,17 @@ from seqdedupe.batch import Batch, Int64s
 from seqdedupe.entry_properties import DELIVER_AT, ORDERING_KEY, SCHEMA_VERSION_OF
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
-from seqdedupe.pulsar_wire.batches import EntryKind, EntryRows, key_for_clients, kind_of, rows_of, stored_batch
+from seqdedupe.pulsar_wire.batches import (
+    EntryKind,
+    EntryRows,
+    SentEntry,
+    key_for_clients,
+    kind_of,
+    rows_of,
+    stored_batch,
+)
 from seqdedupe.pulsar_wire.frames import WireEntry
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata, Property
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, MessageMetadata, Property
 from seqdedupe.pulsar_wire.rows import KEY_IS_BASE64
 
 SPLIT_BYTES = MAX_BATCH_BYTES * 3 // 4
@@ -125,6 +133,18 @@ def batches_of(
             batch.previous_sequence_ids = np.array([link], np.int64)
             yield batch
             link = int(ids[part[-1]])
+
+
+def sent_form(entry: WireEntry, metadata: MessageMetadata, rows: EntryRows, batches: Sequence[Batch]) -> SentEntry:
+    """Return the form in which a producer has sent these rows, which have become these batches. It has a payload if the
+    entry is a batch of Pulsar's and has become one batch."""
+    is_whole = kind_of(metadata) is EntryKind.BATCH and [len(batch) for batch in batches] == [len(rows)]
+    if not is_whole:
+        return SentEntry(metadata.compression, b"", 0, None)
+    # A view would keep all that was received with it.
+    payload = bytes(entry.payload)
+    size = metadata.uncompressed_size if metadata.compression != NONE else len(payload)
+    return SentEntry(metadata.compression, payload, size, rows, metadata.deliver_at_time, metadata.schema_version)
 
 
 def _parts(rows: EntryRows, some: Int64s) -> Iterator[Int64s]:

@@ -17,6 +17,7 @@ from broker_sidecar.door.entry_batches import (
     is_followed,
     is_large,
     rows_to_store,
+    sent_form,
 )
 from broker_sidecar.rpc import refusals
 from broker_sidecar.services.publish_service import FRAME_BYTES
@@ -26,6 +27,7 @@ from seqdedupe.core.rule import UNKNOWN
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.batches import SentEntry
 from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend, MessageMetadata
 from seqdedupe.topic.frame import Allowing, FrameReceipt, Refusal
@@ -147,11 +149,11 @@ class StockProducer:
             if self._chunk_refused is not None and not is_followed(metadata):
                 raise self._chunk_refused
             if is_large(entry, metadata):
-                pending.rows, batches = await asyncio.to_thread(self._batches, entry, metadata)
+                pending.rows, batches, sent = await asyncio.to_thread(self._batches, entry, metadata)
             else:
-                pending.rows, batches = self._batches(entry, metadata)  # 1
+                pending.rows, batches, sent = self._batches(entry, metadata)  # 1
         except SeqdedupeError as e:
-            batches = []
+            batches, sent = [], None
             # Go's client waits for ever if its producer ends before it has sent the last chunk of a message.
             pending.is_silent = is_followed(metadata) and not self._goes_on
             if pending.is_silent:
@@ -159,7 +161,7 @@ class StockProducer:
             else:
                 pending.refused = without_traceback(e)
         for batch in batches:
-            await self._admit(pending, batch.encode())  # 2, 3
+            await self._admit(pending, batch.encode(), sent)  # 2, 3
             if self.is_closed:
                 return
             if pending.refused is not None:
@@ -169,21 +171,27 @@ class StockProducer:
         pending.is_admitted = True
         self._answer_all()
 
-    def _batches(self, entry: WireEntry, metadata: MessageMetadata) -> tuple[int, list[Batch]]:
-        """Return the number of rows of an entry, and their batches."""
+    def _batches(self, entry: WireEntry, metadata: MessageMetadata) -> tuple[int, list[Batch], SentEntry | None]:
+        """Return the number of rows of an entry, their batches, and for a log of native entries the entry's form."""
         entry_format = self.topic.log.entry_format
         labels = entry_format == "native"
         version = None if labels else self._schema_version
         rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES, version, delays=entry_format in ("plain", "native"))
         if not len(rows):
-            return 0, []
+            return 0, [], None
         kept = metadata.schema_version if labels else b""
         judged = self.topic.applied.deduplication_enabled
-        of_rows = batches_of(rows, self.session, self._last, metadata.deliver_at_time, kept, deduplicates=judged)
-        return len(rows), list(of_rows)
+        deliver_at = metadata.deliver_at_time
+        batches = list(batches_of(rows, self.session, self._last, deliver_at, kept, deduplicates=judged))
+        return len(rows), batches, sent_form(entry, metadata, rows, batches) if labels else None
 
-    async def _admit(self, pending: PendingEntry, batch: bytes) -> None:
+    async def _admit(self, pending: PendingEntry, batch: bytes, sent: SentEntry | None) -> None:
         size = FRAME_BYTES + len(batch)
+        again: SentEntry | None = None
+        if sent is not None:
+            size += len(sent.payload)
+            # Nothing keeps the rows and the payload for a second time, which is rare.
+            again = sent._replace(payload=b"", rows=None)
         await self._stream.share.wait_for(size)
         await self.topic.flight.wait_for_room()
         if self.is_closed:
@@ -216,21 +224,21 @@ class StockProducer:
             elif is_unknown:
                 # Nothing was appended for a row whose copy is in flight. Its outcome decides.
                 pending.frames += 1
-                unasked(self._again(pending, batch, size))
+                unasked(self._again(pending, batch, again, size))
             else:
                 self._learn(pending, answer)
             self._answer_all()
 
-        self.topic.admit(batch, self._number, reply, self._cache)
+        self.topic.admit(batch, self._number, reply, self._cache, sent=sent)
 
-    async def _again(self, pending: PendingEntry, batch: bytes, size: int) -> None:
+    async def _again(self, pending: PendingEntry, batch: bytes, sent: SentEntry | None, size: int) -> None:
         try:
             await self.topic.all_settled()
         finally:
             self._stream.share.give_back(size)
         pending.frames -= 1
         if not self.is_closed:
-            await self._admit(pending, batch)
+            await self._admit(pending, batch, sent)
 
     def _refused(self, pending: PendingEntry, e: SeqdedupeError) -> None:
         if e.reason in OF_ONE_MESSAGE and pending.batches == 1:

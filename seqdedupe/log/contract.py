@@ -24,13 +24,16 @@ tried again. `DamagedError` means that stored data is wrong, and stays wrong.
 from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.limits import FlushInterval, Retention
 from seqdedupe.message_id import MessageId
+
+if TYPE_CHECKING:
+    from seqdedupe.pulsar_wire.batches import SentEntry
 
 # -- The entries of a log: the message IDs of their rows, the outcome of appends, and how entries are read.
 
@@ -260,8 +263,9 @@ class Log(Protocol):
         written now; it can be tried again. After a cancellation it is unknown whether the marker was written.
         """
 
-    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
-        """Hand over a batch. Its messages get the next indexes if it is stored. Returns at once.
+    def append(self, batch: bytes, rows: int, column_bytes: int, sent: "SentEntry | None" = None) -> None:
+        """Hand over a batch. Its messages get the next indexes if it is stored. Returns at once. `sent` is the form in
+        which a stock producer of Pulsar's has sent it: a log that stores the same form may keep it.
 
         Allowed between `open_for_writing` and a failure. It may still be called until the caller learns of the failure;
         such a batch fails too.

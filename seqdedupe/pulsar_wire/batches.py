@@ -161,6 +161,19 @@ class EntryRows:
         )
 
 
+class SentEntry(NamedTuple):
+    """The form in which a stock producer has sent rows."""
+
+    compression: CompressionType.ValueType
+    payload: Buffer
+    """As it came: compressed, if the producer compresses."""
+    uncompressed_size: int
+    rows: EntryRows | None
+    """The rows of the payload, if it is a batch."""
+    deliver_at_time: int = 0
+    schema_version: bytes = b""
+
+
 def kind_of(metadata: MessageMetadata) -> EntryKind:
     """Return what an entry's payload is."""
     if metadata.HasField("marker_type"):
@@ -308,7 +321,8 @@ def batch_of(
     compression: CompressionType.ValueType = NONE,
     schema_version: bytes | None = None,
 ) -> WireEntry:
-    """Return a batch of at least one row, for `stamped`. Every stock consumer reads it.
+    """Return a batch of at least one row, for `stamped`. Every stock consumer reads it. Rows that do not get smaller
+    are not compressed.
 
     Each row states its sequence ID. The entry has no event time: Java would show it for rows without one. It has the
     rows' key if all share it, since Key_Shared looks at no other.
@@ -345,11 +359,34 @@ def _entry(
     metadata: MessageMetadata, ids: Int64s, flags: Int64s, keys: Values, ordering_keys: Values, body: Buffer
 ) -> WireEntry:
     """Return a batch of these rows, whose metadata are completed here."""
+    # Also if nothing is compressed: Go's client needs it.
+    metadata.uncompressed_size = len(body)
+    payload = compress(metadata.compression, body)
+    if len(payload) >= len(body):
+        metadata.compression, payload = NONE, body
+    return WireEntry(_described(metadata, ids, flags, keys, ordering_keys), payload)
+
+
+def entry_as_sent(sent: SentEntry, rows: EntryRows, producer_name: bytes, publish_time_ms: int) -> WireEntry:
+    """Return a batch with the payload that its producer has sent, for `stamped`. `rows` are those of the payload, and
+    each of them states its sequence ID. The metadata are as in `batch_of`."""
+    metadata = MessageMetadata(
+        producer_name=producer_name,
+        publish_time=publish_time_ms,
+        compression=sent.compression,
+        uncompressed_size=sent.uncompressed_size,
+        deliver_at_time=sent.deliver_at_time or None,
+        schema_version=sent.schema_version or None,
+    )
+    described = _described(metadata, rows.sequence_ids, rows.flags, rows.keys, rows.ordering_keys)
+    return WireEntry(described, sent.payload)
+
+
+def _described(metadata: MessageMetadata, ids: Int64s, flags: Int64s, keys: Values, ordering_keys: Values) -> bytes:
+    """Complete the metadata of a batch by what follows from its rows, and return them."""
     metadata.sequence_id = int(ids[0])
     metadata.highest_sequence_id = int(ids[-1])
     metadata.num_messages_in_batch = len(ids)
-    # Also if nothing is compressed: Go's client needs it.
-    metadata.uncompressed_size = len(body)
     for field in ("partition_key", "partition_key_b64_encoded", "ordering_key", "event_time"):
         metadata.ClearField(field)
     shared = int(np.bitwise_and.reduce(flags))
@@ -359,7 +396,7 @@ def _entry(
             metadata.partition_key_b64_encoded = True
     if shared & HAS_ORDERING_KEY and ordering_keys.is_one_value():
         metadata.ordering_key = ordering_keys.value(0)
-    return WireEntry(metadata.SerializeToString(), compress(metadata.compression, body))
+    return metadata.SerializeToString()
 
 
 def _body(entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -> Buffer:

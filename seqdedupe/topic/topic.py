@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,6 +35,9 @@ from seqdedupe.topic.owner import Owner, RunsOf, Table
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.retention import Trimmer
 from seqdedupe.topic.window_runs import LookedUp, WindowMemory
+
+if TYPE_CHECKING:
+    from seqdedupe.pulsar_wire.batches import SentEntry
 
 logger = logging.getLogger("seqdedupe.topic")
 
@@ -139,6 +142,7 @@ class Topic(TopicBase):
         lone: bool = False,
         when_durable: Callable[[], None] | None = None,
         looked_up: LookedUp | None = None,
+        sent: "SentEntry | None" = None,
     ) -> None:
         """Decide about a frame and pass its new messages to the log. Call `reply` once: now, or when the messages
         settle.
@@ -146,8 +150,8 @@ class Topic(TopicBase):
         With `when_durable`, the receipt may be sent when the frame is written but not durable, if the policy allows it.
         The receipt states this, and `when_durable` is called once the frame is durable. If the log loses the frame, the
         streams are ended. `lone`: links may be omitted, as in a unary call. `looked_up` is the result that
-        `ids.look_up` has just returned; without it all clients may have to wait for a disk read. Nothing is raised: an
-        error becomes a `Refusal`.
+        `ids.look_up` has just returned; without it all clients may have to wait for a disk read. `sent`: see
+        `Log.append`. Nothing is raised: an error becomes a `Refusal`.
         """
         try:
             self.check_serving()
@@ -177,7 +181,7 @@ class Topic(TopicBase):
             self._count(answer, 0)
             reply(answer)
         else:
-            self._append(Admitted(new, answer, reply, self.now_seconds(), when_durable))
+            self._append(Admitted(new, answer, reply, self.now_seconds(), when_durable), sent)
             if when_durable is None and not self.applied.flush_interval.is_every_commit:
                 # A sender waits that accepts only a durable receipt.
                 self.log.flush()
@@ -199,7 +203,7 @@ class Topic(TopicBase):
 
     # -- 2. append ---------------------------------------------------------------------------------------------
 
-    def _append(self, item: Admitted) -> None:
+    def _append(self, item: Admitted, sent: "SentEntry | None") -> None:
         """Pass the new messages of a decided frame to the log."""
         try:
             # Do this first; otherwise the log might have messages that this process does not know.
@@ -209,7 +213,7 @@ class Topic(TopicBase):
             return
         frame = item.frame
         try:
-            self.log.append(frame.encoded, frame.rows, frame.column_bytes)
+            self.log.append(frame.encoded, frame.rows, frame.column_bytes, sent)
         except Exception as e:  # noqa: BLE001 (any error: the owner then finds out whether the log has it)
             self.owner.out_of_step(e)
         self.next_index += frame.rows

@@ -46,6 +46,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "a namespace that is none": ("pulsar.namespaces", {"pulsar.namespaces": "default"}),
     "an empty namespace": ("pulsar.namespaces", {"pulsar.namespaces": "public/default,"}),
     "a format that is none": ("pulsar.entry_format", {"pulsar.entry_format": "avro"}),
+    "a compression that is none": ("pulsar.compression", {"pulsar.compression": "gzip"}),
     "no truth": ("pulsar.manage_topic_policies", {"pulsar.manage_topic_policies": "perhaps"}),
     "a token file that is not there": ("pulsar.token_file", {"pulsar.token_file": "/nowhere/token"}),
     "certificates that are not there": (

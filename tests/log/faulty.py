@@ -408,7 +408,7 @@ class FaultyLog:
         self._settle = settle
         return 0
 
-    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
+    def append(self, batch: bytes, rows: int, column_bytes: int, sent: object = None) -> None:
         if self._failure is not None or self._dead:
             self.dropped += 1
             return

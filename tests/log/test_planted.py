@@ -21,7 +21,7 @@ Settle = Callable[[Outcome], None]
 
 
 class TakesMoreAfterARefusal(FaultyLog):
-    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
+    def append(self, batch: bytes, rows: int, column_bytes: int, sent: object = None) -> None:
         if self.failed:
             self.storage.add(batch, rows, column_bytes)
         else:
@@ -66,7 +66,7 @@ class ReplaysFromOneTooLate(FaultyLog):
 
 
 class ConfirmsTooEarly(FaultyLog):
-    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
+    def append(self, batch: bytes, rows: int, column_bytes: int, sent: object = None) -> None:
         settle = self._settle
         if settle is not None and not self.failed:
             settle(Outcome([(Run(rows, 1000, 0),)]))

@@ -177,7 +177,7 @@ class EmbeddedLog:
         await opening.ready
         return 0
 
-    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
+    def append(self, batch: bytes, rows: int, column_bytes: int, sent: object = None) -> None:
         if self._opening is None or not self._opening.opened:
             raise error("INTERNAL", "an append to a log that is not open for writing")
         self._opening.append((batch, rows, column_bytes))

@@ -8,7 +8,7 @@ import binascii
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,10 @@ from seqdedupe.format.headers import BATCH_TAG, HEADER_BYTES, NO_KEY, TOKEN_BYTE
 from seqdedupe.format.layout import layout_columns
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType
+
+if TYPE_CHECKING:
+    from seqdedupe.pulsar_wire.frames import WireEntry
 
 MAX_ENTRY_BYTES = 5 * 1024 * 1024
 """The default `maxMessageSize` of a broker: the limit for payload, key, properties and the client's additions together.
@@ -59,7 +63,10 @@ NOWHERE = MessageId(-1, -1)
 
 
 class PulsarMessage(NamedTuple):
-    """A Pulsar message as it is sent and read. It is the same each time it is sent."""
+    """A Pulsar message as it is sent and read. It is the same each time it is sent.
+
+    The last two fields are for sending native entries. What is read does not have them.
+    """
 
     payload: bytes | None
     """The payload. None is Pulsar's null value."""
@@ -68,6 +75,10 @@ class PulsarMessage(NamedTuple):
     """The partition key; empty if there is none."""
     event_time_ms: int = 0
     """The event time; 0 if there is none."""
+    compression: CompressionType.ValueType = NONE
+    """The compression of the entry."""
+    wire: "WireEntry | None" = None
+    """The entry as a broker gets it; None if it must be made of the rest."""
 
 
 class PulsarEntry(NamedTuple):

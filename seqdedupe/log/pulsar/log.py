@@ -51,6 +51,8 @@ from seqdedupe.log.pulsar.writer import (
     records_of_control,
 )
 from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.batches import SentEntry
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -85,6 +87,8 @@ class PulsarResources:
     may_change_policies: bool = False
     """Whether a topic's own policies are set if they are not safe."""
     looks: Looks = field(default_factory=Looks)
+    compression: CompressionType.ValueType = NONE
+    """The compression of native entries whose messages no stock producer has sent."""
 
     @property
     def subscription(self) -> str:
@@ -216,12 +220,13 @@ class PulsarLog:
     def check(self, batch: bytes) -> None:
         check_fits(self._settings, batch, self._max_entry_bytes)
 
-    def append(self, batch: bytes, rows: int, column_bytes: int) -> None:
+    def append(self, batch: bytes, rows: int, column_bytes: int, sent: SentEntry | None = None) -> None:
         if (opening := self._open_now()).failed:
             return
         now_ms, part = self._now_ms(), EncodedBatch(batch, rows, column_bytes)
         at = opening.owner, opening.next_number, opening.next_index, now_ms
-        opening.append(records_of_batch(self._settings, *at, part, opening.max_entry_bytes), now_ms)
+        how = opening.max_entry_bytes, self._shared.compression, sent
+        opening.append(records_of_batch(self._settings, *at, part, *how), now_ms)
 
     def append_control(self, body: bytes) -> None:
         if (opening := self._open_now()).failed:

@@ -10,7 +10,7 @@ Kernels: import this module only after `kernels.prepare()`.
 import base64
 import binascii
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -60,8 +60,10 @@ from seqdedupe.pulsar_wire.batches import (
     EntryRows,
     Properties,
     PulsarBatch,
+    SentEntry,
     Values,
     batch_of,
+    entry_as_sent,
     key_for_clients,
     kind_of,
     most_bytes,
@@ -126,9 +128,7 @@ def _parts(whole: Batch, first: int, stop: int, limit_bytes: int) -> Iterator[En
         if rows == 1 and size > limit_bytes:
             raise too_large(size, limit_bytes)
         if size <= limit_bytes:
-            complete_up_to = int(part.complete_up_to[0]) if len(part.complete_up_to) else NO_SEQUENCE_ID
-            name, numbers = part.names()[0].encode(), (int(part.epochs[0]), int(part.previous_sequence_ids[0]))
-            yield encoded_part(_batch_of_rows(columns, name, *numbers, complete_up_to))
+            yield encoded_part(_batch_of_rows(columns, part.producer_names.data, *_numbers(part)))
             return
     middle = first + (rows // 2 if rows <= MAX_ENTRY_ROWS else MAX_ENTRY_ROWS)
     yield from _parts(whole, first, middle, limit_bytes)
@@ -138,6 +138,41 @@ def _parts(whole: Batch, first: int, stop: int, limit_bytes: int) -> Iterator[En
 def _most_key_bytes(rows: EntryRows) -> int:
     """Return the most bytes of the keys that stand on the entry too."""
     return sum(int(np.diff(column.offsets).max(initial=0)) for column in (rows.keys, rows.ordering_keys))
+
+
+def passed_entry(
+    part: EncodedBatch, sent: SentEntry, place: EntryPlace, publish_time_ms: int, limit_bytes: int
+) -> WireEntry | None:
+    """Return the entry with the payload that the batch's producer has sent, byte for byte.
+
+    Return None if a reader would not make exactly this batch of it, or the entry is too large. Then the sidecar encodes
+    the batch itself.
+    """
+    rows = sent.rows
+    if rows is None or len(rows) != part.rows or len(rows) > MAX_ENTRY_ROWS:
+        return None
+    if len(sent.payload) + _METADATA_BYTES + _most_key_bytes(rows) > limit_bytes:
+        return None
+    # Consumers skip messages with a property of ours, and others set fields of the entry.
+    names = bytes(rows.properties.names.data)
+    if any(name in names for name in (_PREFIX, _DELIVER_AT, _SCHEMA_VERSION)):
+        return None
+    if not (rows.flags & HAS_SEQUENCE_ID).all():
+        return None
+    batch = batches.decode(part.encoded)
+    name, numbers = batch.producer_names.data, _numbers(batch)
+    entry = entry_as_sent(sent, rows, name, publish_time_ms)
+    try:
+        read = _batch_of_rows(rows, name, *numbers, _entry_properties(metadata_of(entry), rows))
+    except SeqdedupeError:
+        return None
+    return stamped(entry, _head(_BATCH, place) + _OF_BATCH.pack(*numbers)) if read.encode() == part.encoded else None
+
+
+def _numbers(batch: Batch) -> tuple[int, int, int]:
+    """Return the epoch, the link and `complete_up_to` of a batch of one producer."""
+    complete_up_to = int(batch.complete_up_to[0]) if len(batch.complete_up_to) else NO_SEQUENCE_ID
+    return int(batch.epochs[0]), int(batch.previous_sequence_ids[0]), complete_up_to
 
 
 def wire_entry(
@@ -158,9 +193,7 @@ def wire_entry(
     kind = properties[KIND]
     if kind == BATCH:
         batch = batches.decode((message.payload or b"")[HEADER_BYTES:])
-        complete_up_to = int(batch.complete_up_to[0]) if len(batch.complete_up_to) else NO_SEQUENCE_ID
-        more = _OF_BATCH.pack(int(batch.epochs[0]), int(batch.previous_sequence_ids[0]), complete_up_to)
-        field = _head(_BATCH, place) + more
+        field = _head(_BATCH, place) + _OF_BATCH.pack(*_numbers(batch))
         name, rows = batch.producer_names.data, _rows_of_batch(batch)
     elif kind == CONTROL:
         field = _head(_CONTROL, place) + (message.payload or b"")
@@ -351,7 +384,8 @@ def _batch_message(
     ids = rows.sequence_ids
     if not len(rows) or index < 0 or (int(ids[0]), int(ids[-1])) != range_of(metadata) or (np.diff(ids) <= 0).any():
         raise damaged(f"entry {number} of term {owner.term} has other sequence IDs than its metadata")
-    part = encoded_part(_batch_of_rows(rows, name, epoch, link, complete_up_to))
+    properties = _entry_properties(metadata, rows)
+    part = encoded_part(_batch_of_rows(rows, name, epoch, link, complete_up_to, properties))
     message = packed_message(owner, number, index, _time_ms(metadata), part, _NO_LIMIT)
     return message._replace(event_time_ms=_time_ms(metadata))
 
@@ -362,8 +396,25 @@ def _time_ms(metadata: MessageMetadata) -> int:
     return metadata.publish_time
 
 
-def _batch_of_rows(rows: EntryRows, name: bytes, epoch: int, link: int, complete_up_to: int) -> Batch:
-    """Return the rows as a batch, in the one encoding that it has. Raises LOG_DAMAGED, MALFORMED_MESSAGE."""
+def _entry_properties(metadata: MessageMetadata, rows: EntryRows) -> list[tuple[bytes, bytes]]:
+    """Return the properties that a reader adds to each message: fields of the entry that no message has as a property,
+    since its producer has set only the field."""
+    time_ms, version, names = metadata.deliver_at_time, metadata.schema_version, bytes(rows.properties.names.data)
+    fields = [(_DELIVER_AT, b"%d" % time_ms if time_ms else b""), (_SCHEMA_VERSION, version.hex().encode())]
+    return [(name, value) for name, value in fields if value and name not in names]
+
+
+def _batch_of_rows(
+    rows: EntryRows,
+    name: bytes,
+    epoch: int,
+    link: int,
+    complete_up_to: int,
+    more: Sequence[tuple[bytes, bytes]] = (),
+) -> Batch:
+    """Return the rows as a batch, in the one encoding that it has. Each row gets the properties `more`. Raises
+    LOG_DAMAGED, MALFORMED_MESSAGE.
+    """
     if (rows.flags & ~_OF_ROWS).any():
         raise damaged(f"a message of {name!r} has what no sidecar writes")
     is_null = (rows.flags & NULL_VALUE) != 0
@@ -372,4 +423,4 @@ def _batch_of_rows(rows: EntryRows, name: bytes, epoch: int, link: int, complete
     properties = _renamed(
         rows.properties, lambda name: name.removeprefix(_USER) if name.startswith(_USER + _PREFIX) else name
     )
-    return stored_batch(replace(rows, properties=properties), name, epoch, link, complete_up_to=complete_up_to)
+    return stored_batch(replace(rows, properties=properties), name, epoch, link, more, complete_up_to)

@@ -5,7 +5,9 @@ Nothing is sent twice. What has no receipt when a producer ends has an unknown o
 """
 
 import asyncio
+import logging
 import os
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
@@ -23,12 +25,17 @@ from seqdedupe.pulsar_wire.connection import (
     WirePlace,
     WireReader,
 )
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import ServerError
+from seqdedupe.pulsar_wire.frames import WireEntry
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, ServerError
+
+logger = logging.getLogger("seqdedupe.log")
 
 OPEN_SECONDS = 10.0
 """The time for which the opening of a reader, or the question for the topic's end, is tried again: a topic that is
 unloaded refuses for a moment."""
 PAUSE_SECONDS = 0.1
+LARGE_BYTES = 128 * 1024
+"""Compressing an entry above this size takes too long for the event loop."""
 READ_STEP_ENTRIES = 100
 READ_STEP_BYTES = 256 * 1024
 """A step takes no more entries after this number of payload bytes: a few milliseconds of the event loop."""
@@ -48,7 +55,10 @@ class Connects(Protocol):
 
 class NativeProducer:
     """The exclusive producer of a topic, for `writer.EntryWriter`. The answers are the receipts, in order; then, once,
-    the failure that has ended the producer, with the number -1."""
+    the failure that has ended the producer, with the number -1.
+
+    Large entries are compressed by a thread, and those after them wait for it: entries keep their order.
+    """
 
     max_in_flight = MAX_OUTSTANDING
 
@@ -58,6 +68,8 @@ class NativeProducer:
         self._producer: EntryProducer | None = None
         self._answer: Answer | None = None
         self._ended: SeqdedupeError | None = None
+        self._waiting: deque[tuple[PulsarMessage, int]] = deque()
+        self._encoding: asyncio.Task[None] | None = None
 
     @property
     def last_sequence_id(self) -> int:
@@ -80,11 +92,39 @@ class NativeProducer:
         if self._producer is None or self._ended is not None:
             answer(-1, self._ended, NOWHERE)
             return
+        if self._waiting or _is_large(message):
+            self._waiting.append((message, number))
+            if len(self._waiting) == 1:
+                self._encoding = asyncio.get_running_loop().create_task(self._send_waiting())
+            return
         try:
-            entry = wire_entry(message, self._name, number)
-            self._producer.send(number, entry, rows=int(message.properties.get(ROWS, 1)))
+            self._send(message, number, self._entry(message, number))
         except SeqdedupeError as e:
             self._end(e, ())
+
+    def _entry(self, message: PulsarMessage, number: int) -> WireEntry:
+        return message.wire or wire_entry(message, self._name, number, message.compression)
+
+    def _send(self, message: PulsarMessage, number: int, entry: WireEntry) -> None:
+        if self._producer is not None:
+            self._producer.send(number, entry, rows=int(message.properties.get(ROWS, 1)))
+
+    async def _send_waiting(self) -> None:
+        """Send the waiting entries in order."""
+        try:
+            while self._waiting:
+                message, number = self._waiting[0]
+                if _is_large(message):
+                    entry = await asyncio.to_thread(self._entry, message, number)
+                else:
+                    entry = self._entry(message, number)
+                self._send(message, number, entry)
+                self._waiting.popleft()
+        except SeqdedupeError as e:
+            self._end(e, ())
+        except Exception as e:
+            logger.exception("an entry could not be encoded")
+            self._end(error("INTERNAL", f"an entry could not be encoded: {type(e).__name__}"), ())
 
     @staticmethod
     def outcome(failure: SeqdedupeError | None, place: MessageId) -> MessageId | str:
@@ -104,6 +144,8 @@ class NativeProducer:
     async def close(self) -> None:
         """Release the topic. If the broker does not answer, this waits for the connection's time-out."""
         self._answer = None
+        if self._encoding is not None:
+            self._encoding.cancel()
         try:
             with suppress(SeqdedupeError):
                 if self._producer is not None:
@@ -111,6 +153,11 @@ class NativeProducer:
         finally:
             # Also if this is cancelled: otherwise nobody closes the connection, which answers the broker's pings.
             await self._connection.close()
+
+
+def _is_large(message: PulsarMessage) -> bool:
+    """Return whether encoding the entry takes long."""
+    return message.wire is None and message.compression != NONE and content_bytes(message) > LARGE_BYTES
 
 
 async def open_native_producer(

@@ -268,7 +268,7 @@ def _follows(before: MessageId, after: MessageId) -> bool:
 
 def _fingerprint(message: PulsarMessage) -> int:
     """Return a number by which two messages are known to be the same, in this process only."""
-    payload, properties, key, event_time_ms = message
+    payload, properties, key, event_time_ms = message[:4]
     return hash((payload, frozenset(properties.items()), key, event_time_ms))
 
 

@@ -12,7 +12,7 @@ import pulsar
 import pulsar.asyncio
 
 from seqdedupe import batch as batches
-from seqdedupe.entry_properties import DELIVER_AT, EntryOwner, deliver_at
+from seqdedupe.entry_properties import DELIVER_AT, EntryOwner, EntryPlace, deliver_at
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
 from seqdedupe.log.pulsar.content import FoundEntry
@@ -29,13 +29,15 @@ from seqdedupe.log.pulsar.entries import (
     split_part,
     surely_taken_bytes,
 )
-from seqdedupe.log.pulsar.native import native_parts
+from seqdedupe.log.pulsar.native import native_parts, passed_entry
 from seqdedupe.log.pulsar.native_topic import Connects, NativeProducer, open_native_producer
 from seqdedupe.log.pulsar.places import Places, Point, size_of
 from seqdedupe.log.pulsar.pulsar_client import keep_state, name_of, opened, told
 from seqdedupe.log.pulsar.terms import Receipts, TermStanding
 from seqdedupe.log.pulsar.wholes import Schema
 from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.batches import SentEntry
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType
 
 # -- Which appends of an owner are confirmed, judged by Pulsar's receipts. No I/O.
 
@@ -100,6 +102,7 @@ class Unsettled:
 # -- From appends to entries of their topic, in the topic's format.
 
 _WIDEST_NUMBER = 2**62
+_NO_LIMIT = 2**40
 _WIDEST_OWNER = EntryOwner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
 
@@ -120,17 +123,30 @@ def records_of_batch(
     now_ms: int,
     part: EncodedBatch,
     limit_bytes: int,
+    compression: CompressionType.ValueType = NONE,
+    sent: SentEntry | None = None,
 ) -> list[Record]:
-    """Return the records of a batch. Its first entry has this number, its first row this index. Raises
-    MESSAGE_TOO_LARGE if one does not fit into an entry of `limit_bytes`."""
+    """Return the records of a batch. Its first entry has this number, its first row this index.
+
+    Native entries have this compression. If a stock producer has sent the rows, they keep its form: its compression,
+    and its payload if all of its rows are in the batch. Raises MESSAGE_TOO_LARGE if a record does not fit into an entry
+    of `limit_bytes`.
+    """
     if settings.format is EntryFormat.PLAIN:
         rows = messages_of_part(owner, number, index, part.encoded, limit_bytes, settings.version)
         return [Record(list(rows), 1, is_batch=False)]
     is_native = settings.format is EntryFormat.NATIVE
+    if is_native and sent is not None:
+        passed = passed_entry(part, sent, EntryPlace(owner, number, index), now_ms, limit_bytes)
+        if passed is not None:
+            message = packed_message(owner, number, index, now_ms, part, _NO_LIMIT)
+            return [Record([message._replace(event_time_ms=now_ms, wire=passed)], part.rows, is_batch=True)]
+        compression = sent.compression
     records: list[Record] = []
     for one in native_parts(part, limit_bytes) if is_native else split_part(part, limit_bytes):
         message = packed_message(owner, number + len(records), index, now_ms, one, limit_bytes)
-        records.append(Record([message._replace(event_time_ms=now_ms)], one.rows, is_batch=True))
+        message = message._replace(event_time_ms=now_ms, compression=compression)
+        records.append(Record([message], one.rows, is_batch=True))
         index += one.rows
     return records
 

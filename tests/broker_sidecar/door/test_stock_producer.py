@@ -42,7 +42,7 @@ class LateTopic:
     def disconnect(self, _: object) -> None:
         pass
 
-    def admit(self, _: bytes, number: int, reply: Any, __: object) -> None:
+    def admit(self, _: bytes, number: int, reply: Any, __: object, *, sent: object) -> None:
         if number > 1:
             reply(FrameReceipt(number, np.array([self._verdict], np.uint8), -1, (), *NONE_KNOWN))
 
