@@ -26,7 +26,7 @@ from seqdedupe.topic.attached import AttachedTopic, BrokerAttachment, Columns
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.lives import BrokersTopics
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
-from seqdedupe.transfer.state_messages import saved
+from seqdedupe.transfer.topic_state import saved
 from tests.property.disk import CrashableStore
 from tests.topic.test_directory import FailingStore
 

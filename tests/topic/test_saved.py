@@ -28,7 +28,7 @@ from seqdedupe.topic.policy import GapPolicy, Policy
 from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.sessions import LAST_OPEN
 from seqdedupe.topic.topic import Topic
-from seqdedupe.transfer.state_messages import SAVED_AT_ONCE, SavedParts, parts, saved
+from seqdedupe.transfer.topic_state import SAVED_AT_ONCE, SavedParts, parts, saved
 from tests.batches import batch
 from tests.topic.test_directory import NAME, FailingStore, Process
 

@@ -30,8 +30,7 @@ from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
-from seqdedupe.transfer.imports import _ImportIntoLog, begin_import
-from seqdedupe.transfer.state_messages import watermarks
+from seqdedupe.transfer.topic_state import _ImportIntoLog, begin_import, watermarks
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 

@@ -30,7 +30,7 @@ from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.readers import end_index, read_page
 from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.topic import Topic
-from seqdedupe.transfer.state_messages import saved
+from seqdedupe.transfer.topic_state import saved
 from tests.batches import batch
 from tests.log.conformance import Owner, parsed
 from tests.log.pulsar.test_log import BOTH, TOPIC, StandInHarness
