@@ -18,9 +18,17 @@ from seqdedupe.databases.failures import refuses_entry
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.message_id import Position
 from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
-from seqdedupe_spark.job.dead_letter_rows import SCHEMA, SUFFIX
 from seqdedupe_spark.job.positions import Positions, TopicStanding
-from seqdedupe_spark.job.range_task import JobOutput, RangeStep, RangeTask, TaskReport, Transform, output_schema
+from seqdedupe_spark.job.range_task import (
+    DEAD_LETTER_SCHEMA,
+    DEAD_LETTER_SUFFIX,
+    JobOutput,
+    RangeStep,
+    RangeTask,
+    TaskReport,
+    Transform,
+    output_schema,
+)
 from seqdedupe_spark.message_columns import columns_of
 from seqdedupe_spark.options import Options
 from seqdedupe_spark.planning import WaitingLine, of_job, open_client
@@ -284,7 +292,7 @@ class ReaderJob:
                 self._positions.check_have_producers(self._client, self._stopping.is_set)
             self._positions.bind(store, Binding(config.table, config.deduplicate), schema)
             if config.max_dead_letters is not None:
-                store.prepare(config.table + SUFFIX, SCHEMA)
+                store.prepare(config.table + DEAD_LETTER_SUFFIX, DEAD_LETTER_SCHEMA)
         self._output = JobOutput(config.store, config.job, config.table, schema)
         return self._output
 
