@@ -16,8 +16,8 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.errors import ConfigurationError, PositionError
 from seqdedupe.message_id import MessageId
 from seqdedupe_spark.cluster import broker_connection
-from seqdedupe_spark.job.positions import Positions, reset_position
 from seqdedupe_spark.job.range_task import JobOutput, RangeTask
+from seqdedupe_spark.job.rounds import Positions, reset_position
 from seqdedupe_spark.message_columns import SCHEMA, columns_of
 from seqdedupe_spark.options import parse
 from seqdedupe_spark.planning import SUBSCRIPTION_PREFIX, of_job, open_client
