@@ -18,27 +18,25 @@ from sqlalchemy.engine import URL
 from seqdedupe.batch import Int64s
 from seqdedupe.databases.tables import CONNECTION, POSTGRESQL_UNSAFE_TABLES, cure_of
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
-from seqdedupe.services.outbox.row_page import (
+from seqdedupe.services.outbox.store import (
     ASIDE_TABLE,
     COLUMNS,
     ORDINAL_BITS,
+    PAGE_BYTES,
+    PAGE_ROWS,
     SEQUENCE_ID,
     TABLE,
     TOKEN_TABLE,
-    RowPage,
-    column_of,
-    page_of,
-)
-from seqdedupe.services.outbox.steps import OutboxState
-from seqdedupe.services.outbox.store import (
-    PAGE_BYTES,
-    PAGE_ROWS,
     Lag,
+    OutboxState,
     OutboxStore,
+    RowPage,
     bad_outbox,
     changed,
     check_names,
+    column_of,
     converted_errors,
+    page_of,
     unavailable,
 )
 from seqdedupe.services.outbox.table import CHANNEL, DELETED, ID_TYPES, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
