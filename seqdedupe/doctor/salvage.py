@@ -33,10 +33,9 @@ from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.journal_replay import put_back
 from seqdedupe.log.embedded.logs import DEFAULT_SEGMENT_BYTES, create_log
-from seqdedupe.log.embedded.room import Room
 from seqdedupe.log.embedded.segment import LogIdentity, Segment
 from seqdedupe.log.embedded.tail import Tail
-from seqdedupe.log.embedded.writer import Append, FatalError, Writer, WriteTerm
+from seqdedupe.log.embedded.writer import Append, FatalError, Room, Writer, WriteTerm
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store, opened_copy
 from seqdedupe.store.directories import read_claim, write
