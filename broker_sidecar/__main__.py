@@ -58,7 +58,7 @@ from broker_sidecar.config import (  # noqa: E402
 )
 from seqdedupe.address import DEFAULT_ADDRESS, SidecarAddress, cannot_listen  # noqa: E402
 from seqdedupe.errors import EXIT_WRONG, INSTALL_HINT, SeqdedupeError, error, exit_status  # noqa: E402
-from seqdedupe.locks import in_use, owner_of  # noqa: E402
+from seqdedupe.files import in_use, owner_of  # noqa: E402
 
 
 class _Parser(argparse.ArgumentParser):

@@ -43,8 +43,8 @@ from broker_sidecar.telemetry import LastWarnings, Traces
 from broker_sidecar.web.pages import Pages
 from seqdedupe.address import SidecarAddress, cannot_listen
 from seqdedupe.errors import EXIT_FAILED, SeqdedupeError, error
+from seqdedupe.files import Lock
 from seqdedupe.http_server import Route, WebServer
-from seqdedupe.locks import Lock
 from seqdedupe.log.embedded.commit import MAX_ROUND, open_files_within
 from seqdedupe.store.directories import whole_of
 from seqdedupe.topic.base import State

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from seqdedupe.address import SidecarAddress, cannot_listen, family_of
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.locks import Lock
+from seqdedupe.files import Lock
 
 _LOCK_SUFFIX = ".lock"
 _NAME_BYTES = 3

@@ -25,7 +25,7 @@ from broker_sidecar.liveness import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Lis
 from broker_sidecar.security import tokens
 from seqdedupe.address import SidecarAddress, cannot_listen, family_of
 from seqdedupe.errors import EXIT_FAILED, error
-from seqdedupe.locks import Lock
+from seqdedupe.files import Lock
 from seqdedupe.names import shards_of_worker, to_text
 from seqdedupe.store import directories
 from seqdedupe.store.directories import Claim, Split, of_worker
