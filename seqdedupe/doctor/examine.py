@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
-from seqdedupe.doctor.tally import Tally
+from seqdedupe.doctor.findings import Findings, StoreState, Tally, TopicFindings
 from seqdedupe.errors import REASONS, DamagedError, error
 from seqdedupe.figures import counted
 from seqdedupe.files import kept_unused

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from seqdedupe.doctor.examine import Examined, examine
-from seqdedupe.doctor.findings import Findings
-from seqdedupe.doctor.tally import Tally
+from seqdedupe.doctor.findings import Findings, Tally
 from seqdedupe.errors import error
 from seqdedupe.files import becoming, kept_unused, sync_folder
 from seqdedupe.format import records

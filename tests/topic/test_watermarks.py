@@ -15,7 +15,7 @@ import pytest
 from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED
-from seqdedupe.doctor.tally import Tally
+from seqdedupe.doctor.findings import Tally
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.log.embedded.inspection import Intact
 from seqdedupe.log.embedded.logs import EmbeddedLogs
