@@ -12,7 +12,6 @@ MODULES = {
         "replay",
         "name_table",
         "producers",
-        "patterns",
         "id_table",
         "id_runs",
         "id_slots",
