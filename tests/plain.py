@@ -9,7 +9,6 @@ MODULES = {
     "seqdedupe.core": (
         "rule",
         "recent",
-        "replay",
         "name_table",
         "producers",
         "id_table",

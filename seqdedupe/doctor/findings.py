@@ -12,7 +12,7 @@ import numpy as np
 
 from seqdedupe import batch as batches
 from seqdedupe.core.producers import Producers
-from seqdedupe.core.replay import list_names
+from seqdedupe.core.recent import list_names
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, confirm_batch
 from seqdedupe.format.columns import COLUMNS_END, LINKS, PRODUCERS, RECORD_START, ROWS, TERM, int64_column
 from seqdedupe.format.headers import HEADER_BYTES

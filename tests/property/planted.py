@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from seqdedupe import batch as batches
-from seqdedupe.core import producers, replay, rule
+from seqdedupe.core import producers, recent, rule
 from seqdedupe.core.producers import Activity, Producers
 from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.errors import SeqdedupeError
@@ -141,7 +141,7 @@ def no_marker_before_reading(patch: pytest.MonkeyPatch) -> None:
 
 
 def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
-    original = replay.persist_all
+    original = recent.persist_all
 
     def persist_all(raw: Any, table: Any, count: int, slots: Any, first_name: Any, numbers: Any, *others: Any) -> int:
         entered = int(original(raw, table, count, slots, first_name, numbers, *others))
