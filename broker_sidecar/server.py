@@ -26,7 +26,6 @@ from broker_sidecar.config import Config
 from broker_sidecar.connections import UNREAD_BYTES, TcpConnections
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.gate import Closed, Gate, Guard, Visitors
-from broker_sidecar.liveness import Manager, Watchdog
 from broker_sidecar.metrics import Metrics, Sources
 from broker_sidecar.rpc import MethodCounts
 from broker_sidecar.security import tokens
@@ -39,7 +38,7 @@ from broker_sidecar.services.standard_services import NOT_SERVING, REFLECTION_SE
 from broker_sidecar.services.statistics import Statistics
 from broker_sidecar.sockets import SocketPath
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
-from broker_sidecar.telemetry import LastWarnings, Traces
+from broker_sidecar.telemetry import LastWarnings, Manager, Traces, Watchdog
 from broker_sidecar.web.pages import Pages
 from seqdedupe.address import SidecarAddress, cannot_listen
 from seqdedupe.errors import EXIT_FAILED, SeqdedupeError, error
