@@ -23,7 +23,7 @@ import grpc.aio
 
 from broker_sidecar import data_directory, telemetry
 from broker_sidecar.config import Config
-from broker_sidecar.connections import UNREAD_BYTES, TcpConnections
+from broker_sidecar.connections import UNREAD_BYTES, SocketPath, TcpConnections
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.gate import Closed, Gate, Guard, Visitors
 from broker_sidecar.metrics import Metrics, Sources
@@ -36,7 +36,6 @@ from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.services.read_service import ReadService
 from broker_sidecar.services.standard_services import NOT_SERVING, REFLECTION_SERVICE, SERVING, Health, Reflection
 from broker_sidecar.services.statistics import Statistics
-from broker_sidecar.sockets import SocketPath
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
 from broker_sidecar.telemetry import LastWarnings, Manager, Traces, Watchdog
 from broker_sidecar.web.pages import Pages
