@@ -15,9 +15,9 @@ from sqlalchemy import NullPool, create_engine, text
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.job import range_task, rounds
-from seqdedupe_spark.job.range_task import RangeStep, RangeTask, TaskReport, Transform
-from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
+from seqdedupe_spark import range_task, rounds
+from seqdedupe_spark.range_task import RangeStep, RangeTask, TaskReport, Transform
+from seqdedupe_spark.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.stores.urls import from_url
 from tests.services.mariadb import mariadb_url as mariadb_url
 from tests.spark.jobs import (

@@ -36,16 +36,6 @@ from seqdedupe.names import topic_name
 from seqdedupe.services.activity import Activity, Lag, answer_of, lag_of_all
 from seqdedupe_spark import planning, stock
 from seqdedupe_spark.dedupe import has_no_producers
-from seqdedupe_spark.job.range_task import (
-    DEAD_LETTER_SCHEMA,
-    DEAD_LETTER_SUFFIX,
-    JobOutput,
-    RangeStep,
-    RangeTask,
-    TaskReport,
-    Transform,
-    output_schema,
-)
 from seqdedupe_spark.message_columns import columns_of
 from seqdedupe_spark.options import Options, ReadLimits, Selection, number
 from seqdedupe_spark.planning import (
@@ -57,6 +47,16 @@ from seqdedupe_spark.planning import (
     find_loss,
     of_job,
     open_client,
+)
+from seqdedupe_spark.range_task import (
+    DEAD_LETTER_SCHEMA,
+    DEAD_LETTER_SUFFIX,
+    JobOutput,
+    RangeStep,
+    RangeTask,
+    TaskReport,
+    Transform,
+    output_schema,
 )
 from seqdedupe_spark.ranges import TopicRange, packed
 from seqdedupe_spark.service import Service
