@@ -225,17 +225,6 @@ def payload_column(payloads: Sequence[bytes | None]) -> Binary:
     return Binary.of_all([b""] * len(payloads), bytes((len(payloads) + 7) // 8))
 
 
-def column_of(lengths: Int64s, data: bytes, *, may_be_left_out: bool) -> Binary:
-    """Return a column whose values are adjacent in `data`. A negative length means NULL."""
-    present = lengths >= 0
-    if may_be_left_out and not present.any():
-        return Binary()
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(np.maximum(lengths, 0), out=offsets[1:])
-    validity = b"" if present.all() else np.packbits(present, bitorder="little").tobytes()
-    return Binary(offsets, data, validity)
-
-
 def _keys_of(keys: Binary) -> Binary:
     """Return the column of keys, or an omitted column if no row has a key."""
     return Binary() if keys.validity and not any(keys.validity) else keys
