@@ -25,9 +25,8 @@ from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.lives import BrokersTopics
 from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
-from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.sessions import LAST_OPEN
-from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.topic import Topic, state_again
 from seqdedupe.transfer.topic_state import SAVED_AT_ONCE, SavedParts, parts, saved
 from tests.batches import batch
 from tests.topic.test_directory import NAME, FailingStore, Process
