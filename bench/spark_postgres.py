@@ -15,10 +15,10 @@ from pyspark.sql import SparkSession
 from bench import spark_setup
 from bench.figure import Figure, Ratio, over
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.message_columns import SCHEMA
 from seqdedupe_spark.options import Options, ReadLimits
 from seqdedupe_spark.range_reader import read_range
+from seqdedupe_spark.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.stores.postgresql import PostgresStore
 from tests.spark.postgres import PostgresServer
 

@@ -58,7 +58,7 @@ from broker_sidecar.config import (  # noqa: E402
 )
 from seqdedupe.address import DEFAULT_ADDRESS, SidecarAddress, cannot_listen  # noqa: E402
 from seqdedupe.errors import EXIT_WRONG, INSTALL_HINT, SeqdedupeError, error, exit_status  # noqa: E402
-from seqdedupe.locks import in_use, owner_of  # noqa: E402
+from seqdedupe.files import in_use, owner_of  # noqa: E402
 
 
 class _Parser(argparse.ArgumentParser):
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
 def _dev_config(file: Path | None, given: dict[str, Any], held: ExitStack) -> Config:
     """Return the configuration of `--dev`. Its folder is removed when `held` ends, also if SIGTERM arrives before the
     sidecar serves."""
-    from broker_sidecar.sockets import check_nobody_listens
+    from broker_sidecar.connections import check_nobody_listens
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     folder = held.enter_context(TemporaryDirectory(prefix="seqdedupe-dev-", ignore_cleanup_errors=True))
@@ -159,7 +159,7 @@ def _run(
     repairs: dict[str, bool],
 ) -> int:
     from broker_sidecar import data_directory, kernels, telemetry, workers
-    from broker_sidecar.sockets import check_nobody_listens
+    from broker_sidecar.connections import check_nobody_listens
 
     if faulthandler.is_enabled():
         # This lets `seqdedupe.testing` read the stacks without ending the process.
@@ -344,7 +344,7 @@ def _addresses(config: Config) -> Iterator[Problem]:
 
 
 def _address(address: SidecarAddress, key: str) -> Iterator[Problem]:
-    from broker_sidecar.sockets import check_nobody_listens, why_not_bound
+    from broker_sidecar.connections import check_nobody_listens, why_not_bound
 
     if address.path:
         if not Path(address.path).parent.is_dir():

@@ -22,8 +22,8 @@ from seqdedupe.topic.attached import AttachedTopic
 from seqdedupe.topic.base import State
 from seqdedupe.topic.clock import Clock
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.kinds import BrokersTopics, PublishedTopics
 from seqdedupe.topic.listing import Fetching
+from seqdedupe.topic.lives import BrokersTopics, PublishedTopics
 from seqdedupe.topic.policy import BYTES_A_MB, Applied
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from seqdedupe.errors import REASONS, SeqdedupeError, error, exit_status
-from seqdedupe.locks import DIRECTORY_LOCK, Lock, locked_directory
+from seqdedupe.files import DIRECTORY_LOCK, Lock, locked_directory
 from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
 
 PRIVATE = 0o077

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seqdedupe.errors import DamagedError, UnavailableError, error
-from seqdedupe.files import sync_folder
+from seqdedupe.files import DIRECTORY_LOCK, locked_directory, sync_folder
 from seqdedupe.format.headers import key_of
-from seqdedupe.locks import DIRECTORY_LOCK, locked_directory
 from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.log.embedded.log_folder import secret_of

@@ -23,10 +23,9 @@ import grpc.aio
 
 from broker_sidecar import data_directory, telemetry
 from broker_sidecar.config import Config
-from broker_sidecar.connections import UNREAD_BYTES, TcpConnections
+from broker_sidecar.connections import UNREAD_BYTES, SocketPath, TcpConnections
 from broker_sidecar.data import Data, fatal
 from broker_sidecar.gate import Closed, Gate, Guard, Visitors
-from broker_sidecar.liveness import Manager, Watchdog
 from broker_sidecar.metrics import Metrics, Sources
 from broker_sidecar.rpc import MethodCounts
 from broker_sidecar.security import tokens
@@ -37,14 +36,13 @@ from broker_sidecar.services.publish_service import PublishService
 from broker_sidecar.services.read_service import ReadService
 from broker_sidecar.services.standard_services import NOT_SERVING, REFLECTION_SERVICE, SERVING, Health, Reflection
 from broker_sidecar.services.statistics import Statistics
-from broker_sidecar.sockets import SocketPath
 from broker_sidecar.streams import CONNECTION_SHARE, Streams
-from broker_sidecar.telemetry import LastWarnings, Traces
+from broker_sidecar.telemetry import LastWarnings, Manager, Traces, Watchdog
 from broker_sidecar.web.pages import Pages
 from seqdedupe.address import SidecarAddress, cannot_listen
 from seqdedupe.errors import EXIT_FAILED, SeqdedupeError, error
+from seqdedupe.files import Lock
 from seqdedupe.http_server import Route, WebServer
-from seqdedupe.locks import Lock
 from seqdedupe.log.embedded.commit import MAX_ROUND, open_files_within
 from seqdedupe.store.directories import whole_of
 from seqdedupe.topic.base import State

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from seqdedupe.core.patterns import Pattern
+from seqdedupe.core.name_table import Pattern
 from seqdedupe.errors import SeqdedupeError, error
 
 BURST_SECONDS = 1.0

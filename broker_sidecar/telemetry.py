@@ -1,12 +1,19 @@
-"""Output of a running sidecar about its own work: structured logs on standard error, traces, and the last warnings.
+"""Output of a running sidecar about its own work: structured logs on standard error, traces, the last warnings, and
+notices to the process that started it.
 
 `configure` sends all log records to standard error. `Traces` creates OpenTelemetry spans. `LastWarnings` keeps the
-warnings that `GetStatistics` returns.
+warnings that `GetStatistics` returns. `Manager` reports to a service manager, and `Watchdog` ends a process whose event
+loop is stuck.
 """
 
 import asyncio
+import faulthandler
 import json
 import logging
+import os
+import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -202,7 +209,7 @@ def _concerns_somebody(record: logging.LogRecord) -> bool:
 # OpenTelemetry's environment variables set the destination of the spans. Without one of `ENDPOINT_VARIABLES`, nothing
 # is traced, and the OpenTelemetry packages are not imported. Tracing needs the extra `seqdedupe[tracing]`.
 
-logger = logging.getLogger("seqdedupe.traces")
+_traces_logger = logging.getLogger("seqdedupe.traces")
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
@@ -247,7 +254,7 @@ def _provider(environment: Mapping[str, str]) -> "TracerProvider | None":
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        logger.warning("an OTLP endpoint is set, but calls are not traced: install seqdedupe[tracing]")
+        _traces_logger.warning("an OTLP endpoint is set, but calls are not traced: install seqdedupe[tracing]")
         return None
     named = Resource.create({} if environment.get("OTEL_SERVICE_NAME") else {"service.name": _NAME})
     provider = TracerProvider(resource=named, shutdown_on_exit=False)
@@ -348,3 +355,151 @@ class LastWarnings(logging.Handler):
     def newest_first(self) -> list[admin_pb2.Warning]:
         # Other threads may log at the same time. `list` copies the records in one atomic step.
         return [warning for _, warning in reversed(list(self._kept))]
+
+
+# -- Notices to the process that started this one, as in `sd_notify(3)`: that the sidecar serves, its progress, and that
+# it stops; if a service manager wants it (`WatchdogSec`), also regularly that the event loop runs. NOTIFY_SOCKET in the
+# environment is the address of the receiver; without it, or without a receiver there, nothing is reported. `Listener`
+# receives the notices of workers for their parent.
+
+_notices_logger = logging.getLogger("seqdedupe.notify")
+
+BEAT_SECONDS = 5.0
+"""The time after which a change of the status is reported. It is shorter if the manager's time limit is shorter."""
+BEATS_WITHIN_PATIENCE = 4
+
+SOCKET_VARIABLE = "NOTIFY_SOCKET"
+PATIENCE_VARIABLE = "WATCHDOG_USEC"
+"""The microseconds without a report after which a process counts as stuck."""
+PROCESS_VARIABLE = "WATCHDOG_PID"
+
+_MAX_NOTICE_BYTES = 4096
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a sender, as reported by the kernel."""
+
+
+def patience_seconds(environment: Mapping[str, str]) -> float | None:
+    """Return the time without a report after which this process counts as stuck; None: never."""
+    microseconds = environment.get(PATIENCE_VARIABLE, "")
+    is_ours = environment.get(PROCESS_VARIABLE, str(os.getpid())) == str(os.getpid())
+    return int(microseconds) / 1e6 if is_ours and microseconds.isdecimal() and int(microseconds) else None
+
+
+class Manager:
+    """The service manager that started this process, if it wants reports. Reporting never waits and never fails."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        where = environment.get(SOCKET_VARIABLE, "")
+        # @ stands for the zero byte: a name that is in no file system.
+        self._address = f"\0{where[1:]}" if where.startswith("@") else where
+        self._patience_seconds = patience_seconds(environment)
+        self._owed: dict[str, str] = {}
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a manager that wants reports."""
+        return bool(self._address)
+
+    def tell(self, **values: str) -> None:
+        """Report these values. If the manager accepts nothing now, they are kept and sent with the next report."""
+        if not self.is_there:
+            return
+        self._owed |= values
+        lines = "\n".join(f"{name}={value}" for name, value in self._owed.items())
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sending:
+                sending.sendto(lines.encode(), self._address)
+        except BlockingIOError:
+            return
+        except OSError as e:
+            # The manager has gone, or never existed: the sidecar serves without it.
+            _notices_logger.debug("the service manager cannot be notified: %s", e)
+        self._owed.clear()
+
+    async def keep_telling(self, status: Callable[[], str]) -> None:
+        """Report that the event loop runs, and the status if it has changed, until cancelled."""
+        beat_seconds = min(BEAT_SECONDS, (self._patience_seconds or BEAT_SECONDS) / BEATS_WITHIN_PATIENCE)
+        told = ""
+        while self.is_there:
+            now = status()
+            values = {} if now == told else {"STATUS": now}
+            if self._patience_seconds is not None:
+                values["WATCHDOG"] = "1"
+            if values:
+                self.tell(**values)
+            told = now
+            await asyncio.sleep(beat_seconds)
+
+
+class Listener:
+    """A receiver for the reports that child processes would send to a service manager.
+
+    `on_told` is called with the process's number and the reported values. The kernel identifies the sender, so no other
+    process can report for it. It reads on the event loop on which it was made, until `close`.
+    """
+
+    def __init__(self, on_told: Callable[[int, dict[str, str]], None]) -> None:
+        self._on_told = on_told
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        # The kernel chooses a free name.
+        self._socket.bind("")
+        self._name: bytes = self._socket.getsockname()
+        asyncio.get_running_loop().add_reader(self._socket, self._read)
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a process that is to report here."""
+        return {SOCKET_VARIABLE: f"@{self._name[1:].decode()}"}
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+    def _read(self) -> None:
+        told, passed, _, _ = self._socket.recvmsg(_MAX_NOTICE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+        for level, kind, data in passed:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                lines = told.decode(errors="replace").splitlines()
+                self._on_told(_CREDENTIALS.unpack(data)[0], dict(line.split("=", 1) for line in lines if "=" in line))
+
+
+# -- A process whose event loop is stuck ends. Otherwise the threads of Pulsar's client would still answer the broker's
+# pings: the process would hold its topics for ever, and no other sidecar could have them.
+
+STANDS_STILL_SECONDS = 30.0
+"""The time that a broker waits for a ping, by default. No step of the event loop takes a second."""
+LOOKS = 10
+"""The number of consecutive looks that must find the event loop in the same place. If the whole process was stopped or
+had no processor, the thread has not looked either, so the process is not ended."""
+TELL_SECONDS = 2
+
+
+class Watchdog:
+    """A thread that watches the event loop on which it was created. If the loop is stuck, the thread calls `end`, which
+    ends the process.
+
+    The thread cannot detect a loop that is blocked by code that never releases the interpreter's lock.
+    """
+
+    def __init__(self, end: Callable[[str], None], limit_seconds: float = STANDS_STILL_SECONDS) -> None:
+        self._end = end
+        self._limit_seconds = limit_seconds
+        self._loop = asyncio.get_running_loop()
+        self._beats = 0
+        self._beat()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._loop.call_later(self._limit_seconds / LOOKS / 2, self._beat)
+
+    def _watch(self) -> None:
+        seen = looks = 0
+        while True:
+            time.sleep(self._limit_seconds / LOOKS)
+            seen, looks = (seen, looks + 1) if self._beats == seen else (self._beats, 0)
+            if looks == LOOKS:
+                # The report may block, because no process reads it. Then this alarm ends the process.
+                signal.alarm(TELL_SECONDS)
+                faulthandler.dump_traceback()
+                self._end(f"its event loop has stood still for {self._limit_seconds:.0f} s")

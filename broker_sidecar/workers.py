@@ -21,11 +21,11 @@ from pathlib import Path
 
 from broker_sidecar import data_directory, kernels, telemetry
 from broker_sidecar.config import Config
-from broker_sidecar.liveness import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
 from broker_sidecar.security import tokens
+from broker_sidecar.telemetry import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
 from seqdedupe.address import SidecarAddress, cannot_listen, family_of
 from seqdedupe.errors import EXIT_FAILED, error
-from seqdedupe.locks import Lock
+from seqdedupe.files import Lock
 from seqdedupe.names import shards_of_worker, to_text
 from seqdedupe.store import directories
 from seqdedupe.store.directories import Claim, Split, of_worker

@@ -10,7 +10,7 @@ it checks the lengths, and on a mismatch parses with the published schema.
 
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -31,6 +31,7 @@ _PACKABLE = {
 }
 
 
+@cache
 def _alias_pool() -> descriptor_pool.DescriptorPool:
     pool = descriptor_pool.DescriptorPool()
     for module in (batch_pb2, publish_pb2, read_pb2, admin_pb2, dedupe_pb2):
@@ -54,11 +55,8 @@ def _alias_pool() -> descriptor_pool.DescriptorPool:
     return pool
 
 
-_POOL = _alias_pool()
-
-
 def _alias(name: str) -> Any:
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"seqdedupe.alias.{name}"))
+    return message_factory.GetMessageClass(_alias_pool().FindMessageTypeByName(f"seqdedupe.alias.{name}"))
 
 
 AttachRequest = _alias("AttachRequest")

@@ -9,10 +9,8 @@ MODULES = {
     "seqdedupe.core": (
         "rule",
         "recent",
-        "replay",
         "name_table",
         "producers",
-        "patterns",
         "id_table",
         "id_runs",
         "id_slots",

@@ -35,7 +35,7 @@ from seqdedupe.names import from_text, shard_of, to_text
 from seqdedupe.store.directories import Claim, check_once, read_claim, unclaimed, whole_of
 from seqdedupe.store.snapshots import Loaded
 from seqdedupe.topic.registry import Ownership
-from seqdedupe.transfer.state_messages import SnapshotReader
+from seqdedupe.transfer.topic_state import SnapshotReader
 from seqdedupe.v1 import admin_pb2
 from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 

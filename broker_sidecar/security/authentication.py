@@ -26,8 +26,16 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from broker_sidecar.config import Config
 from broker_sidecar.rpc import Context
 from broker_sidecar.security import tokens
-from broker_sidecar.security.subject import ANONYMOUS, MAX_NAME_BYTES, OPERATOR, RESERVED, Subject, can_be_name, host_of
-from broker_sidecar.security.tokens import MAX_SUBJECTS, Credential, OwnToken, SignedTokens, Validity
+from broker_sidecar.security.subject import ANONYMOUS, OPERATOR, RESERVED, Subject, host_of
+from broker_sidecar.security.tokens import (
+    MAX_SUBJECT_BYTES,
+    MAX_SUBJECTS,
+    Credential,
+    OwnToken,
+    SignedTokens,
+    Validity,
+    can_be_subject,
+)
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
@@ -126,8 +134,8 @@ def name_in(peer: Mapping[str, Iterable[bytes]]) -> str:
         raise error("UNAUTHENTICATED", "the client's certificate names no client: its SAN has no URI and no DNS name")
     # Bytes that are not UTF-8 become surrogates, which cannot be printed.
     name = (uris or names)[0].decode(errors="surrogateescape")
-    if not can_be_name(name):
-        why = f"its SAN is not 1 to {MAX_NAME_BYTES} printable bytes"
+    if not can_be_subject(name):
+        why = f"its SAN is not 1 to {MAX_SUBJECT_BYTES} printable bytes"
         raise error("UNAUTHENTICATED", f"the client's certificate names no client: {why}")
     return name
 

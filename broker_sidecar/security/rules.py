@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from broker_sidecar.shares import IN_ALL, NO_LIMITS, CallerLimits, CallerShare
-from seqdedupe.core.name_table import joined
-from seqdedupe.core.patterns import Pattern, words_in
+from seqdedupe.core.name_table import Pattern, joined, words_in
 from seqdedupe.errors import error
 from seqdedupe.files import read_named
 from seqdedupe.format.jit import Bytes, Int64s2, Uint8s

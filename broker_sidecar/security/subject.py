@@ -13,16 +13,9 @@ ANONYMOUS = "anonymous"
 RESERVED = frozenset({OPERATOR, ANONYMOUS})
 """No other token and no certificate can have such a subject."""
 
-MAX_NAME_BYTES = 255
-
 _NETWORK_BYTES = 8
 """The number of leading bytes of an IPv6 address that identify a network. A client with one address has all addresses
 with the same leading bytes."""
-
-
-def can_be_name(name: str) -> bool:
-    """Return whether a subject may have this name: 1 to 255 bytes that can be printed."""
-    return name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
 
 
 def peer_at(host: str, port: int) -> str:

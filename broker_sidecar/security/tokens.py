@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jwt
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
-from broker_sidecar.security.subject import MAX_NAME_BYTES, OPERATOR, can_be_name, network_of
+from broker_sidecar.security.subject import OPERATOR, network_of
 from broker_sidecar.security.watched_files import Watched
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import open_named, read_named, sync_folder, write_synced
@@ -208,6 +208,14 @@ def _unusable(path: Path, why: str) -> SeqdedupeError:
     return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint=hint, key="token_keys_file")
 
 
+MAX_SUBJECT_BYTES = 255
+
+
+def can_be_subject(name: str) -> bool:
+    """Return whether a subject may have this name: 1 to 255 bytes that can be printed."""
+    return name.isprintable() and 0 < len(name.encode()) <= MAX_SUBJECT_BYTES
+
+
 def expired(subject: str, at_seconds: float) -> SeqdedupeError:
     """Return TOKEN_EXPIRED for a token whose signature was verified. `at_seconds` is its `exp`."""
     # The time comes first: the memory of refused tokens keeps only the beginning of the text.
@@ -237,8 +245,8 @@ def verify(token: bytes, keys: Keys, audience: str, max_lifetime_seconds: float 
     except jwt.PyJWTError as e:
         raise error("UNAUTHENTICATED", f"the token is not valid here: {e}") from e
     subject = claims["sub"]
-    if not can_be_name(subject):
-        raise error("UNAUTHENTICATED", f"the token's `sub` is not 1 to {MAX_NAME_BYTES} printable bytes")
+    if not can_be_subject(subject):
+        raise error("UNAUTHENTICATED", f"the token's `sub` is not 1 to {MAX_SUBJECT_BYTES} printable bytes")
     proven = {"subject": subject, "kind": "jwt"}
     times = {name: claims[name] for name in ("exp", "iat", "nbf") if name in claims}
     for name, value in times.items():

@@ -41,7 +41,7 @@ from seqdedupe.tasks import again_until
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.keeper import RestoredState
-from seqdedupe.topic.kinds import TopicKind
+from seqdedupe.topic.lives import TopicKind
 from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.topic import Topic
 from seqdedupe.transfer.stored_records import IncomingSnapshot

@@ -41,8 +41,14 @@ from seqdedupe.topic.listing import renew
 from seqdedupe.topic.registry import Phase
 from seqdedupe.topic.topic import Topic
 from seqdedupe.transfer.backup import OF_THE_WHOLE, REMOVING, BackupFault, BackupMaker
-from seqdedupe.transfer.imports import WatermarksImport, WindowImport, begin_import
-from seqdedupe.transfer.state_messages import SnapshotReader, snapshot_answers, watermark_answers
+from seqdedupe.transfer.topic_state import (
+    SnapshotReader,
+    WatermarksImport,
+    WindowImport,
+    begin_import,
+    snapshot_answers,
+    watermark_answers,
+)
 from seqdedupe.v1 import admin_pb2
 
 logger = logging.getLogger("seqdedupe.backup")

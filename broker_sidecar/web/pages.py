@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 from google.protobuf.message import Message
 
 from broker_sidecar.gate import ASK, Visitors, asks
-from broker_sidecar.services.producer_calls import ProducerCalls
+from broker_sidecar.services.admin_service import ProducerCalls
 from broker_sidecar.services.statistics import INTERVAL_SECONDS, INTERVALS, Statistics
 from seqdedupe.command import printable
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error

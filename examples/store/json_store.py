@@ -12,8 +12,17 @@ import pyarrow as pa
 
 from seqdedupe.errors import error
 from seqdedupe.message_id import Position
-from seqdedupe_spark.stores.contract import Advance, Beside, Binding, OutputStore, Stored, check_replacement
-from seqdedupe_spark.stores.kinds import Column, check_schema, check_table
+from seqdedupe_spark.stores.contract import (
+    Advance,
+    Beside,
+    Binding,
+    Column,
+    OutputStore,
+    Stored,
+    check_replacement,
+    check_schema,
+    check_table,
+)
 
 
 class JsonStore(OutputStore):

@@ -76,7 +76,7 @@ def _run(directory: Path, to: Path | None, as_json: bool) -> int:
     prepare()
     from seqdedupe.doctor.examine import examine
     from seqdedupe.doctor.salvage import salvage
-    from seqdedupe.locks import kept_unused
+    from seqdedupe.files import kept_unused
     from seqdedupe.store.directories import parts_of
 
     with kept_unused(directory):

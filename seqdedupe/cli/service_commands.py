@@ -120,7 +120,7 @@ def consumer_lag(
     """Show how many messages the consumer NAME has not applied, and the age of the oldest such message. The consumer
     need not run: the command counts from the position in its database to the topic's end."""
     with opened(database, "consumer") as engine:
-        from seqdedupe.services.consumer.consumer_row import positions_of
+        from seqdedupe.services.consumer.database import positions_of
 
         positions = positions_of(engine, name)
     with connect(address) as client:

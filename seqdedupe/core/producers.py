@@ -10,8 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from seqdedupe.core.name_table import Growing, Names, joined
-from seqdedupe.core.recent import NO_MESSAGE, find, find_duplicates, new_ring, persist, with_room
-from seqdedupe.core.replay import list_names, persist_all
+from seqdedupe.core.recent import (
+    NO_MESSAGE,
+    find,
+    find_duplicates,
+    list_names,
+    new_ring,
+    persist,
+    persist_all,
+    with_room,
+)
 from seqdedupe.core.rule import (
     DURABLE_EPOCH,
     EPOCH,

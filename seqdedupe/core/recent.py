@@ -1,4 +1,5 @@
-"""The last 65,536 messages of a topic, which are used to find the index of a known sequence ID.
+"""The last 65,536 messages of a topic, which are used to find the index of a known sequence ID. Then replay, which
+merges many batches of the log together into the numbers and into these messages.
 
 A ring of rows. Each row contains a sequence ID, an index, a link to the same producer's previous message, and a link to
 a message of the producer far before it. Messages are counted from 0 as they enter the ring. `numbers[producer_row,
@@ -16,8 +17,20 @@ it has had: 2.5 MiB for 65,536 messages. The number of rows is a power of two. T
 import numpy as np
 
 from seqdedupe.core.rule import DUP, NEWEST, confirm_batch
-from seqdedupe.format.columns import BASE_INDEX, PRODUCER_INDEXES, SEQUENCE_IDS, int32_column, int64_column
-from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
+from seqdedupe.format.columns import (
+    BASE_INDEX,
+    NAME_OFFSETS,
+    NAMES,
+    PRODUCER_INDEXES,
+    PRODUCERS,
+    ROWS,
+    SEQUENCE_IDS,
+    int32_column,
+    int64_column,
+    size,
+    start,
+)
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel, load32
 
 RECENT_MESSAGES = 2**16
 _FIRST_ROWS = 64
@@ -147,3 +160,86 @@ def persist(
     """Confirm a batch that is in the log (`rule.confirm`), and enter it. Return the result of `enter`."""
     confirm_batch(raw, places, producer_rows, numbers, dirty)
     return enter(raw, places, producer_rows, numbers, ring, entered)
+
+
+# -- Replay: many batches at once.
+
+
+@kernel()
+def same_bytes(raw: Bytes, one: int, other: int, count: int) -> bool:
+    """Whether two places of a buffer have the same bytes."""
+    for i in range(count):  # noqa: SIM110 (numba compiles the loop, not the generator)
+        if raw[one + i] != raw[other + i]:
+            return False
+    return True
+
+
+@kernel()
+def name_places(raw: Bytes, table: Int64s2, count: int, places_of_names: Int64s2, first_name: Int64s) -> int:
+    """List the producer names of `count` scanned records: begin and end of each, in `places_of_names`.
+
+    `first_name[k]` is the place in that list of record k's first name. A record with the same names as the batch before
+    it shares that batch's entries. Return the length of the list, or -1 if there is no room for all.
+    """
+    listed = 0
+    before = -1
+    for k in range(count):
+        places = table[k]
+        if places[ROWS] == 0:
+            continue
+        producers = places[PRODUCERS]
+        offsets = start(places, NAME_OFFSETS)
+        names = start(places, NAMES)
+        if before >= 0:
+            earlier = table[before]
+            if (
+                earlier[PRODUCERS] == producers
+                and size(earlier, NAMES) == size(places, NAMES)
+                and same_bytes(raw, start(earlier, NAME_OFFSETS), offsets, 4 * producers + 4)
+                and same_bytes(raw, start(earlier, NAMES), names, size(places, NAMES))
+            ):
+                first_name[k] = first_name[before]
+                before = k
+                continue
+        if listed + producers > places_of_names.shape[0]:
+            return -1
+        first_name[k] = listed
+        for p in range(producers):
+            places_of_names[listed, 0] = names + load32(raw, offsets + 4 * p)
+            places_of_names[listed, 1] = names + load32(raw, offsets + 4 * p + 4)
+            listed += 1
+        before = k
+    return listed
+
+
+@kernel()
+def persist_all(
+    raw: Bytes,
+    table: Int64s2,
+    count: int,
+    producer_rows: Int64s,
+    first_name: Int64s,
+    numbers: Int64s2,
+    dirty: Uint8s,
+    ring: Int64s2,
+    entered: int,
+) -> int:
+    """Call `persist` for every batch among `count` scanned records. `producer_rows` has the row of each listed name."""
+    for k in range(count):
+        places = table[k]
+        if places[ROWS] > 0 and places[PRODUCERS] > 0:
+            of_batch = producer_rows[first_name[k] : first_name[k] + places[PRODUCERS]]
+            entered = persist(raw, places, of_batch, numbers, dirty, ring, entered)
+    return entered
+
+
+def list_names(raw: Bytes, table: Int64s2, count: int) -> tuple[Int64s2, Int64s]:
+    """Return begin and end of the producer names in `count` scanned records, and each record's first entry there."""
+    first_name = np.zeros(count, np.int64)
+    room = count + 1024
+    while True:
+        places = np.empty((room, 2), np.int64)
+        listed = name_places(raw, table, count, places, first_name)
+        if listed >= 0:
+            return places[:listed], first_name
+        room *= 4

@@ -5,7 +5,7 @@ numbers.
 (`producer_rows`) and columns with one value for each row: the place of the row's producer among these producers
 (`indexes`; empty: always the first), the lowest sequence ID, and the highest sequence ID. A row of a batch is one
 message, so both IDs are in the same column. A row may also be an opaque range. Then the lowest ID decides and the
-highest ID is recorded, as in Pulsar.
+highest ID is recorded, as in Pulsar. The ranges of a broker with its own log, at the end, are such rows.
 """
 
 import numpy as np
@@ -282,3 +282,130 @@ def fail(numbers: Int64s2, producers: int) -> int:
         numbers[producer_row, PUSHED] = numbers[producer_row, PERSISTED]
         numbers[producer_row, EPOCH] = numbers[producer_row, DURABLE_EPOCH]
     return producers
+
+
+# -- Ranges of a broker that has its own log, as columns: checked, judged, confirmed.
+#
+# A row is an opaque range of sequence IDs (lowest, highest) of the producer with this handle. `decide` gives the
+# verdicts. `rows_of` has the producer row of each handle, and `is_live` tells whether the handle may be used. Rows
+# marked in `passes` (an empty column: none) are not messages, and leave no trace.
+
+# The problem of a row, in the order of the checks.
+SOUND = 0
+BAD_HANDLE = 1
+BAD_ID = 2
+OVERLAP = 3
+RANGE_GAP = 4
+
+
+@kernel()
+def check_ranges(
+    handles: Int32Column,
+    lowest: Int64Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    is_live: Uint8s,
+    numbers: Int64s2,
+    overlap: bool,
+    found: Int64s,
+) -> int:
+    """Return the problem of the first row that cannot be judged, and set `found[0]` to the row. Return SOUND if all
+    rows can be judged.
+
+    With `overlap` a range that is partly at or below `persisted` cannot be judged: no verdict would be true of all its
+    messages.
+    """
+    for row in range(lowest.shape[0]):
+        if passes.shape[0] != 0 and passes[row] != 0:
+            continue
+        found[0] = row
+        handle = handles[row]
+        if handle < 0 or handle >= is_live.shape[0] or is_live[handle] == 0:
+            return BAD_HANDLE
+        if lowest[row] < 0 or highest[row] < lowest[row]:
+            return BAD_ID
+        if overlap and lowest[row] <= numbers[rows_of[handle], PERSISTED] < highest[row]:
+            return OVERLAP
+    return SOUND
+
+
+@kernel()
+def find_gap(
+    handles: Int32Column,
+    lowest: Int64Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    numbers: Int64s2,
+    deduplicate: bool,
+    found: Int64s,
+) -> int:
+    """Return RANGE_GAP if a row above `pushed` skips an ID, else SOUND. The rows must have passed `check_ranges`.
+
+    `found` gets that row and the missing ID. The function pushes as `decide` would, and takes it back.
+    """
+    before = np.empty(lowest.shape[0], np.int64)
+    wrong = SOUND
+    judged = 0
+    for row in range(lowest.shape[0]):
+        if passes.shape[0] == 0 or passes[row] == 0:
+            producer_row = rows_of[handles[row]]
+            pushed = numbers[producer_row, PUSHED]
+            if lowest[row] > pushed and leaves_out(lowest[row], pushed):
+                found[0] = row
+                found[1] = pushed + 1
+                wrong = RANGE_GAP
+                break
+            before[row] = pushed
+            if lowest[row] > pushed or not deduplicate:
+                numbers[producer_row, PUSHED] = max(pushed, highest[row])
+        judged = row + 1
+    for row in range(judged - 1, -1, -1):
+        if passes.shape[0] == 0 or passes[row] == 0:
+            numbers[rows_of[handles[row]], PUSHED] = before[row]
+    return wrong
+
+
+@kernel()
+def judge_ranges(
+    handles: Int32Column,
+    lowest: Int64Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    is_live: Uint8s,
+    numbers: Int64s2,
+    overlap: bool,
+    gapless: bool,
+    deduplicate: bool,
+    found: Int64s,
+    verdicts: Uint8s,
+) -> int:
+    """Judge all rows. Return the number of new rows.
+
+    If a row cannot be judged, or skips an ID with `gapless`, nothing changes. Then return the result of
+    `check_ranges` or `find_gap` as a negative number.
+    """
+    wrong = check_ranges(handles, lowest, highest, passes, rows_of, is_live, numbers, overlap, found)
+    if wrong == SOUND and gapless:
+        wrong = find_gap(handles, lowest, highest, passes, rows_of, numbers, deduplicate, found)
+    if wrong != SOUND:
+        return -wrong
+    return int(decide(rows_of, handles, lowest, highest, passes, numbers, deduplicate, verdicts))
+
+
+@kernel()
+def confirm_ranges(
+    handles: Int32Column,
+    highest: Int64Column,
+    passes: Bytes,
+    rows_of: Int64s,
+    numbers: Int64s2,
+    dirty: Uint8s,
+) -> int:
+    """Merge valid rows that are in the log by maximum. Live and replayed rows are treated in the same way.
+
+    Return the number of rows.
+    """
+    return int(confirm_rows(rows_of, handles, highest, passes, -1, numbers, dirty))

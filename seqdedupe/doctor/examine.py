@@ -8,16 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from seqdedupe.doctor.findings import Findings, StoreState, TopicFindings
-from seqdedupe.doctor.tally import Tally
+from seqdedupe.doctor.findings import Findings, StoreState, Tally, TopicFindings
 from seqdedupe.errors import REASONS, DamagedError, error
 from seqdedupe.figures import counted
+from seqdedupe.files import kept_unused
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.format.headers import key_of
 from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import NO_SEQUENCE_ID
-from seqdedupe.locks import kept_unused
 from seqdedupe.log.embedded.inspection import Damage, Intact, TornEnd, inspect
 from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.log.embedded.log_folder import ARRIVING, leaving_to, moved_to, secret_of

@@ -1,10 +1,28 @@
-"""The findings about a data directory, as values and in the documented JSON."""
+"""The findings about a data directory, as values and in the documented JSON.
+
+`Tally` finds them in the records of a log: the state that the records add up to (the producers' numbers, the policy,
+the term), and what must have been lost.
+"""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from seqdedupe.log.embedded.inspection import Damage, TornEnd
+import numpy as np
+
+from seqdedupe import batch as batches
+from seqdedupe.core.producers import Producers
+from seqdedupe.core.recent import list_names
+from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, confirm_batch
+from seqdedupe.format.columns import COLUMNS_END, LINKS, PRODUCERS, RECORD_START, ROWS, TERM, int64_column
+from seqdedupe.format.headers import HEADER_BYTES
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
+from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.log.embedded.inspection import Damage, Intact, TornEnd
+from seqdedupe.store.snapshots import Loaded
+from seqdedupe.topic import control
+from seqdedupe.topic.policy import Policy
+from seqdedupe.topic.sessions import highest_term
 
 
 class StoreState(Enum):
@@ -144,3 +162,164 @@ def _damage_json(damage: Damage) -> dict[str, Any]:
 
 def _torn_json(torn: TornEnd) -> dict[str, Any]:
     return {"file": str(torn.file), "offset": torn.offset, "bytes": torn.size_bytes, "records": torn.records}
+
+
+# -- The messages missing where a log was damaged: a later batch names the ID that its producer had sent before.
+#
+# In a whole log, a link is never above what the log has confirmed of that producer by then.
+
+HOLE_VALUES = 3
+"""A hole: the producer row, the highest ID known before it (-1: none), and the link, the highest ID in it."""
+
+NO_HOLES = np.zeros((0, HOLE_VALUES), np.int64)
+
+
+@kernel()
+def confirm_all(
+    raw: Bytes,
+    table: Int64s2,
+    producer_rows: Int64s,
+    first_name: Int64s,
+    numbers: Int64s2,
+    dirty: Uint8s,
+    holes: Int64s2,
+) -> int:
+    """Call `rule.confirm_batch` for every batch among scanned records; `producer_rows` are those of the listed names.
+
+    Write the links above what was confirmed before to `holes`, as far as there is room. Return their number.
+    """
+    found = 0
+    for k in range(table.shape[0]):
+        places = table[k]
+        if places[ROWS] == 0 or places[PRODUCERS] == 0:
+            continue
+        rows_of_batch = producer_rows[first_name[k] : first_name[k] + places[PRODUCERS]]
+        if found < holes.shape[0]:
+            links = int64_column(raw, places, LINKS)
+            for p in range(places[PRODUCERS]):
+                known = numbers[rows_of_batch[p], PERSISTED]
+                if links[p] > known and found < holes.shape[0]:
+                    holes[found, 0] = rows_of_batch[p]
+                    holes[found, 1] = known
+                    holes[found, 2] = links[p]
+                    found += 1
+        confirm_batch(raw, places, rows_of_batch, numbers, dirty)
+    return found
+
+
+class Tally:
+    """Receives a log in order, and merges it as recovery does. `place` is the location of the log, for a person."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self.producers = Producers()
+        self.policy: Policy | None = None
+        self.term = 0
+        """The highest term in any record."""
+        self.messages = 0
+        self.missing: list[Missing] = []
+        self._has_damage = False
+        self._is_trimmed = False
+        self._import_parts = control.ImportParts()
+        self.reset_at: dict[int, int] = {}
+        """By producer number, the index before which the last reset or purge is."""
+
+    def begin(self, first_index: int) -> None:
+        """Begin a log whose first message should have this index."""
+        self._is_trimmed = first_index > 0
+
+    def add(self, part: Intact) -> None:
+        """Add whole records. Raises NEWER_FORMAT for an unknown control record, LOG_DAMAGED."""
+        raw, table = part.raw, part.table
+        self.messages += int(table[:, ROWS].sum())
+        self.term = max(self.term, int(table[:, TERM].max()))
+        for batches_of_run, changes in control.runs(raw, table, self._place):
+            if len(batches_of_run):
+                self._confirm(raw, batches_of_run)
+            for change, term, index in changes:
+                self.term = max(self.term, term)
+                self._apply(change, index)
+
+    def _apply(self, change: control.Change, index: int) -> None:
+        if isinstance(change, Policy):
+            self.policy = change
+            return
+        if isinstance(change, control.CursorChange):
+            self.policy = change.applied_to(self.policy or Policy())
+            return
+        if isinstance(change, control.Reset | control.Purge):
+            # A snapshot may know a name that the log only resets or purges.
+            self.reset_at |= dict.fromkeys(self.producers.add_all(change.names).tolist(), index)
+        control.apply(change, self._import_parts, self.producers, index)
+        if isinstance(change, control.ProducerSessions | control.Reset):
+            self.term = max(self.term, highest_term(change.epochs))
+
+    def add_damage(self, damage: Damage) -> None:
+        """Add unreadable records. If their columns are whole, those count: the records had been stored."""
+        self._has_damage = True
+        if damage.record is None:
+            return
+        raw, places = damage.record
+        self._confirm(raw, places.reshape(1, -1))
+        columns = batches.decode(raw[places[RECORD_START] + HEADER_BYTES : places[COLUMNS_END]])
+        for p, name in enumerate(columns.names()):
+            ids = (
+                columns.sequence_ids[columns.producer_indexes == p] if len(columns.epochs) > 1 else columns.sequence_ids
+            )
+            self.missing.append(Missing(name, int(ids[0]), int(ids[-1]), len(ids)))
+
+    def _confirm(self, raw: bytes, table: Int64s) -> None:
+        """Merge batches. After damage, a link above the known ID shows what was lost."""
+        view = np.frombuffer(raw, np.uint8)
+        spans, first_name = list_names(view, table, len(table))
+        rows = self.producers.add_listed(view, spans)
+        holes = NO_HOLES
+        if self._has_damage:
+            holes = np.zeros((int(table[:, PRODUCERS].sum()), HOLE_VALUES), np.int64)
+        numbers, dirty = self.producers.numbers, self.producers.dirty
+        found = confirm_all(view, table, rows, first_name, numbers, dirty, holes)
+        for number, known, link in holes[:found].tolist():
+            self._lose(number, known, link)
+
+    def add_snapshot(self, loaded: Loaded) -> None:
+        """Merge the store's snapshot. If it knows more of a producer than the log, that part was lost."""
+        self.term = max(self.term, loaded.term)
+        if self.policy is None and loaded.policy:
+            self.policy = control.decode_policy(loaded.policy)
+        self.producers.has_forgotten |= loaded.has_forgotten
+        numbers, known_there = self.known_to(loaded)
+        persisted, epochs = loaded.persisted[known_there], loaded.epochs[known_there]
+        known = self.producers.numbers[numbers, PERSISTED]
+        for k in np.flatnonzero(persisted > known):
+            self._lose(int(numbers[k]), int(known[k]), int(persisted[k]))
+        self.producers.confirm_sessions(numbers, epochs, persisted, loaded.next_index)
+        self.term = max(self.term, highest_term(epochs))
+
+    def known_to(self, loaded: Loaded) -> tuple[Int64s, Int64s]:
+        """Return the numbers of the producers about which a snapshot knows something, in this tally and in the
+        snapshot.
+
+        A producer that was reset or forgotten after the snapshot is not among them: only the log knows it.
+        """
+        numbers = self.producers.add_listed(*loaded.names.listed())
+        there = np.flatnonzero(
+            np.array([self.reset_at.get(number, -1) < loaded.next_index for number in numbers.tolist()], bool)
+        )
+        return numbers[there], there
+
+    def epochs(self) -> Int64s:
+        """Return the epochs by producer number."""
+        return self.producers.numbers[: len(self.producers), DURABLE_EPOCH]
+
+    def persisted(self) -> Int64s:
+        """Return the persisted IDs by producer number."""
+        return self.producers.numbers[: len(self.producers), PERSISTED]
+
+    def _lose(self, number: int, known: int, last: int) -> None:
+        name = self.producers.names_from(number, 1)[0]
+        trimmed = self._is_trimmed and known == NO_SEQUENCE_ID
+        self.missing.append(Missing(_text(name), known + 1, last, None, trimmed))
+
+
+def _text(name: bytes) -> str:
+    return name.decode(errors="backslashreplace")

@@ -19,24 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from seqdedupe.doctor.examine import Examined, examine
-from seqdedupe.doctor.findings import Findings
-from seqdedupe.doctor.tally import Tally
+from seqdedupe.doctor.findings import Findings, Tally
 from seqdedupe.errors import error
-from seqdedupe.files import becoming, sync_folder
+from seqdedupe.files import becoming, kept_unused, sync_folder
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, RECORD_START, ROWS
 from seqdedupe.format.headers import HEADER_BYTES, SECRET_BYTES, TOKEN_BYTES, key_of
 from seqdedupe.format.records import body_of
 from seqdedupe.limits import NO_SEQUENCE_ID
-from seqdedupe.locks import kept_unused
 from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.inspection import Intact, inspect
 from seqdedupe.log.embedded.journal_replay import put_back
 from seqdedupe.log.embedded.logs import DEFAULT_SEGMENT_BYTES, create_log
-from seqdedupe.log.embedded.room import Room
 from seqdedupe.log.embedded.segment import LogIdentity, Segment
 from seqdedupe.log.embedded.tail import Tail
-from seqdedupe.log.embedded.writer import Append, FatalError, Writer, WriteTerm
+from seqdedupe.log.embedded.writer import Append, FatalError, Room, Writer, WriteTerm
 from seqdedupe.names import topic_name
 from seqdedupe.store.db import Store, opened_copy
 from seqdedupe.store.directories import read_claim, write

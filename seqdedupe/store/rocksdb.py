@@ -28,8 +28,7 @@ from rocksdict import (
 )
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.files import sync_folder
-from seqdedupe.locks import holder_of
+from seqdedupe.files import holder_of, sync_folder
 from seqdedupe.store.parts import FORMAT_VERSION, other_format
 
 # -- The file DURABLE: the store's own lock, its format version, the end of its durable writes, and whether there is a

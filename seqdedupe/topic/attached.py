@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from seqdedupe.batch import Binary
-from seqdedupe.core import replay
+from seqdedupe.core import rule
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import NOT_DUP, PERSISTED, PUSHED, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, error
@@ -204,7 +204,7 @@ class BrokerAttachment:
         lengths = np.diff(positions.offsets)
         if lengths.min() < 1 or lengths.max() > MAX_POSITION_BYTES:
             raise error("INVALID_REQUEST", f"a position has 1 to {MAX_POSITION_BYTES} bytes")
-        if not replay.follow(self.position, positions, previous):
+        if not _follow(self.position, positions, previous):
             raise error(
                 "REPLAY_GAP",
                 f"after {self.replayed} entries, the last of which is at {_shown(self.position)}, comes one that was "
@@ -244,7 +244,7 @@ class BrokerAttachment:
             self._check_sound(columns, overlap=overlap)
             return Checked(np.full(rows, UNKNOWN, np.uint8), 0, NO_ADMISSION)
         verdicts = np.empty(rows, np.uint8)
-        new = replay.judge(
+        new = rule.judge_ranges(
             columns.handles,
             columns.lowest,
             columns.highest,
@@ -270,7 +270,7 @@ class BrokerAttachment:
 
     def _check_sound(self, columns: Columns, *, overlap: bool) -> None:
         found, numbers = self._found, self._producers.numbers
-        wrong = replay.look(
+        wrong = rule.check_ranges(
             columns.handles,
             columns.lowest,
             columns.highest,
@@ -281,14 +281,14 @@ class BrokerAttachment:
             overlap,
             found,
         )
-        if wrong != replay.SOUND:
+        if wrong != rule.SOUND:
             raise self._unsound(columns, wrong, int(found[0]))
 
     def _unsound(self, columns: Columns, wrong: int, row: int) -> SeqdedupeError:
         handle, lowest, highest = (int(column[row]) for column in (columns.handles, columns.lowest, columns.highest))
-        if wrong == replay.BAD_HANDLE:
+        if wrong == rule.BAD_HANDLE:
             return error("INVALID_REQUEST", f"message {row} has the handle {handle}, which is not registered", row=row)
-        if wrong == replay.BAD_ID:
+        if wrong == rule.BAD_ID:
             return error(
                 "INVALID_SEQUENCE_ID",
                 f"message {row} has the sequence IDs {lowest} to {highest}: they should be 0 or higher, and rise",
@@ -297,7 +297,7 @@ class BrokerAttachment:
             )
         numbers = self._producers.numbers[self._rows_of[handle]]
         pushed, persisted = int(numbers[PUSHED]), int(numbers[PERSISTED])
-        if wrong == replay.GAP:
+        if wrong == rule.RANGE_GAP:
             expected = int(self._found[1])
             return error(
                 "GAP",
@@ -350,7 +350,7 @@ class BrokerAttachment:
 
     def _confirm(self, columns: Columns) -> None:
         producers = self._producers
-        replay.confirm_ranges(
+        rule.confirm_ranges(
             columns.handles, columns.highest, columns.passes, self._rows_of, producers.numbers, producers.dirty
         )
 
@@ -373,6 +373,14 @@ class BrokerAttachment:
             )
         self._producers.fail_in_flight()
         self.has_failed = False
+
+
+def _follow(last: bytes, positions: Binary, previous: Binary) -> bool:
+    """Whether each entry names the entry before it as its predecessor, and the first entry names `last`."""
+    before = np.concatenate((np.zeros(1, np.int32), positions.offsets[:-1] + np.int32(len(last))))
+    if not np.array_equal(previous.offsets, before):
+        return False
+    return previous.data == last + positions.data[: int(positions.offsets[-2])]
 
 
 def _shown(position: bytes) -> str:

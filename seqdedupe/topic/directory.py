@@ -24,9 +24,8 @@ from seqdedupe.tasks import again_until, retrieve
 from seqdedupe.topic import listing
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import decode_policy, encode
-from seqdedupe.topic.kinds import TopicKind
 from seqdedupe.topic.listing import Looking, OpeningQueue
-from seqdedupe.topic.lives import Lives, TopicRecords
+from seqdedupe.topic.lives import Lives, TopicKind, TopicRecords
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
 from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry
 

@@ -24,8 +24,7 @@ import google_crc32c
 
 from seqdedupe.errors import INSTALL_HINT, SeqdedupeError, error
 from seqdedupe.figures import counted
-from seqdedupe.files import UNFINISHED, sync_folder
-from seqdedupe.locks import Lock
+from seqdedupe.files import UNFINISHED, Lock, sync_folder
 from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
 from seqdedupe.transfer.backup import (
     LOCK_FILE,

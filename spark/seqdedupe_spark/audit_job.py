@@ -47,7 +47,7 @@ from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import sidecar_options, told_files
 from seqdedupe.v1 import admin_pb2
 from seqdedupe_spark import planning
-from seqdedupe_spark.audit_counts import (
+from seqdedupe_spark.dedupe import (
     DOUBLED,
     ID_ROWS_SCHEMA,
     OUT_OF_ORDER,

@@ -26,11 +26,9 @@ from seqdedupe.names import topic_name
 from seqdedupe.services.command_options import lag_options, metrics_options, metrics_told, show_lag
 from seqdedupe.sidecar_options import sidecar_options, told_credentials
 from seqdedupe_spark import options
-from seqdedupe_spark.job.dead_letter_rows import MAX_DEAD_LETTERS, SUFFIX
-from seqdedupe_spark.job.positions import positions_of, reset_position
-from seqdedupe_spark.job.range_task import Transform
-from seqdedupe_spark.job.rounds import TRIGGER_SECONDS, JobConfig, ReaderJob, Round
 from seqdedupe_spark.options import FILE_OPTIONS, file_options
+from seqdedupe_spark.range_task import DEAD_LETTER_SUFFIX, MAX_DEAD_LETTERS, Transform
+from seqdedupe_spark.rounds import TRIGGER_SECONDS, JobConfig, ReaderJob, Round, positions_of, reset_position
 from seqdedupe_spark.session import run_command, start_session, typed_failures
 from seqdedupe_spark.source import SeqdedupeDataSource
 from seqdedupe_spark.stores.urls import from_url
@@ -250,7 +248,7 @@ def cli() -> None:
     default="fail",
     show_default=True,
     help="What happens to a message that the transformation or the table refuses: it ends the job, or goes to the "
-    f"table TABLE{SUFFIX}.",
+    f"table TABLE{DEAD_LETTER_SUFFIX}.",
 )
 @click.option(
     "--max-dead-letters",

@@ -38,7 +38,7 @@ STEPS = (
     "seqdedupe.transfer.stored_records.IncomingSnapshot.add",
     "seqdedupe.transfer.stored_records.IncomingSnapshot.finish",
     "seqdedupe.store.db.Store.put_topics",
-    "seqdedupe.topic.kinds.PublishedTopics.delete",
+    "seqdedupe.topic.lives.PublishedTopics.delete",
     "seqdedupe.topic.lives.Lives._begins",
 )
 

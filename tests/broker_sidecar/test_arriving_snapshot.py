@@ -11,7 +11,7 @@ from broker_sidecar.cluster.departures import Giving
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.message_id import MessageId
 from seqdedupe.topic.keeper import RestoredState
-from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.lives import PublishedTopics
 from seqdedupe.topic.topic import Topic
 from tests.broker_sidecar.moving_messages import Publishing, moved_with_all
 from tests.broker_sidecar.moving_pair import TOPIC, Pair, pair

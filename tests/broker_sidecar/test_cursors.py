@@ -12,7 +12,7 @@ import pytest
 from seqdedupe.client import Client, Cursor, InvalidRequestError, Kept, MessageId, NotFoundError, Position
 from seqdedupe.limits import Retention
 from seqdedupe.testing import Sidecar
-from seqdedupe.topic import retention
+from seqdedupe.topic import topic as topic_module
 from seqdedupe.topic.policy import MAX_CURSORS, NamedCursor, Policy
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import planted_cursor
@@ -158,5 +158,5 @@ class Topic:
     ],
 )
 async def test_retention_waits_for_those_that_hold_it(cursors: list[tuple[Position, int]], first: int) -> None:
-    found = await retention._may_trim_to(Topic(*cursors), Retention(2 * 1024 * 1024, None))  # type: ignore[arg-type]
+    found = await topic_module._may_trim_to(Topic(*cursors), Retention(2 * 1024 * 1024, None))  # type: ignore[arg-type]
     assert found == first

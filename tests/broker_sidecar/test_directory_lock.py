@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from seqdedupe import locks
+from seqdedupe import files
 from seqdedupe.client.blocking import Client
 from seqdedupe.doctor.examine import examine
 from seqdedupe.errors import EXIT_FAILED, ConfigurationError
-from seqdedupe.locks import DIRECTORY_LOCK, Lock, kept_unused, locked_directory
+from seqdedupe.files import DIRECTORY_LOCK, Lock, kept_unused, locked_directory
 from seqdedupe.store.directories import of_worker
 from seqdedupe.testing import Sidecar
 
@@ -105,7 +105,7 @@ def test_a_directory_that_is_examined_is_not_started_on(tmp_path: Path) -> None:
 
 def test_a_lock_outlives_no_process_and_can_be_removed_by_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    code = "import sys, os\nfrom pathlib import Path\nfrom seqdedupe.locks import Lock\nLock.take(Path(sys.argv[1]))\n"
+    code = "import sys, os\nfrom pathlib import Path\nfrom seqdedupe.files import Lock\nLock.take(Path(sys.argv[1]))\n"
     subprocess.run([sys.executable, "-c", f"{code}os._exit(0)", str(path)], check=True)
     lock = Lock.take(path)
     with pytest.raises(BlockingIOError, match=f"process {os.getpid()} on "):
@@ -121,7 +121,7 @@ def test_a_lock_whose_owner_has_written_nothing_is_known_by_its_process(
     """A full disk has no room for a name."""
     path = tmp_path / DIRECTORY_LOCK
     code = (
-        "import sys\nfrom pathlib import Path\nfrom seqdedupe.locks import Lock\nlock = Lock.take(Path(sys.argv[1]))\n"
+        "import sys\nfrom pathlib import Path\nfrom seqdedupe.files import Lock\nlock = Lock.take(Path(sys.argv[1]))\n"
     )
     code += "print(flush=True)\nsys.stdin.read()\n"
     command = [sys.executable, "-c", code, str(path)]
@@ -132,7 +132,7 @@ def test_a_lock_whose_owner_has_written_nothing_is_known_by_its_process(
         for user in (locked_directory, kept_unused):
             with pytest.raises(ConfigurationError, match=f"in use: process {owner.pid} has it"), user(tmp_path):
                 pass
-        monkeypatch.setattr(locks, "_SYSTEM_LOCKS", tmp_path / "not there")
+        monkeypatch.setattr(files, "_SYSTEM_LOCKS", tmp_path / "not there")
         unknown = "another process, whose number the system does not say here, has it"
         with pytest.raises(ConfigurationError, match=unknown), locked_directory(tmp_path):
             pass

@@ -19,7 +19,7 @@ from broker_sidecar.division import MOVED, MOVING, change
 from broker_sidecar.workers import count_of, divide
 from seqdedupe.client import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
-from seqdedupe.locks import locked_directory
+from seqdedupe.files import locked_directory
 from seqdedupe.log.embedded import log_folder
 from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.names import shard_of

@@ -87,15 +87,15 @@ def health(client: Client, topic: str) -> int:
 
 
 SOON = with_constants.environment(
-    **{"seqdedupe.log.embedded.room.TRIAL_SECONDS": 0.05, "seqdedupe.tasks.LONGEST_DELAY_SECONDS": 0.05}
+    **{"seqdedupe.log.embedded.writer.TRIAL_SECONDS": 0.05, "seqdedupe.tasks.LONGEST_DELAY_SECONDS": 0.05}
 )
 """The log is tried again and again."""
 
 NO_TRIAL = with_constants.environment(
     **{
-        "seqdedupe.log.embedded.room.SHARE_BYTES": 1,
-        "seqdedupe.log.embedded.room.LARGEST_BYTES": 0,
-        "seqdedupe.log.embedded.room.TRIAL_SECONDS": 0.0,
+        "seqdedupe.log.embedded.writer.SHARE_BYTES": 1,
+        "seqdedupe.log.embedded.writer.LARGEST_BYTES": 0,
+        "seqdedupe.log.embedded.writer.TRIAL_SECONDS": 0.0,
         "seqdedupe.topic.owner.LONGEST_REST_SECONDS": 0.0,
     }
 )

@@ -62,7 +62,7 @@ BACK_STEPS = [
     ("seqdedupe.transfer.stored_records.IncomingSnapshot.finish", "after", 1),
     ("broker_sidecar.services.arrival_calls._take", "before", 1),
     ("seqdedupe.store.db.Store.put_topics", "after", 1),
-    ("seqdedupe.topic.kinds.PublishedTopics.delete", "after", 1),
+    ("seqdedupe.topic.lives.PublishedTopics.delete", "after", 1),
     ("seqdedupe.log.embedded.log_folder.Arrival.finish", "after", 1),
     ("seqdedupe.store.db.Store.put_topics", "before", 2),
     ("seqdedupe.store.db.Store.put_topics", "after", 2),

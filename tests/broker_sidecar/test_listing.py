@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from broker_sidecar.services.producer_calls import ProducerPages
+from broker_sidecar.services.admin_service import ProducerPages
 from seqdedupe.core.producers import LettingGo, Producers
 from seqdedupe.errors import InvalidRequestError
 

@@ -21,7 +21,7 @@ from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.store.db import Store
 from seqdedupe.topic import readers
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.lives import PublishedTopics
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import batch_pb2, read_pb2
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub

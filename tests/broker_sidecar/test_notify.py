@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar import liveness
-from broker_sidecar.liveness import Listener, Manager, patience_seconds
+from broker_sidecar import telemetry
+from broker_sidecar.telemetry import Listener, Manager, patience_seconds
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar.calls import Client, batch
 from tests.broker_sidecar.gate import Gate
@@ -104,7 +104,7 @@ def test_whose_patience_it_is(environment: dict[str, str], seconds: float | None
 
 async def test_a_loop_that_stands_still_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but the event loop's own steps says that it runs."""
-    monkeypatch.setattr(liveness, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(telemetry, "BEAT_SECONDS", 0.01)
     with managing() as told:
         telling = asyncio.ensure_future(Manager(told.environment | PATIENCE).keep_telling(lambda: "here"))
         await asyncio.sleep(0)

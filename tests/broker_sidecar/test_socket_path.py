@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from broker_sidecar.sockets import SocketPath
+from broker_sidecar.connections import SocketPath
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import EXIT_FAILED, ConfigurationError

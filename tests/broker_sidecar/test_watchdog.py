@@ -16,7 +16,7 @@ TIMEOUT_SECONDS = LAST_RESORT_SECONDS
 
 SCRIPT = """
 import asyncio, os, sys, threading, time
-from broker_sidecar.liveness import Watchdog
+from broker_sidecar.telemetry import Watchdog
 
 def fatal(why):
     print(why, file=sys.stderr, flush=True)

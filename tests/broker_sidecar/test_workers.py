@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from broker_sidecar.workers import Worker, run_all
 from seqdedupe.client import Client, NotFoundError, SeqdedupeError
-from seqdedupe.locks import DIRECTORY_LOCK, Lock
+from seqdedupe.files import DIRECTORY_LOCK, Lock
 from seqdedupe.names import SHARDS, from_text, shard_of, shards_of_worker
 from seqdedupe.store.directories import SHARDS_FILE, of_worker
 from seqdedupe.testing import Sidecar

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.locks import locked_directory
+from seqdedupe.files import locked_directory
 from seqdedupe.store.directories import MANIFEST_FILE
 from seqdedupe.testing import Sidecar
 from tests.certificates import DAY, NOW, Authority

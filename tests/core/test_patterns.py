@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqdedupe.core import patterns as compiled
+from seqdedupe.core import name_table as compiled
 from seqdedupe.core.name_table import joined
 from tests.plain import PLAIN
 
@@ -42,7 +42,7 @@ def naive(pattern: str, name: str, sub: str) -> bool:
     return matches(0, 0)
 
 
-@pytest.mark.parametrize("patterns", [compiled, PLAIN["patterns"]], ids=["compiled", "plain"])
+@pytest.mark.parametrize("patterns", [compiled, PLAIN["name_table"]], ids=["compiled", "plain"])
 @given(pattern=PATTERNS, names=st.lists(NAMES, min_size=1, max_size=5), sub=st.text("ab*/", max_size=3))
 def test_it_matches_what_a_naive_matcher_does(patterns: Any, pattern: str, names: list[str], sub: str) -> None:
     one = patterns.Pattern(pattern, {"sub": sub})

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqdedupe.core import replay
+from seqdedupe.core import rule
 from seqdedupe.core.rule import DUP, NOT_DUP, NUMBERS, PERSISTED, PUSHED, UNKNOWN
 from tests.plain import PLAIN
 
@@ -19,7 +19,7 @@ Row = tuple[int, int, int, bool]
 """Handle, lowest and highest ID, whether it passes."""
 
 Judged = tuple[int, list[int], list[int]]
-"""What `judge` returns, the verdicts, and what it found where it refuses."""
+"""What `judge_ranges` returns, the verdicts, and what it found where it refuses."""
 
 
 def one(handle: int, lowest: int, highest: int | None = None, *, passes: bool = False) -> Row:
@@ -31,7 +31,7 @@ class Names:
 
     def __init__(self, pushed: list[int], persisted: list[int]) -> None:
         self._both: list[tuple[Any, Any]] = []
-        for module in (replay, PLAIN["replay"]):
+        for module in (rule, PLAIN["rule"]):
             numbers = np.zeros((NAMES, NUMBERS), np.int64)
             numbers[:, PUSHED], numbers[:, PERSISTED] = pushed, persisted
             self._both.append((module, numbers))
@@ -43,7 +43,7 @@ class Names:
         answers: list[Judged] = []
         for module, numbers in self._both:
             found, verdicts = np.zeros(2, np.int64), np.zeros(len(rows), np.uint8)
-            answer = module.judge(
+            answer = module.judge_ranges(
                 np.array(handles, np.int32),
                 np.array(lowest, np.int64),
                 np.array(highest, np.int64),
@@ -95,14 +95,14 @@ def test_where_gaps_are_refused_the_next_id_must_come(
     if gap is None:
         assert answer >= 0
     else:
-        assert (answer, found) == (-replay.GAP, list(gap))
+        assert (answer, found) == (-rule.RANGE_GAP, list(gap))
         assert names.pushed == [pushed, -1, -1]
     assert Names([pushed, -1, -1], [-1, -1, -1]).judge(rows, gapless=False)[0] >= 0
 
 
 @pytest.mark.parametrize(
     ("bad", "wrong"),
-    [(one(9, 1), replay.BAD_HANDLE), (one(0, -1), replay.BAD_ID), (one(0, 3, 6), replay.OVERLAP)],
+    [(one(9, 1), rule.BAD_HANDLE), (one(0, -1), rule.BAD_ID), (one(0, 3, 6), rule.OVERLAP)],
 )
 def test_what_cannot_be_judged_is_told_before_a_gap(bad: Row, wrong: int) -> None:
     names = Names([4, -1, -1], [4, -1, -1])
@@ -144,5 +144,5 @@ def test_a_check_is_judged_whole_or_refused_and_changes_nothing(
             assert (answer, judged) == (verdicts.count(N), verdicts)
             pushed = last
         else:
-            assert (answer, found) == (-replay.GAP, gap)
+            assert (answer, found) == (-rule.RANGE_GAP, gap)
         assert names.pushed == pushed

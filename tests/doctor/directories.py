@@ -12,7 +12,7 @@ from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.store.db import Store
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.lives import PublishedTopics
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import NO_LIMIT, Applied
 from seqdedupe.topic.readers import read_on

@@ -17,7 +17,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from seqdedupe.core import recent, replay, rule
+from seqdedupe.core import recent, rule
 from seqdedupe.format import layout, records
 from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PRODUCERS, ROWS
 from seqdedupe.format.headers import (
@@ -74,10 +74,10 @@ def batch_case(random: Random, compiled_layout: Layout, seen: Counter[int]) -> N
         answer = compiled_layout(view, 0, len(data), places)
         agree("layout", data, (answer, places.tolist()), (why, plain_places))
         if why == layout.CANONICAL and places[PRODUCERS]:
-            judged = judge(rule, replay, view, places)
+            judged = judge(rule, recent, view, places)
             if seen[why] % JUDGED_EVERY == 0:
                 compiled = [part.tolist() for part in judged]
-                plain = [part.tolist() for part in judge(PLAIN["rule"], PLAIN["replay"], view, places)]
+                plain = [part.tolist() for part in judge(PLAIN["rule"], PLAIN["recent"], view, places)]
                 agree("the rule", data, compiled, plain)
         if why == layout.CANONICAL and places[PRODUCERS] <= 1 and seen[why] % JUDGED_EVERY == 0:
             marks = np.array([random.randrange(2) for _ in range(places[ROWS])], np.uint8)
@@ -91,7 +91,7 @@ def batch_case(random: Random, compiled_layout: Layout, seen: Counter[int]) -> N
 _ring = np.zeros((RING, recent.COLUMNS), np.int64)
 
 
-def judge(its_rule: Any, its_replay: Any, view: Uint8s, places: Int64s) -> list[np.ndarray]:
+def judge(its_rule: Any, its_recent: Any, view: Uint8s, places: Int64s) -> list[np.ndarray]:
     """All that is decided about a canonical batch whose producers have some numbers; valid until the next call."""
     producers = int(places[PRODUCERS])
     rows = np.arange(producers)
@@ -104,11 +104,11 @@ def judge(its_rule: Any, its_replay: Any, view: Uint8s, places: Int64s) -> list[
         its_rule.refusal(view, places, rows, numbers, False, False, reasons),
         its_rule.refusal(view, places, rows, numbers, False, True, reasons),
         its_rule.decide_batch(view, places, rows, numbers, True, verdicts),
-        its_replay.persist(view, places, rows, numbers, np.zeros(producers, np.uint8), _ring, 0),
+        its_recent.persist(view, places, rows, numbers, np.zeros(producers, np.uint8), _ring, 0),
     ]
     table = places.reshape(1, -1).copy()
     names, first = np.zeros((producers, 2), np.int64), np.zeros(1, np.int64)
-    said.append(its_replay.name_places(view, table, 1, names, first))
+    said.append(its_recent.name_places(view, table, 1, names, first))
     return [np.array(said), reasons, verdicts, numbers, names, _ring[: len(verdicts)]]
 
 

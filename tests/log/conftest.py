@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from seqdedupe.log.embedded import room
+from seqdedupe.log.embedded import writer
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 
 MakeLogs = Callable[..., EmbeddedLogs]
@@ -15,7 +15,7 @@ MakeLogs = Callable[..., EmbeddedLogs]
 @pytest.fixture(autouse=True)
 def trials_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log that has refused may be opened again at once."""
-    monkeypatch.setattr(room, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "TRIAL_SECONDS", 0.0)
 
 
 @pytest.fixture

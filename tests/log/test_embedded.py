@@ -16,7 +16,7 @@ from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, Unavai
 from seqdedupe.limits import MAX_BATCH_BYTES, Retention
 from seqdedupe.log.contract import Failure, LogName
 from seqdedupe.log.embedded import log as embedded
-from seqdedupe.log.embedded import reader, room, writer
+from seqdedupe.log.embedded import reader, writer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from seqdedupe.log.embedded.segment import SCAN_BYTES, Segment
@@ -334,8 +334,8 @@ async def open_until_refused(log: EmbeddedLog, term: int) -> None:
 
 
 async def test_a_full_disk(make_logs: MakeLogs, disk: Disk, fatal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LARGEST_BYTES", 20_000)
-    monkeypatch.setattr(room, "SHARE_BYTES", 40_000)
+    monkeypatch.setattr(writer, "LARGEST_BYTES", 20_000)
+    monkeypatch.setattr(writer, "SHARE_BYTES", 40_000)
     logs = make_logs(disk.folder / "logs")
     log = await new_log(logs)
     owner = await Owner(log, 1).open()

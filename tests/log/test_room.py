@@ -13,10 +13,10 @@ import pytest
 
 from seqdedupe.errors import UnavailableError
 from seqdedupe.log.contract import Failure
-from seqdedupe.log.embedded import room, writer
+from seqdedupe.log.embedded import writer
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs
-from seqdedupe.log.embedded.room import Room
+from seqdedupe.log.embedded.writer import Room
 from tests.log.batches import SECRET, TOPIC
 from tests.log.conformance import Owner
 from tests.log.conftest import MakeLogs
@@ -155,8 +155,8 @@ async def test_logs_of_one_disk_share_its_room(
     for log in all_of_them:
         await refused_by_the_disk(log, 2, limit_files)
     monkeypatch.setattr(Room, "_why_trial_fails", counted)
-    monkeypatch.setattr(Room, "_free_bytes", lambda self: 4 * room.SHARE_BYTES - 1)
-    monkeypatch.setattr(room, "TRIAL_SECONDS", 3600.0)
+    monkeypatch.setattr(Room, "_free_bytes", lambda self: 4 * writer.SHARE_BYTES - 1)
+    monkeypatch.setattr(writer, "TRIAL_SECONDS", 3600.0)
     whys = [await opened(log, 3 + i) for i, log in enumerate(all_of_them)]
     assert [bool(why) for why in whys] == [False] * 3 + [True] * 4
     assert {why for why in whys if why} == {f"the disk of {logs.folder_of(0).parent} was full: other topics go first"}
@@ -175,8 +175,8 @@ async def test_a_share_is_enough_for_a_higher_term(
     """Anyone who finds a marker of a higher term opens the log again. It would take the shares of others, or have
     none."""
     log = await log_with_a_refusal(make_logs, limit_files)
-    monkeypatch.setattr(Room, "_free_bytes", lambda self: room.SHARE_BYTES)
-    monkeypatch.setattr(room, "TRIAL_SECONDS", 3600.0)
+    monkeypatch.setattr(Room, "_free_bytes", lambda self: writer.SHARE_BYTES)
+    monkeypatch.setattr(writer, "TRIAL_SECONDS", 3600.0)
     assert [await opened(log, term) for term in (3, 4)] == ["", ""]
     await log.close()
 
@@ -185,7 +185,7 @@ async def test_what_is_refused_takes_back_what_the_trial_found(
     make_logs: MakeLogs, limit_files: LimitFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = await log_with_a_refusal(make_logs, limit_files)
-    monkeypatch.setattr(room, "TRIAL_SECONDS", 3600.0)
+    monkeypatch.setattr(writer, "TRIAL_SECONDS", 3600.0)
     assert await opened(log, 3) == ""
     await refused_by_the_disk(log, 4, limit_files)
     assert "other topics go first" in await opened(log, 5)
@@ -199,7 +199,7 @@ async def test_shares_that_nobody_took_do_not_last(
     log = await log_with_a_refusal(make_logs, limit_files)
     assert await opened(log, 3) == ""
     with monkeypatch.context() as patch:
-        patch.setattr(Room, "_free_bytes", lambda self: room.SHARE_BYTES - 1)
+        patch.setattr(Room, "_free_bytes", lambda self: writer.SHARE_BYTES - 1)
         assert "16.0 MiB free" in await opened(log, 4)
         limit_files(BATCH_BYTES // 2)
     assert "a trial write" in await opened(log, 5)

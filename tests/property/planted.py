@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from seqdedupe import batch as batches
-from seqdedupe.core import producers, replay, rule
+from seqdedupe.core import producers, recent, rule
 from seqdedupe.core.producers import Activity, Producers
 from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.errors import SeqdedupeError
@@ -20,7 +20,8 @@ from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store import snapshots
-from seqdedupe.topic import control, judge, operations, owner, retention
+from seqdedupe.topic import control, judge, operations, owner
+from seqdedupe.topic import topic as topic_module
 from seqdedupe.topic.frame import Flight, NumbersCache, Refusal
 from seqdedupe.topic.keeper import Snapshotter
 from seqdedupe.topic.owner import Owner
@@ -141,7 +142,7 @@ def no_marker_before_reading(patch: pytest.MonkeyPatch) -> None:
 
 
 def merge_by_overwriting(patch: pytest.MonkeyPatch) -> None:
-    original = replay.persist_all
+    original = recent.persist_all
 
     def persist_all(raw: Any, table: Any, count: int, slots: Any, first_name: Any, numbers: Any, *others: Any) -> int:
         entered = int(original(raw, table, count, slots, first_name, numbers, *others))
@@ -193,7 +194,7 @@ def retention_forgets_what_is_in_force(patch: pytest.MonkeyPatch) -> None:
     async def state_nothing(topic: Topic, first_index: int) -> None:
         pass
 
-    patch.setattr(retention, "state_again", state_nothing)
+    patch.setattr(topic_module, "state_again", state_nothing)
 
 
 def control_records_after_the_last_message_not_replayed(patch: pytest.MonkeyPatch) -> None:

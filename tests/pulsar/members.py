@@ -23,7 +23,7 @@ from seqdedupe.store.parts import LogKind
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.lives import PublishedTopics
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.topic import Topic
 from tests.batches import batch

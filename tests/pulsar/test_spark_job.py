@@ -24,9 +24,9 @@ from seqdedupe.names import partition_name, topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import reader_job
 from seqdedupe_spark.audit_job import TopicReport, audit, selection_of
-from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.options import Options, parse
 from seqdedupe_spark.planning import SUBSCRIPTION_PREFIX, TopicListing, open_client
+from seqdedupe_spark.rounds import JobConfig, ReaderJob
 from tests.pulsar import secured
 from tests.pulsar.owners import quiet
 from tests.pulsar.test_sidecar import broker as broker

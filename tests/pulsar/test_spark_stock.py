@@ -16,12 +16,12 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.errors import ConfigurationError, PositionError
 from seqdedupe.message_id import MessageId
 from seqdedupe_spark.cluster import broker_connection
-from seqdedupe_spark.job.positions import Positions, reset_position
-from seqdedupe_spark.job.range_task import JobOutput, RangeTask
 from seqdedupe_spark.message_columns import SCHEMA, columns_of
 from seqdedupe_spark.options import parse
 from seqdedupe_spark.planning import SUBSCRIPTION_PREFIX, of_job, open_client
 from seqdedupe_spark.range_reader import read_range
+from seqdedupe_spark.range_task import JobOutput, RangeTask
+from seqdedupe_spark.rounds import Positions, reset_position
 from seqdedupe_spark.stores.contract import Binding
 from tests.pulsar.owners import Cluster, until
 from tests.pulsar.test_spark_source import Source, rows_in, some

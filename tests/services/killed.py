@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine, select
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.message import Message
-from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, database
 from seqdedupe.services.consumer.database import DEAD_LETTERS, PARKED
 from tests.services.effects import write
 
@@ -27,8 +27,8 @@ def mortal(engine: Engine, die: Callable[[], None]) -> Iterator[None]:
     commit, let_go, take_over, keep_up = (
         dialect.do_commit,
         Consumer._let_go,
-        consumer_row.TAKE_OVER_SECONDS,
-        consumer_row.KEEP_UP_SECONDS,
+        database.TAKE_OVER_SECONDS,
+        database.KEEP_UP_SECONDS,
     )
 
     def do_commit(connection: Any) -> None:
@@ -38,15 +38,15 @@ def mortal(engine: Engine, die: Callable[[], None]) -> Iterator[None]:
 
     dialect.do_commit = do_commit
     Consumer._let_go = lambda self: None  # type: ignore[method-assign]
-    consumer_row.TAKE_OVER_SECONDS = 0.0
-    consumer_row.KEEP_UP_SECONDS = 0.0
+    database.TAKE_OVER_SECONDS = 0.0
+    database.KEEP_UP_SECONDS = 0.0
     try:
         yield
     finally:
         dialect.do_commit = commit
         Consumer._let_go = let_go  # type: ignore[method-assign]
-        consumer_row.TAKE_OVER_SECONDS = take_over
-        consumer_row.KEEP_UP_SECONDS = keep_up
+        database.TAKE_OVER_SECONDS = take_over
+        database.KEEP_UP_SECONDS = keep_up
 
 
 def live_and_die(

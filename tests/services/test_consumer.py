@@ -11,7 +11,7 @@ from seqdedupe.client import Client as AsyncClient
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, NotFoundError, PositionError, SeqdedupeError
-from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, database
 from seqdedupe.services.consumer.database import CONSUMERS, METADATA
 from seqdedupe.services.outbox import Outbox
 from seqdedupe.testing import Sidecar
@@ -408,7 +408,7 @@ async def test_cancelled_at_any_time_it_ends_with_that(
         found = effects(sqlite)
         assert found == numbers(len(found))
     async with AsyncClient(shared_sidecar.address) as client:
-        monkeypatch.setattr(consumer_row, "TAKE_OVER_SECONDS", 1e9)
+        monkeypatch.setattr(database, "TAKE_OVER_SECONDS", 1e9)
         await Consumer(client, topic, "c", sqlite, write).run_async(follow=False)
     assert effects(sqlite) == numbers(40)
 

@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 from seqdedupe.client.blocking import Client
 from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, UnavailableError
-from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row, database
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, database
 from seqdedupe.services.consumer import consumer as consumer_module
 from seqdedupe.services.consumer.database import DEAD_LETTERS
 from seqdedupe.services.consumer.dead_letters import retry
@@ -381,7 +381,7 @@ def test_who_stands_by_says_who_holds_the_row(
     kind: str,
 ) -> None:
     """A consumer that is frozen within a transaction; its session is ended, as is said."""
-    monkeypatch.setattr(consumer_row, "HELD_SECONDS", 0.0)
+    monkeypatch.setattr(database, "HELD_SECONDS", 0.0)
     engine = create_engine(url_of(request, kind))
     make_table(engine)
     publish("0")

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Engine, create_engine, text
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.services.consumer import work
-from seqdedupe.services.consumer.consumer_row import RowLease
+from seqdedupe.services.consumer.database import RowLease
 from tests.services.conftest import KINDS, Publish, url_of
 from tests.services.effects import make_table, numbers, places_as_written
 from tests.services.killed import Killed, dead_letters, live_and_die

@@ -16,7 +16,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.client.message import Message
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_PAYLOAD_BYTES, MIN_EVENT_TIME_MS
-from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row, work
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, database, work
 from seqdedupe.services.consumer.database import DEAD_LETTERS, FORMAT_VERSION, IDENTITIES, PARKED
 from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, SetAside, deduplication_id, drop, retry
 from tests.services.conftest import Publish
@@ -33,7 +33,7 @@ FOR_EVER = replace(LATER, max_retries=10**6)
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is parked is looked at after every transaction."""
-    monkeypatch.setattr(consumer_row, "KEEP_UP_SECONDS", 0.0)
+    monkeypatch.setattr(database, "KEEP_UP_SECONDS", 0.0)
 
 
 @contextmanager
@@ -181,7 +181,7 @@ def test_a_run_that_does_not_follow_tries_at_its_end_what_is_due(
     engine: Engine, client: Client, topic: str, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However short it is: it never comes to what is done from time to time."""
-    monkeypatch.setattr(consumer_row, "KEEP_UP_SECONDS", 3600.0)
+    monkeypatch.setattr(database, "KEEP_UP_SECONDS", 3600.0)
     monkeypatch.setattr(work, "MAX_RETRIES_IN_A_ROW", 2)
     make_table(engine)
     publish(*numbers(8), keys=["a", "b"] * 4)
@@ -425,7 +425,7 @@ def test_dead_letters_of_one_name_in_two_databases(
     letters = f"{topic}-dead"
     client.admin.create_topic(letters, deduplication_mode="deduplication-id")
     publish("0")
-    monkeypatch.setattr(consumer_row, "FORMAT_VERSION", format_version)
+    monkeypatch.setattr(database, "FORMAT_VERSION", format_version)
     handle, _ = refusing(0)
     for name in ("one", "two"):
         engine = create_engine(f"sqlite:///{tmp_path / name}.db")
@@ -455,8 +455,8 @@ def test_a_dead_letter_of_format_1_that_is_in_the_topic_already(
     handle, _ = refusing(0)
     config = replace(DEAD, dead_letter_topic=letters)
     with monkeypatch.context() as former:
-        former.setattr(consumer_row, "FORMAT_VERSION", 1)
-        former.setattr(consumer_row, "identities_of", lambda *_: {})
+        former.setattr(database, "FORMAT_VERSION", 1)
+        former.setattr(database, "identities_of", lambda *_: {})
         former.setattr(DeadLetterPublisher, "_settle", _killed)
         with pytest.raises(Killed):
             Consumer(client, topic, "c", engine, handle, config=config).run(follow=False)

@@ -10,8 +10,7 @@ from pathlib import Path
 from sqlalchemy import Engine, create_engine, select
 
 from seqdedupe.client.blocking import Client
-from seqdedupe.services.consumer.consumer_row import TAKE_OVER_SECONDS
-from seqdedupe.services.consumer.database import CONSUMERS
+from seqdedupe.services.consumer.database import CONSUMERS, TAKE_OVER_SECONDS
 from seqdedupe.testing import Sidecar
 from tests.processes import running
 from tests.services.conftest import Publish

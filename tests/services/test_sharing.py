@@ -17,9 +17,16 @@ from seqdedupe.client.reader import PartitionedPosition
 from seqdedupe.databases.tables import make_tables
 from seqdedupe.errors import ConfigurationError
 from seqdedupe.message_id import Position
-from seqdedupe.services.consumer import Consumer, ConsumerConfig, consumer_row
-from seqdedupe.services.consumer.consumer_row import PartOwnership, Processes, fair_share, row_name
-from seqdedupe.services.consumer.database import CONSUMERS, METADATA, PROCESSES
+from seqdedupe.services.consumer import Consumer, ConsumerConfig, database
+from seqdedupe.services.consumer.database import (
+    CONSUMERS,
+    METADATA,
+    PROCESSES,
+    PartOwnership,
+    Processes,
+    fair_share,
+    row_name,
+)
 from seqdedupe.services.consumer.dead_letters import drop, retry, set_aside
 from seqdedupe.services.consumer.work import carry_out
 from seqdedupe.testing import Sidecar
@@ -203,7 +210,7 @@ def test_fair_shares() -> None:
 
 def test_who_is_within_a_transaction_lives(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that takes. Who says nothing otherwise loses its row, and then its transactions."""
-    monkeypatch.setattr(consumer_row, "TAKE_OVER_SECONDS", 0.0)
+    monkeypatch.setattr(database, "TAKE_OVER_SECONDS", 0.0)
     engine = create_engine(url)
     make_tables(engine, METADATA)
     one, other = Processes(engine, "c"), Processes(engine, "c")
@@ -214,7 +221,7 @@ def test_who_is_within_a_transaction_lives(url: str, monkeypatch: pytest.MonkeyP
             for _ in range(3):
                 assert one.token in other.living()
     assert other.living() == set()
-    with engine.begin() as connection, pytest.raises(consumer_row.Lost):
+    with engine.begin() as connection, pytest.raises(database.Lost):
         one.hold(connection)
     one.beat()
     with engine.begin() as connection:
@@ -222,7 +229,7 @@ def test_who_is_within_a_transaction_lives(url: str, monkeypatch: pytest.MonkeyP
     engine.dispose()
 
 
-def _always(self: consumer_row.RowLease, connection: Connection, position: str, to: str) -> None:
+def _always(self: database.RowLease, connection: Connection, position: str, to: str) -> None:
     connection.execute(update(CONSUMERS).where(CONSUMERS.c.name == self._name).values(position=to))
 
 
@@ -231,9 +238,9 @@ def test_who_was_taken_for_dead_commits_nothing(
     sqlite: Engine, monkeypatch: pytest.MonkeyPatch, compares: bool
 ) -> None:
     """A process stalls, another one takes its partition and applies the message; then the first one wakes up."""
-    monkeypatch.setattr(consumer_row, "TAKE_OVER_SECONDS", 0.0)
+    monkeypatch.setattr(database, "TAKE_OVER_SECONDS", 0.0)
     if not compares:
-        monkeypatch.setattr(consumer_row.RowLease, "_set", _always)
+        monkeypatch.setattr(database.RowLease, "_set", _always)
         monkeypatch.setattr(Processes, "hold", lambda self, connection: None)
     make_table(sqlite)
     make_tables(sqlite, METADATA)
@@ -253,7 +260,7 @@ def test_who_was_taken_for_dead_commits_nothing(
     for hold in reversed(holds):
         try:
             carry_out(sqlite, hold, str(start), frozenset(), lambda connection: str(Position.before(7, 1)))
-        except consumer_row.Lost:
+        except database.Lost:
             continue
         commits += 1
     assert commits == (1 if compares else 2)

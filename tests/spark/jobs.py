@@ -18,9 +18,9 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe_spark.job.range_task import JobOutput, RangeStep, RangeTask, Transform
 from seqdedupe_spark.message_columns import SCHEMA
 from seqdedupe_spark.options import Options, parse
+from seqdedupe_spark.range_task import JobOutput, RangeStep, RangeTask, Transform
 from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.stores.contract import Advance, Beside, Binding, OutputStore, Stored, StoreFactory
 from seqdedupe_spark.stores.postgresql import PostgresStore

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
-from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
+from seqdedupe_spark.rounds import JobConfig, ReaderJob
 from tests.spark.jobs import JOB, TABLE, Database, Gate, GatedStore, each_once, publish, select, source
 from tests.spark.run_job import Driver, run_with_checkpoint
 

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
+from seqdedupe_spark.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.session import start_session
 from tests.spark import class_data
 from tests.spark.jobs import select

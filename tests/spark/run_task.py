@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from seqdedupe_spark.job.range_task import RangeStep, RangeTask, TaskReport
+from seqdedupe_spark.range_task import RangeStep, RangeTask, TaskReport
 
 
 def start(path: Path, task: RangeTask, steps: Sequence[RangeStep]) -> "subprocess.Popen[bytes]":

@@ -12,8 +12,8 @@ from pyspark.sql import SparkSession
 from seqdedupe.client.blocking import Client
 from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
-from seqdedupe_spark.audit_counts import EXAMPLES, ID_ROWS_SCHEMA, IdCopy, IdJudgement, judge_ids
 from seqdedupe_spark.audit_job import IdTopicReport, TopicReport, audit, selection_of
+from seqdedupe_spark.dedupe import EXAMPLES, ID_ROWS_SCHEMA, IdCopy, IdJudgement, judge_ids
 from tests.spark.jobs import publish
 
 Row = tuple[int, bytes, int]

@@ -22,8 +22,8 @@ from seqdedupe.message_id import MessageId, MessageIds, Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import audit_job
-from seqdedupe_spark.audit_counts import EXAMPLES
 from seqdedupe_spark.audit_job import Target, TopicReport, audit, audit_targets, find_targets, selection_of
+from seqdedupe_spark.dedupe import EXAMPLES
 from seqdedupe_spark.options import Selection
 from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.session import run_command

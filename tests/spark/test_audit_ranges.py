@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqdedupe_spark.audit_counts import (
+from seqdedupe_spark.dedupe import (
     DOUBLED,
     EXAMPLES,
     OUT_OF_ORDER,

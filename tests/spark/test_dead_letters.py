@@ -15,9 +15,9 @@ from sqlalchemy import NullPool, create_engine, text
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.job import dead_letter_rows, range_task, rounds
-from seqdedupe_spark.job.range_task import RangeStep, RangeTask, TaskReport, Transform
-from seqdedupe_spark.job.rounds import JobConfig, ReaderJob
+from seqdedupe_spark import range_task, rounds
+from seqdedupe_spark.range_task import RangeStep, RangeTask, TaskReport, Transform
+from seqdedupe_spark.rounds import JobConfig, ReaderJob
 from seqdedupe_spark.stores.urls import from_url
 from tests.services.mariadb import mariadb_url as mariadb_url
 from tests.spark.jobs import (
@@ -65,13 +65,13 @@ def burying(address: str, database: Database, transform: Transform, most: int = 
 def prepared(database: Database, *steps: RangeStep) -> None:
     begin(database.store, steps)
     with database.store() as store:
-        store.prepare(TABLE + dead_letter_rows.SUFFIX, dead_letter_rows.SCHEMA)
+        store.prepare(TABLE + range_task.DEAD_LETTER_SUFFIX, range_task.DEAD_LETTER_SCHEMA)
 
 
 def letters(database: Database) -> list[tuple[object, ...]]:
     return database.query(
         'SELECT topic, "index", message_id, reason, error, value, job, incarnation '
-        f'FROM {TABLE}{dead_letter_rows.SUFFIX} ORDER BY topic, "index"'
+        f'FROM {TABLE}{range_task.DEAD_LETTER_SUFFIX} ORDER BY topic, "index"'
     )
 
 

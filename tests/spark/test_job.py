@@ -28,12 +28,10 @@ from seqdedupe.errors import (
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
-from seqdedupe_spark import planning
-from seqdedupe_spark.job import rounds
-from seqdedupe_spark.job.positions import FIRST_START, Positions, positions_of, reset_position
-from seqdedupe_spark.job.range_task import RangeStep, TaskReport
-from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, Round
+from seqdedupe_spark import planning, rounds
 from seqdedupe_spark.planning import TopicListing
+from seqdedupe_spark.range_task import RangeStep, TaskReport
+from seqdedupe_spark.rounds import FIRST_START, JobConfig, Positions, ReaderJob, Round, positions_of, reset_position
 from seqdedupe_spark.stores.contract import Stored
 from seqdedupe_spark.stores.urls import from_url
 from tests.spark.jobs import (

@@ -18,8 +18,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.errors import INSTALL_HINT, SeqdedupeError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe_spark import reader_job
-from seqdedupe_spark.job.positions import Positions
-from seqdedupe_spark.job.rounds import JobConfig
+from seqdedupe_spark.rounds import JobConfig, Positions
 from seqdedupe_spark.session import run_command
 from seqdedupe_spark.stores.urls import from_url
 from tests.broker_sidecar.metrics.scraping import metrics_of

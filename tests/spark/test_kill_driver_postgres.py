@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe_spark.job.rounds import ReaderJob
+from seqdedupe_spark.rounds import ReaderJob
 from tests.spark.jobs import Gate, postgres_database, select
 from tests.spark.killing import a_successor_finishes, all_are_there, config, gated, kill_drivers
 from tests.spark.killing import address as address

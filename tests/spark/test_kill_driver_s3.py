@@ -7,7 +7,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe_spark.job.rounds import ReaderJob
+from seqdedupe_spark.rounds import ReaderJob
 from tests.spark.jobs import delta_database, select
 from tests.spark.killing import BOTH, all_are_there, config
 from tests.spark.killing import address as address

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from seqdedupe_spark.job.rounds import ReaderJob
+from seqdedupe_spark.rounds import ReaderJob
 from tests.spark.jobs import (
     CarelessSqliteStore,
     Database,

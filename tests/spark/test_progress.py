@@ -5,10 +5,9 @@ import io
 import pytest
 
 from seqdedupe.message_id import MessageId, Position
-from seqdedupe_spark.job.positions import TopicStanding
-from seqdedupe_spark.job.range_task import TaskReport
-from seqdedupe_spark.job.rounds import Round
+from seqdedupe_spark.range_task import TaskReport
 from seqdedupe_spark.reader_job import Progress, summary, text
+from seqdedupe_spark.rounds import Round, TopicStanding
 from seqdedupe_spark.stores.contract import Stored
 
 MIDDLE, END = (Position(1, MessageId(1, index), index) for index in (39, 99))

@@ -15,8 +15,8 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.errors import DataLossError, FencedError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.message_id import Position
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.job.range_task import RangeStep, TaskReport, Transform, output_schema, transformed
 from seqdedupe_spark.message_columns import SCHEMA
+from seqdedupe_spark.range_task import RangeStep, TaskReport, Transform, output_schema, transformed
 from seqdedupe_spark.stores.contract import Advance, Stored
 from tests.spark import run_task
 from tests.spark.jobs import (

@@ -11,10 +11,10 @@ from pyspark.sql import DataFrame, SparkSession
 
 from seqdedupe.message_id import Position
 from seqdedupe.testing import Sidecar
-from seqdedupe_spark.job.range_task import RangeStep, TaskReport
-from seqdedupe_spark.job.rounds import JobConfig, ReaderJob, run_tasks
+from seqdedupe_spark.range_task import RangeStep, TaskReport
 from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.reader_job import Progress, _stream
+from seqdedupe_spark.rounds import JobConfig, ReaderJob, run_tasks
 from tests.spark.jobs import JOB, TABLE, Database, each_once, publish, select, source, sqlite_database
 from tests.spark.postgres import postgres_url as postgres_url
 from tests.spark.streams import run_stream

@@ -24,9 +24,9 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import attached
 from seqdedupe.topic.attached import AttachedTopic, BrokerAttachment, Columns
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.kinds import BrokersTopics
+from seqdedupe.topic.lives import BrokersTopics
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
-from seqdedupe.transfer.state_messages import saved
+from seqdedupe.transfer.topic_state import saved
 from tests.property.disk import CrashableStore
 from tests.topic.test_directory import FailingStore
 

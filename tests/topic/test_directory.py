@@ -18,7 +18,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.lives import PublishedTopics
 from seqdedupe.topic.operations import open_sessions
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage

@@ -15,8 +15,8 @@ from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import directory
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.listing import Looking
+from seqdedupe.topic.lives import PublishedTopics
 from seqdedupe.topic.policy import Policy
 from seqdedupe.topic.topic import Topic
 from tests.log.faulty import FaultyLog, Storage

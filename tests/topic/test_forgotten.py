@@ -9,7 +9,7 @@ from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.frame import FrameReceipt, Refusal
 from seqdedupe.topic.policy import Applied
-from seqdedupe.transfer.state_messages import saved
+from seqdedupe.transfer.topic_state import saved
 from tests.log.faulty import Storage
 from tests.topic.test_inactivity import INCARNATION, Scene
 

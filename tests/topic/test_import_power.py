@@ -23,8 +23,8 @@ from seqdedupe.exports import KnownId
 from seqdedupe.store import rocksdb, windows
 from seqdedupe.store.db import Store
 from seqdedupe.topic.operations import MessageState, state_by_id
-from seqdedupe.transfer import imports
-from seqdedupe.transfer.imports import WindowImport
+from seqdedupe.transfer import topic_state
+from seqdedupe.transfer.topic_state import WindowImport
 from tests.log.faulty import FaultyLog, Storage
 from tests.store.model import fast_folder
 from tests.store.power import Files, Machine, Moment
@@ -53,7 +53,7 @@ def memory() -> Iterator[Path]:
 def many_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """An import has several parts, which are merged; a run has several writes."""
     monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 4096)
-    monkeypatch.setattr(imports, "PART_BYTES", 8192)
+    monkeypatch.setattr(topic_state, "PART_BYTES", 8192)
     monkeypatch.setattr(windows, "PAGES_A_WRITE", 1)
     monkeypatch.setattr(rocksdb, "MEMTABLE_BYTES", 1024 * 1024)
 

@@ -13,8 +13,7 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic import control, operations
 from seqdedupe.topic.control import CursorChange
 from seqdedupe.topic.policy import MAX_CURSORS, Applied, NamedCursor, Policy
-from seqdedupe.topic.retention import state_again
-from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.topic import Topic, state_again
 from tests.log.faulty import FaultyLog, Storage
 
 INCARNATION = 5

@@ -17,8 +17,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import LISTED_AT_ONCE, Flight, FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import MessageState, in_flight, message_state, open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.retention import state_again
-from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.topic import Topic, state_again
 from tests.batches import batch
 from tests.topic.scene import INCARNATION, Scene
 

@@ -19,8 +19,7 @@ from seqdedupe.topic.directory import Namespaces
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import LEAST, MOST, NAMES, WINDOW, Applied, GapPolicy, OverlapPolicy, Policy
-from seqdedupe.topic.retention import state_again
-from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.topic import Topic, state_again
 from seqdedupe.v1 import admin_pb2
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage

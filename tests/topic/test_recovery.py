@@ -24,8 +24,7 @@ from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal, check
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied, NamedCursor, Policy
 from seqdedupe.topic.readers import check_index, end_index, index_after, read_on
-from seqdedupe.topic.retention import state_again, trim
-from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.topic import Topic, state_again, trim
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 

@@ -13,8 +13,8 @@ from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import listing
 from seqdedupe.topic.base import State
-from seqdedupe.topic.retention import state_again
-from seqdedupe.transfer.state_messages import saved
+from seqdedupe.topic.topic import state_again
+from seqdedupe.transfer.topic_state import saved
 from tests.topic.test_directory import NAME, FailingStore, Process
 from tests.topic.test_saved import append, attach, begun, brokers, history, known, live
 from tests.topic.test_two_at_once import lost, outcomes

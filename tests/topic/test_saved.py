@@ -22,13 +22,12 @@ from seqdedupe.topic.attached import AttachedTopic, Columns
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.kinds import BrokersTopics
+from seqdedupe.topic.lives import BrokersTopics
 from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import GapPolicy, Policy
-from seqdedupe.topic.retention import state_again
 from seqdedupe.topic.sessions import LAST_OPEN
-from seqdedupe.topic.topic import Topic
-from seqdedupe.transfer.state_messages import SAVED_AT_ONCE, SavedParts, parts, saved
+from seqdedupe.topic.topic import Topic, state_again
+from seqdedupe.transfer.topic_state import SAVED_AT_ONCE, SavedParts, parts, saved
 from tests.batches import batch
 from tests.topic.test_directory import NAME, FailingStore, Process
 

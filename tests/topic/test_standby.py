@@ -16,14 +16,14 @@ from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import owner, retention
+from seqdedupe.topic import owner
+from seqdedupe.topic import topic as topic_module
 from seqdedupe.topic.base import State
 from seqdedupe.topic.operations import message_state, open_sessions, reset_producer
 from seqdedupe.topic.owner import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.readers import check_index, end_index, read_on
-from seqdedupe.topic.retention import state_again
-from seqdedupe.topic.topic import Topic
+from seqdedupe.topic.topic import Topic, state_again
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.publisher import FRAME_ROWS, Publisher, stored
 
@@ -331,13 +331,13 @@ async def known_from_the_log(two: Two, folder: Path) -> dict[str, int]:
 
 async def test_a_standby_lets_nothing_go_that_is_stated_nowhere_else(standbys: Two, tmp_path: Path) -> None:
     await with_one_that_is_silent(standbys)
-    await retention.trim(standbys.other.topic)
+    await topic_module.trim(standbys.other.topic)
     assert standbys.storage.first_index == 0
     # To say it again is the owner's, who does so before it releases anything itself.
     await state_again(standbys.one.topic, 40)
     await standbys.publisher.publish(120)
     await until(lambda: standbys.other.topic.keeper.snapshot_index >= 120 - 3 * ENTRIES_INTERVAL)
-    await retention.trim(standbys.other.topic)
+    await topic_module.trim(standbys.other.topic)
     assert standbys.storage.first_index > 0
     assert await known_from_the_log(standbys, tmp_path) == {"old": FRAME_ROWS - 1, "p": 119}
 
@@ -348,9 +348,9 @@ async def test_a_standby_that_lets_go_of_what_its_snapshot_covers_loses_what_is_
     async def whatever_is_stated(topic: object, first_index: int) -> int:
         return first_index
 
-    monkeypatch.setattr(retention, "_stated_from", whatever_is_stated)
+    monkeypatch.setattr(topic_module, "_stated_from", whatever_is_stated)
     await with_one_that_is_silent(standbys)
-    await retention.trim(standbys.other.topic)
+    await topic_module.trim(standbys.other.topic)
     assert standbys.storage.first_index > 0
     # It would release more while the third one reads.
     await standbys.other.close()

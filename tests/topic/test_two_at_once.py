@@ -13,7 +13,7 @@ from seqdedupe.store.snapshots import Loaded
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import listing
 from seqdedupe.topic.base import State
-from seqdedupe.transfer.state_messages import saved
+from seqdedupe.transfer.topic_state import saved
 from tests.topic.test_directory import NAME, FailingStore, Process, turns
 from tests.topic.test_saved import begun, brokers, history, known, live
 

@@ -15,7 +15,7 @@ import pytest
 from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED
-from seqdedupe.doctor.tally import Tally
+from seqdedupe.doctor.findings import Tally
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError
 from seqdedupe.log.embedded.inspection import Intact
 from seqdedupe.log.embedded.logs import EmbeddedLogs
@@ -30,8 +30,7 @@ from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
 from seqdedupe.topic.operations import open_sessions, reset_producer
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
-from seqdedupe.transfer.imports import _ImportIntoLog, begin_import
-from seqdedupe.transfer.state_messages import watermarks
+from seqdedupe.transfer.topic_state import _ImportIntoLog, begin_import, watermarks
 from tests.batches import batch
 from tests.log.faulty import FaultyLog, Storage
 

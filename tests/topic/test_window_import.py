@@ -32,8 +32,8 @@ from seqdedupe.topic.operations import MessageState, state_by_id
 from seqdedupe.topic.policy import ImportedWindow, Policy
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowImported
-from seqdedupe.transfer import imports
-from seqdedupe.transfer.imports import WindowImport
+from seqdedupe.transfer import topic_state
+from seqdedupe.transfer.topic_state import WindowImport
 from tests.plain import PLAIN
 from tests.topic.test_by_id import INCARNATION, frame, originals, receipt, until_serving, verdicts
 from tests.topic.test_window_runs import SmallPlace
@@ -145,8 +145,8 @@ async def test_however_many_come_memory_has_a_part(
     place: ImportPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 700)
-    monkeypatch.setattr(imports, "PART_BYTES", 2000)
-    monkeypatch.setattr(imports, "MERGED_PAGES", 1)
+    monkeypatch.setattr(topic_state, "PART_BYTES", 2000)
+    monkeypatch.setattr(topic_state, "MERGED_PAGES", 1)
     held: list[int] = []
     written = WindowImport._part_written
 
@@ -266,7 +266,7 @@ async def test_a_store_that_fails_at_any_write_leaves_all_or_nothing(
     place: ImportPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exports, "WINDOW_BLOCK_BYTES", 40)
-    monkeypatch.setattr(imports, "PART_BYTES", 40)
+    monkeypatch.setattr(topic_state, "PART_BYTES", 40)
     is_done = False
     for writes in range(200):
         with monkeypatch.context() as failing, suppress(UnavailableError):
@@ -484,8 +484,8 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what was imported does not count": (WindowImported, "to_look_into", _not_looked_into),
     "it never expires": (judge, "since_ms", lambda applied, now: -1),
     "the log does not say what was imported": (ImportedWindow, "fill", _not_stated),
-    "the times are cut, and not rounded up": (imports, "seconds_of", lambda times: times // 1000 - 1),
-    "a part of the import is left out": (imports, "entries_with", lambda *a: _without_the_last(*a)),
+    "the times are cut, and not rounded up": (topic_state, "seconds_of", lambda times: times // 1000 - 1),
+    "a part of the import is left out": (topic_state, "entries_with", lambda *a: _without_the_last(*a)),
 }
 
 

@@ -18,7 +18,7 @@ from seqdedupe.store import windows
 from seqdedupe.store.db import Store
 from seqdedupe.topic.operations import state_by_id
 from seqdedupe.topic.window_runs import WindowImported
-from seqdedupe.transfer.imports import WindowImport
+from seqdedupe.transfer.topic_state import WindowImport
 from tests.topic.test_by_id import INCARNATION, verdicts
 from tests.topic.test_window_import import HOUR_MS, OLD, ImportPlace
 from tests.topic.test_window_import import place as place

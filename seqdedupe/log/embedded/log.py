@@ -22,10 +22,9 @@ from seqdedupe.log.contract import ANY_BYTES, DamageFound, Entries, Location, Ou
 from seqdedupe.log.embedded.commit import Closing, Committer
 from seqdedupe.log.embedded.inspection import Damage, DurablePart
 from seqdedupe.log.embedded.reader import AHEAD_MS, BEHIND_FILE, Ahead, ReadAhead, SegmentReader, steady_ms
-from seqdedupe.log.embedded.room import Room
 from seqdedupe.log.embedded.segment import Segment, segment_path
 from seqdedupe.log.embedded.tail import Tail
-from seqdedupe.log.embedded.writer import LateAppends, Writer, WriteTerm, WrittenAppends
+from seqdedupe.log.embedded.writer import LateAppends, Room, Writer, WriteTerm, WrittenAppends
 
 logger = logging.getLogger("seqdedupe.log")
 

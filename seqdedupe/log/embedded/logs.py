@@ -25,9 +25,9 @@ from seqdedupe.log.embedded.journal_replay import JournalReplay
 from seqdedupe.log.embedded.log import MAX_PLACES, EmbeddedLog, EmbeddedResources
 from seqdedupe.log.embedded.log_folder import SECRET_FILE, TOPIC_FILE, secret_of
 from seqdedupe.log.embedded.reader import ReadAhead
-from seqdedupe.log.embedded.room import Room
 from seqdedupe.log.embedded.segment import LogIdentity, Segment, segment_path, unreadable
 from seqdedupe.log.embedded.tail import Tail, base_indexes, open_segments, read_what_can_be
+from seqdedupe.log.embedded.writer import Room
 from seqdedupe.names import topic_name
 
 # -- The scrub reads all logs slowly in the background, to find damage before a reader needs the damaged data.

@@ -1,8 +1,8 @@
 """The transactional consumer: each message of a topic takes effect in the user's database exactly once.
 
 Begin with `consumer`, the main loop of a process and its share of a partitioned topic, and `work`, the handling of
-messages. `consumer_row` records which process works, and on which partitions. `message_arrivals` waits for messages,
-`dead_letters` stores the messages that are set aside, and `database` defines the tables.
+messages. `database` defines the tables, and records which process works, and on which partitions. `message_arrivals`
+waits for messages, and `dead_letters` stores the messages that are set aside.
 """
 
 from seqdedupe.services.consumer.consumer import Consumer

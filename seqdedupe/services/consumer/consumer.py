@@ -33,9 +33,11 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.services import Stillness
 from seqdedupe.services.activity import Activity, Lag, State, answer_of, lag_of_all
-from seqdedupe.services.consumer import consumer_row, database
-from seqdedupe.services.consumer.consumer_row import (
+from seqdedupe.services.consumer import database
+from seqdedupe.services.consumer.database import (
+    CONSUMERS,
     KEEP_UP_SECONDS,
+    METADATA,
     NOBODY,
     Held,
     Lost,
@@ -47,7 +49,6 @@ from seqdedupe.services.consumer.consumer_row import (
     fair_share,
     row_name,
 )
-from seqdedupe.services.consumer.database import CONSUMERS, METADATA
 from seqdedupe.services.consumer.dead_letters import DeadLetterPublisher, check_topic
 from seqdedupe.services.consumer.message_arrivals import LOOK_SECONDS, Arrivals, Stop, Stopped, is_there, wait_for_any
 from seqdedupe.services.consumer.work import FIRST_AWAY_SECONDS, LONGEST_AWAY_SECONDS, ConsumerConfig, Work
@@ -357,7 +358,7 @@ class Consumer:
     def _acquire(self, until: Position | None) -> str | None:
         """Stand by until no other process works, and return the stored position. Return None if the working process has
         reached `until`."""
-        stillness = Stillness(consumer_row.TAKE_OVER_SECONDS)
+        stillness = Stillness(database.TAKE_OVER_SECONDS)
         held = Held(self._on_waiting)
         first: SeenRow | None = None
         while True:

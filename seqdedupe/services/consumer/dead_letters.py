@@ -25,9 +25,8 @@ from seqdedupe.errors import InvalidRequestError, error
 from seqdedupe.figures import counted
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_DEDUPLICATION_ID_BYTES, MAX_PARTITIONS, NO_EPOCH
 from seqdedupe.message_id import MessageIds, Position
-from seqdedupe.services.consumer import consumer_row, database
-from seqdedupe.services.consumer.consumer_row import row_name
-from seqdedupe.services.consumer.database import CONSUMERS, DEAD_LETTERS, PARKED
+from seqdedupe.services.consumer import database
+from seqdedupe.services.consumer.database import CONSUMERS, DEAD_LETTERS, PARKED, row_name
 from seqdedupe.services.consumer.message_arrivals import Stop
 from seqdedupe.v1 import admin_pb2
 
@@ -404,7 +403,7 @@ class DeadLetterPublisher:
     def keep_up(self) -> None:
         """Publish dead letters that exist now, at intervals and without waiting. Raises Away, and the errors that end a
         publisher."""
-        if time.monotonic() - self._looked_at >= consumer_row.KEEP_UP_SECONDS:
+        if time.monotonic() - self._looked_at >= database.KEEP_UP_SECONDS:
             self._looked_at = time.monotonic()
             self._step()
 
@@ -428,7 +427,7 @@ class DeadLetterPublisher:
         wanted = select(DEAD_LETTERS).where(self._mine).order_by(DEAD_LETTERS.c.given_up_ms)
         with database.reaching(), self._engine.begin() as connection:
             found = connection.execute(wanted.limit(PUBLISHED_TOGETHER)).all()
-            identities = consumer_row.identities_of(connection, {row.consumer for row in found})
+            identities = database.identities_of(connection, {row.consumer for row in found})
         if not found:
             return False
         self._rows = [row for row in found if row.dead_letter_topic == found[0].dead_letter_topic]

@@ -21,9 +21,15 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.figures import counted
 from seqdedupe.names import topic_name
 from seqdedupe.services.activity import Activity
-from seqdedupe.services.consumer import consumer_row, database
-from seqdedupe.services.consumer.consumer_row import Lost, RowLease
-from seqdedupe.services.consumer.database import check_mariadb_writes, not_transactional, reaching, refusing_writes
+from seqdedupe.services.consumer import database
+from seqdedupe.services.consumer.database import (
+    Lost,
+    RowLease,
+    check_mariadb_writes,
+    not_transactional,
+    reaching,
+    refusing_writes,
+)
 from seqdedupe.services.consumer.dead_letters import BEHIND, SetAside, key_hash, message_of, why
 from seqdedupe.services.consumer.message_arrivals import Stop
 
@@ -458,7 +464,7 @@ class Work:
 
     def keep_up(self) -> None:
         """At intervals, show that this process is alive, and try the parked messages that are due."""
-        if time.monotonic() - self._kept_up < consumer_row.KEEP_UP_SECONDS:
+        if time.monotonic() - self._kept_up < database.KEEP_UP_SECONDS:
             return
         self._kept_up = time.monotonic()
         with database.reaching():
@@ -524,7 +530,7 @@ class Work:
         """Wait, and show meanwhile that this process is alive, so that other processes do not take over."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            self._stop.pause(min(left, consumer_row.KEEP_UP_SECONDS))
+            self._stop.pause(min(left, database.KEEP_UP_SECONDS))
             with database.reaching():
                 self._ownership.beat()
 

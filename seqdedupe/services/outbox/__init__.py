@@ -2,8 +2,7 @@
 transaction commits.
 
 A service uses `table`. The relay begins with `steps`, which decide what to do, and `relay`, which carries the steps
-out. A `row_page` contains rows of the outbox. `store` is the contract for databases; `postgres_outbox` and
-`sqlite_outbox` implement it.
+out. `store` is the contract for databases, with the pages of rows; `postgres_outbox` and `sqlite_outbox` implement it.
 """
 
 from seqdedupe.services.outbox.relay import Counters, Relay, run_relay

@@ -15,30 +15,27 @@ import psycopg
 from psycopg import Connection, sql
 from sqlalchemy.engine import URL
 
-from seqdedupe.batch import Int64s
+from seqdedupe.batch import Binary, Int64s
 from seqdedupe.databases.tables import CONNECTION, POSTGRESQL_UNSAFE_TABLES, cure_of
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
-from seqdedupe.services.outbox.row_page import (
+from seqdedupe.services.outbox.store import (
     ASIDE_TABLE,
     COLUMNS,
     ORDINAL_BITS,
+    PAGE_BYTES,
+    PAGE_ROWS,
     SEQUENCE_ID,
     TABLE,
     TOKEN_TABLE,
-    RowPage,
-    column_of,
-    page_of,
-)
-from seqdedupe.services.outbox.steps import OutboxState
-from seqdedupe.services.outbox.store import (
-    PAGE_BYTES,
-    PAGE_ROWS,
     Lag,
+    OutboxState,
     OutboxStore,
+    RowPage,
     bad_outbox,
     changed,
     check_names,
     converted_errors,
+    page_of,
     unavailable,
 )
 from seqdedupe.services.outbox.table import CHANNEL, DELETED, ID_TYPES, NUMBERING, POSTGRES_TRIGGERS, RELAY_SETTING
@@ -529,13 +526,24 @@ def _page(row: Any) -> RowPage:
     values = b"".join(chain.from_iterable(zip(*map(_values, properties), strict=True)))
     return RowPage(
         np.frombuffer(numbers, ">i8").astype(np.int64),
-        column_of(_lengths(keys), b"".join(_values(keys)), may_be_left_out=True),
-        column_of(np.where(sizes > MAX_PAYLOAD_BYTES, -1, sizes), payloads or b"", may_be_left_out=False),
+        _column(_lengths(keys), b"".join(_values(keys)), may_be_left_out=True),
+        _column(np.where(sizes > MAX_PAYLOAD_BYTES, -1, sizes), payloads or b"", may_be_left_out=False),
         np.maximum(sizes, 0),
-        column_of(by_property[there], values, may_be_left_out=False),
+        _column(by_property[there], values, may_be_left_out=False),
         there,
         ids_as_read=ids,
     )
+
+
+def _column(lengths: Int64s, data: bytes, *, may_be_left_out: bool) -> Binary:
+    """Return a column whose values are adjacent in `data`. A negative length means NULL."""
+    present = lengths >= 0
+    if may_be_left_out and not present.any():
+        return Binary()
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(np.maximum(lengths, 0), out=offsets[1:])
+    validity = b"" if present.all() else np.packbits(present, bitorder="little").tobytes()
+    return Binary(offsets, data, validity)
 
 
 def _lengths(column: bytes) -> Int64s:

@@ -35,9 +35,8 @@ from seqdedupe.services import Retries, Stillness, check_kind, check_target
 from seqdedupe.services.activity import Activity, Service, State
 from seqdedupe.services.activity import Lag as ServiceLag
 from seqdedupe.services.outbox import steps
-from seqdedupe.services.outbox.row_page import Route, RowPage
 from seqdedupe.services.outbox.steps import FoundRows
-from seqdedupe.services.outbox.store import Lag, OutboxStore, open_store
+from seqdedupe.services.outbox.store import Lag, OutboxStore, Route, RowPage, open_store
 
 # -- The work of a relay: it does the steps. Meanwhile it waits for receipts and deletes the rows that they prove.
 

@@ -12,17 +12,23 @@ from sqlalchemy.engine import URL
 
 from seqdedupe.databases.tables import missing_file
 from seqdedupe.limits import MAX_PAYLOAD_BYTES, NO_SEQUENCE_ID
-from seqdedupe.services.outbox.row_page import ASIDE_TABLE, COLUMNS, SEQUENCE_ID, TABLE, TOKEN_TABLE, RowPage, page_of
-from seqdedupe.services.outbox.steps import OutboxState
 from seqdedupe.services.outbox.store import (
+    ASIDE_TABLE,
+    COLUMNS,
     PAGE_BYTES,
     PAGE_ROWS,
+    SEQUENCE_ID,
+    TABLE,
+    TOKEN_TABLE,
     Lag,
+    OutboxState,
     OutboxStore,
+    RowPage,
     bad_outbox,
     changed,
     check_names,
     converted_errors,
+    page_of,
     unavailable,
 )
 from seqdedupe.services.outbox.table import SQLITE_TRIGGERS

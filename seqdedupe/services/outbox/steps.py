@@ -21,21 +21,10 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.names import partition_of
-from seqdedupe.services.outbox.row_page import Route, RowPage
+from seqdedupe.services.outbox.store import OutboxState, Route, RowPage
 
 BEGINNING = -(2**63)
 """A number below all rows, including rows whose number cannot be published."""
-
-
-class OutboxState(NamedTuple):
-    """The state that the database reports."""
-
-    token: str
-    next_sequence_id: int
-    """All rows inserted from now on have numbers at or above this one. All rows inserted before in this database have
-    numbers below it."""
-    has_had: bool
-    """Whether a row with the number in question has ever existed, as far as the database knows."""
 
 
 class ReadState(NamedTuple):

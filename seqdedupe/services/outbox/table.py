@@ -13,7 +13,7 @@ from sqlalchemy.exc import DataError, DBAPIError
 from seqdedupe.databases.failures import codes_of, told
 from seqdedupe.databases.tables import NO_AUTOCOMMIT
 from seqdedupe.errors import error
-from seqdedupe.services.outbox.row_page import ASIDE_TABLE, COLUMNS, ORDINAL_BITS, SEQUENCE_ID, TABLE, TOKEN_TABLE
+from seqdedupe.services.outbox.store import ASIDE_TABLE, COLUMNS, ORDINAL_BITS, SEQUENCE_ID, TABLE, TOKEN_TABLE
 
 CHANNEL = "seqdedupe_outbox"
 """The channel on which PostgreSQL notifies of inserted rows."""

@@ -25,26 +25,24 @@ from seqdedupe.errors import error
 from seqdedupe.figures import counted
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.stores.contract import (
+    BAD_VALUES,
     FORMAT_VERSION,
     Advance,
     Beside,
     Binding,
+    Column,
+    Kind,
     OutputStore,
     Stored,
     check_format,
     check_replacement,
-)
-from seqdedupe_spark.stores.delta_files import SCHEME, DeltaLog, plain
-from seqdedupe_spark.stores.kinds import (
-    BAD_VALUES,
-    Column,
-    Kind,
     check_schema,
     check_table,
     converted,
     in_batch,
     kind_of,
 )
+from seqdedupe_spark.stores.delta_files import SCHEME, DeltaLog, plain
 
 # -- The columns of a Delta table: types, the conversion of batches, and columns that partition the table.
 

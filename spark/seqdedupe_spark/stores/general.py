@@ -18,8 +18,7 @@ from seqdedupe.databases import tables
 from seqdedupe.databases.failures import Fault, ended, fault_of, lost_connection, told
 from seqdedupe.databases.tables import MARIADB, UrlError, bytes_type, name_type, text_type, url_of
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe_spark.stores.contract import Advance, Binding, Take, Watermarks
-from seqdedupe_spark.stores.kinds import Column, Kind, converted, kind_of
+from seqdedupe_spark.stores.contract import Advance, Binding, Column, Kind, Take, Watermarks, converted, kind_of
 from seqdedupe_spark.stores.sql import (
     OWN_TABLES,
     POSITIONS,

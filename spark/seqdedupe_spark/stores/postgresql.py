@@ -24,8 +24,21 @@ from seqdedupe.databases.tables import (
     check_password_ends,
 )
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
-from seqdedupe_spark.stores.contract import Advance, Beside, Stored, Take, Watermarks
-from seqdedupe_spark.stores.kinds import Column, Kind, bad_value, check_table, converted, in_batch, kind_of, one_line
+from seqdedupe_spark.stores.contract import (
+    Advance,
+    Beside,
+    Column,
+    Kind,
+    Stored,
+    Take,
+    Watermarks,
+    bad_value,
+    check_table,
+    converted,
+    in_batch,
+    kind_of,
+    one_line,
+)
 from seqdedupe_spark.stores.sql import (
     JOBS,
     OWN_TABLES,

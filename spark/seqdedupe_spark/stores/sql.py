@@ -33,13 +33,20 @@ from seqdedupe_spark.stores.contract import (
     Advance,
     Beside,
     Binding,
+    Column,
+    Kind,
     OutputStore,
     Stored,
     Watermarks,
     check_format,
     check_replacement,
+    check_schema,
+    check_table,
+    converted,
+    in_batch,
+    kind_of,
+    one_line,
 )
-from seqdedupe_spark.stores.kinds import Column, Kind, check_schema, check_table, converted, in_batch, kind_of, one_line
 
 C = TypeVar("C")
 

@@ -22,7 +22,7 @@ from seqdedupe.limits import MAX_OPEN_NAMES
 from seqdedupe.store.db import Store
 from seqdedupe.topic import operations
 from seqdedupe.topic.directory import Topics
-from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.lives import PublishedTopics
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import publish_pb2
 from tests.topic.logs import MemoryLogs

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker_sidecar.security.rules import Action, Rule, Rules, RulesFile, read_rules
-from seqdedupe.core.name_table import joined
-from seqdedupe.core.patterns import Pattern
+from seqdedupe.core.name_table import Pattern, joined
 from seqdedupe.errors import ConfigurationError
 
 SUBJECTS = ["ann", "bob", "a*", "x/y"]

@@ -23,14 +23,14 @@ from seqdedupe.topic import listing, owner
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.kinds import PublishedTopics
 from seqdedupe.topic.listing import Fetching
+from seqdedupe.topic.lives import PublishedTopics
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.readers import end_index, read_page
 from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.topic import Topic
-from seqdedupe.transfer.state_messages import saved
+from seqdedupe.transfer.topic_state import saved
 from tests.batches import batch
 from tests.log.conformance import Owner, parsed
 from tests.log.pulsar.test_log import BOTH, TOPIC, StandInHarness

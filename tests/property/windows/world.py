@@ -14,7 +14,7 @@ from seqdedupe.store.parts import IDS, MAX_NUMBER, RUN, part_key, part_number
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache, Refusal
-from seqdedupe.topic.kinds import PublishedTopics
+from seqdedupe.topic.lives import PublishedTopics
 from seqdedupe.topic.policy import NO_LIMIT, Applied, Policy
 from seqdedupe.topic.topic import Topic
 from seqdedupe.topic.window_runs import WindowMemory

@@ -22,7 +22,7 @@ import pytest
 from seqdedupe.client import Client
 from seqdedupe.services.outbox import Relay, run_relay
 from seqdedupe.services.outbox import steps as outbox_steps
-from seqdedupe.services.outbox.row_page import RowPage
+from seqdedupe.services.outbox.store import RowPage
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.processes import running
 from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all

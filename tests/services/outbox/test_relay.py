@@ -19,8 +19,7 @@ from seqdedupe.errors import ConfigurationError, FencedError, InvalidRequestErro
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.services.outbox import Outbox, Relay, ddl, run_relay
 from seqdedupe.services.outbox.relay import token_name
-from seqdedupe.services.outbox.row_page import RowPage
-from seqdedupe.services.outbox.store import PAGE_ROWS, open_store
+from seqdedupe.services.outbox.store import PAGE_ROWS, RowPage, open_store
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all
 

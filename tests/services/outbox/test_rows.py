@@ -8,7 +8,7 @@ import pytest
 from seqdedupe.batch import Batch, single_producer
 from seqdedupe.errors import error
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
-from seqdedupe.services.outbox.row_page import MAX_REST_BYTES, RowPage, page_of
+from seqdedupe.services.outbox.store import MAX_REST_BYTES, RowPage, page_of
 
 Row = tuple[int, bytes | None, bytes | None, bytes | None, bytes | None, bytes | None]
 

@@ -17,7 +17,7 @@ from seqdedupe.names import partition_of
 from seqdedupe.services.outbox import steps
 from seqdedupe.services.outbox.postgres_outbox import Horizon
 from seqdedupe.services.outbox.relay import ANYWHERE, SeenTopic, is_one_of, token_name
-from seqdedupe.services.outbox.row_page import ORDINAL_BITS, RowPage, page_of
+from seqdedupe.services.outbox.store import ORDINAL_BITS, OutboxState, RowPage, page_of
 
 TOPIC = "topic"
 NAME = "shop"
@@ -202,7 +202,7 @@ class Relay:
         match step:
             case steps.ReadState(number):
                 upcoming = self.world.next_sequence_id(database)
-                return steps.OutboxState(database.token, upcoming, number < upcoming)
+                return OutboxState(database.token, upcoming, number < upcoming)
             case steps.OpenTopic(_, token):
                 self.name = token_name(NAME, token)
                 names = [name for name in topic.owners if is_one_of(NAME)(name)]

@@ -1,8 +1,8 @@
 """A job's task: it reads a range, transforms the messages, and writes rows and position in one transaction.
 
 This module does not depend on Spark. A range takes effect once, in any process and after any number of attempts, even
-if attempts run at the same time or after a kill -9. Begin with `RangeTask._run`. After the task comes the search for
-the message that the store has refused.
+if attempts run at the same time or after a kill -9. Begin with `RangeTask._run`. Before the task come the dead letters,
+which the task stores; after the task comes the search for the message that the store has refused.
 """
 
 import traceback
@@ -19,15 +19,124 @@ import pyarrow.compute as pc
 
 from seqdedupe.databases.failures import ended
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.figures import counted
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.dedupe import Deduplicator
-from seqdedupe_spark.job.dead_letter_rows import SUFFIX, DeadLetterRows, Key
-from seqdedupe_spark.message_columns import column_of, to_arrow
+from seqdedupe_spark.message_columns import TIME, column_of, to_arrow
 from seqdedupe_spark.planning import patiently
 from seqdedupe_spark.range_reader import joined, message_id_at, read_range, read_stored
 from seqdedupe_spark.ranges import TopicRange
 from seqdedupe_spark.service import Service
 from seqdedupe_spark.stores.contract import Advance, Beside, OutputStore, Stored, StoreFactory, Take, Watermarks
+
+# -- Messages that cannot be written. They are stored in a separate table, in the same transaction that moves the
+# position past them.
+
+DEAD_LETTER_SUFFIX = "_dead_letters"
+"""The suffix of the table of dead letters, after the name of the job's table."""
+
+MAX_DEAD_LETTERS = 100
+"""The default for the maximum number of dead letters in one transaction. More dead letters count as a fault of the
+job."""
+
+MAX_ERROR_CHARACTERS = 4_000
+
+DEAD_LETTER_SCHEMA = pa.schema(
+    {
+        "job": pa.string(),
+        "topic": pa.string(),
+        "incarnation": pa.int64(),
+        "index": pa.int64(),
+        "message_id": pa.string(),
+        "publish_time": TIME,
+        "reason": pa.string(),
+        "error": pa.string(),
+        "key": pa.binary(),
+        "value": pa.binary(),
+    }
+)
+"""The columns of the table."""
+
+
+MessageKey = tuple[str, bytes]
+"""A topic, and the encoding of a message ID."""
+
+
+@dataclass
+class DeadLetterRows:
+    """The dead letters of one transaction while it is attempted. Messages that the store refused in an earlier attempt
+    are remembered."""
+
+    job: str
+    most: int
+    refused: dict[MessageKey, SeqdedupeError] = field(default_factory=dict)
+    ended: set[MessageKey] = field(default_factory=set)
+    """The refused messages that ended the connection. Their dead letters contain neither key nor value, which might end
+    the connection again, for instance if they are too large for the server."""
+    _letters: list[dict[str, object]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._letters)
+
+    def begin(self) -> None:
+        """Begin another attempt of the transaction."""
+        self._letters.clear()
+
+    def bury(self, messages: pa.RecordBatch, row: int, why: SeqdedupeError) -> None:
+        """Add a message to the dead letters. If there are too many, raise the error because of which the message cannot
+        be written."""
+        if len(self._letters) >= self.most:
+            has = f"this transaction already has {counted(self.most, 'dead letter')}"
+            what = f"{why.message}; {has}, and no more are allowed"
+            raise error(why.reason, what, hint=why.hint, topic=why.numbers.get("topic")) from why
+        letter = _letter(self.job, messages, row, why)
+        key = (str(letter["topic"]), column_of(messages, "messageId")[row].as_py())
+        self._letters.append(letter | {"key": None, "value": None} if key in self.ended else letter)
+
+    def bury_refused(self, messages: pa.RecordBatch) -> pa.RecordBatch:
+        """Add the messages of a topic that the store has refused earlier to the dead letters. Return the other
+        messages."""
+        if not self.refused or not len(messages):
+            return messages
+        topic = column_of(messages, "topic")[0].as_py()
+        of_topic = {one: why for (name, one), why in self.refused.items() if name == topic}
+        ids = column_of(messages, "messageId")
+        is_refused = pc.is_in(ids, value_set=pa.array(list(of_topic), pa.binary()))
+        for row in np.flatnonzero(is_refused.to_numpy(zero_copy_only=False)).tolist():
+            self.bury(messages, row, of_topic[ids[row].as_py()])
+        return messages.filter(pc.invert(is_refused))
+
+    def rows(self) -> pa.RecordBatch:
+        """Return all dead letters, as rows of the table."""
+        return pa.RecordBatch.from_pylist(self._letters, DEAD_LETTER_SCHEMA)
+
+
+def _letter(job: str, messages: pa.RecordBatch, row: int, why: SeqdedupeError) -> dict[str, object]:
+    columns = {
+        "topic": "topic",
+        "incarnation": "incarnation",
+        "index": "index",
+        "publish_time": "publishTime",
+        "key": "key",
+        "value": "value",
+    }
+    found = {name: column_of(messages, column)[row].as_py() for name, column in columns.items()}
+    return found | {
+        "job": job,
+        "message_id": str(MessageId.from_bytes(column_of(messages, "messageId")[row].as_py())),
+        "reason": why.reason,
+        "error": _storable(why.message),
+    }
+
+
+def _storable(text: str) -> str:
+    """Return the text in a form that databases accept: without NUL, and without surrogates, which no encoding can
+    represent."""
+    whole = text.encode(errors="backslashreplace").decode()
+    return whole.replace("\0", "\\0")[:MAX_ERROR_CHARACTERS]
+
+
+# -- The task.
 
 Transform = Callable[[pa.RecordBatch], pa.RecordBatch | None]
 """A function that works row by row: the rows for a message may depend only on that message. None stands for no rows."""
@@ -216,7 +325,9 @@ class RangeTask:
         if tally.dead is None:
             written = store.write(self.output.job, table, rows, advances)
             return TaskReport(tally.read, written, tally.duplicates)
-        written = store.write(self.output.job, table, rows, advances, Beside(table + SUFFIX, tally.dead.rows))
+        written = store.write(
+            self.output.job, table, rows, advances, Beside(table + DEAD_LETTER_SUFFIX, tally.dead.rows)
+        )
         return TaskReport(tally.read, written, tally.duplicates, len(tally.dead))
 
     def _source(
@@ -304,7 +415,7 @@ class RangeTask:
 
     def _naming(
         self, failure: SeqdedupeError, tally: _Tally, ranges: Sequence[TopicRange]
-    ) -> tuple[SeqdedupeError, Key | None]:
+    ) -> tuple[SeqdedupeError, MessageKey | None]:
         """Add the message of the row to a store's failure, and return both. The message is None if several messages may
         be the cause. This reads the messages again."""
         batch, row = int(failure.numbers["batch"]), int(failure.numbers["row"])
