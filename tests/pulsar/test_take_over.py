@@ -1,5 +1,5 @@
 """Topics of a real broker that stock clients have used become topics of the sidecar: producers go on where they stood,
-and consumers read on, whatever ends in between."""
+and consumers read on, and no crash in between changes that."""
 
 import asyncio
 import itertools
@@ -170,7 +170,7 @@ async def test_what_cannot_be_taken_over_is_refused_with_the_reason(
 async def test_of_trimmed_entries_pulsars_deduplication_knows_the_producers(
     deduplicates: bool, left: bool, member: MakeMember, cluster: Cluster, topic: str
 ) -> None:
-    """Without it nobody does: then the producer begins anew, as it would at the broker."""
+    """Without it nobody does: then the producer is new, as it would be at the broker."""
     await cluster.admin.create_topic(topic, {})
     if deduplicates:
         await cluster.until_deduplicating(topic)
@@ -222,7 +222,7 @@ async def test_of_trimmed_entries_pulsars_deduplication_knows_the_producers(
 
 @pytest.mark.parametrize("partitions", [0, 2])
 @pytest.mark.parametrize("kills", [True, False], ids=["kill", "failure"])
-async def test_whatever_ends_at_any_step_the_numbers_are_the_same(
+async def test_the_numbers_are_the_same_after_a_failure_at_any_step(
     kills: bool, partitions: int, member: MakeMember, namespace: str, cluster: Cluster
 ) -> None:
     """At each call of the admin URL that changes something; and the call is made once more."""
