@@ -3,17 +3,21 @@ and consumers read on, and no crash in between changes that."""
 
 import asyncio
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pulsar
 import pytest
 
+from seqdedupe.client import blocking
 from seqdedupe.entry_properties import KIND
+from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.names import partition_name
-from seqdedupe.testing import LAST_RESORT_SECONDS
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic import directory
 from seqdedupe.topic.base import State
+from seqdedupe.v1 import admin_pb2
 from tests.pulsar.members import Kill, MakeMember, Member, reason_of
 from tests.pulsar.owners import Cluster, quiet, until
 
@@ -296,3 +300,37 @@ async def test_a_sidecar_that_comes_later_needs_no_entry_from_before(
     await one.take(topic)
     assert await one.persisted(topic, "theirs") == [9]
     assert await is_dup(one, topic, 8, "theirs")
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
+async def test_the_call_of_the_admin_service(
+    partitions: int, namespace: str, cluster: Cluster, topic: str, tmp_path: Path
+) -> None:
+    if partitions:
+        await cluster.url.call("PUT", f"{path_of(topic)}/partitions", partitions)
+    names = [partition_name(topic, k) for k in range(partitions)] or [topic]
+    for name in names:
+        await send(cluster, name, "theirs", 3, 8)
+    sidecar = Sidecar(
+        tmp_path / "sidecar",
+        log="pulsar",
+        pulsar_service_url=cluster.service_url,
+        pulsar_admin_url=cluster.admin_url,
+        pulsar_namespaces=namespace,
+        pulsar_entry_format="native",
+    )
+
+    def run() -> None:
+        with sidecar, blocking.Client(sidecar.address) as client:
+            several: list[dict[str, Any]] = [{"partitions": 2}, {"deduplication_enabled": False}]
+            for more in several:
+                with pytest.raises(InvalidRequestError, match="INVALID_REQUEST"):
+                    client.admin.create_topic(topic, take_over=True, **more)
+            made = client.admin.create_topic(topic, take_over=True)
+            assert (made.state, made.partitions) == (admin_pb2.TOPIC_STATE_SERVING, partitions)
+            for name in names:
+                assert client.admin.producer(name, "theirs").persisted == 8
+            with pytest.raises(InvalidRequestError, match="TOPIC_EXISTS"):
+                client.admin.create_topic(topic, take_over=True)
+
+    await asyncio.to_thread(run)
