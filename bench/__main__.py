@@ -56,6 +56,7 @@ FIGURES = (
     "outbox",
     "pulsar_publish",
     "pulsar_recovery",
+    "pulsar_take_over",
     "pulsar_sidecars",
     "pulsar_spark",
     "spark_source",

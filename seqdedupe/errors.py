@@ -181,7 +181,8 @@ REASONS: dict[str, Reason] = {
     "TOPIC_IN_USE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Create a topic, and import into the new topic before a producer opens the topic or publishes a message.",
+        "Create a topic, and import into the new topic before a producer opens the topic or publishes a message. To "
+        "take a topic of Pulsar's over, first stop its producers.",
     ),
     "LOG_INCOMPLETE": Reason(
         InvalidRequestError,

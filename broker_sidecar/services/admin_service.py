@@ -14,6 +14,7 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -117,7 +118,11 @@ class AdminService:
         partitions = max(1, request.partitions)
         self._permissions.check_creates(topic_name(request.topic), self._topics.registry.names(), partitions)
         topics, name = self._topics, request.topic
-        if request.partitions:
+        if request.take_over:
+            there = list(self._topics.registry.names())
+            check = partial(self._permissions.check_creates, topic_name(name), there)
+            await in_time(name, directory.take_over(topics, name, layout, check))
+        elif request.partitions:
             await in_time(name, directory.create_partitioned(topics, name, request.partitions, policy, layout))
         else:
             await in_time(name, topics.create(name, policy=policy, layout=layout))
@@ -266,10 +271,18 @@ def _name(topic: TopicBase | Closed) -> str:
 def _layout_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> Layout:
     """Return the requested layout. Raises INVALID_REQUEST."""
     value = request.entry_format
-    for field, is_given in (("entry_format", value != admin_pb2.ENTRY_FORMAT_UNSPECIFIED), ("schema", request.schema)):
+    given = {
+        "entry_format": value != admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
+        "schema": request.schema,
+        "take_over": request.take_over,
+    }
+    for field, is_given in given.items():
         if is_given and log is not LogKind.PULSAR:
             why = f"{field} can be set only on a sidecar with log = 'pulsar'"
             raise error("INVALID_REQUEST", why, hint="Omit it.")
+    if request.take_over and (request.partitions or request.policy != admin_pb2.TopicPolicy()):
+        why = "partitions and policy cannot be set for a topic that is taken over"
+        raise error("INVALID_REQUEST", why, hint="Omit them. Set its policy when it serves.")
     for name, known in ENTRY_FORMATS.items():
         if known == value:
             return Layout(name, request.schema)

@@ -298,6 +298,11 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
     type=click.Choice(("id", "key")),
     help="With partitions and deduplication IDs: what decides the partition. Cannot be changed later. Default: id.",
 )
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="On a Pulsar cluster: make a topic that exists there a topic of the sidecar, with its messages.",
+)
 @common
 def create(
     name: str,
@@ -307,10 +312,11 @@ def create(
     schema: TextIO | None,
     deduplication_mode: str | None,
     deduplication_route: str | None,
+    take_over: bool,
     address: str,
     as_json: bool,
 ) -> None:
-    """Create a topic and show it."""
+    """Create a topic, or take over one of Pulsar's, and show it."""
     with connect(address) as client:
         made = client.admin.create_topic(
             name,
@@ -320,6 +326,7 @@ def create(
             entry_format=entry_format or "",
             schema=schema.read() if schema is not None else "",
             deduplication_enabled=deduplication,
+            take_over=take_over,
         )
     _print_topic(made, as_json)
 

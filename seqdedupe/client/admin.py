@@ -106,6 +106,7 @@ class Admin:
         deduplication_route: str = "",
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
+        take_over: bool = False,
     ) -> admin_pb2.Topic:
         """Create a topic. Raises InvalidRequestError (TOPIC_EXISTS).
 
@@ -119,6 +120,9 @@ class Admin:
           (the default) or `key`.
         - `deduplication_enabled`: None inherits the setting.
         - `policy`: the policy of the topic, or of each partition. Unset values are inherited.
+        - `take_over`: makes a topic that a Pulsar cluster has a topic of the sidecar, with its messages. Without
+          `partitions` and a policy. Raises also TOPIC_IN_USE while producers are connected to it, TOPIC_TERMINATED. The
+          topic returned may not serve yet: see its `why`.
         """
         if deduplication_mode not in MODES:
             why = f"{deduplication_mode!r} is no deduplication mode: sequence-id and deduplication-id are"
@@ -138,6 +142,7 @@ class Admin:
                 schema=schema,
                 deduplication_mode=MODES[deduplication_mode],
                 deduplication_route=ROUTES[deduplication_route],
+                take_over=take_over,
             )
         return (await self._calls.call(lambda sidecar: sidecar.admin.CreateTopic, request)).topic
 

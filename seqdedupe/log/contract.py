@@ -445,6 +445,18 @@ class Logs(Protocol):
         Raises `UnavailableError` (LOG_REFUSED).
         """
 
+    async def take_over(
+        self, topic: str, incarnations: Callable[[int], Sequence[int]], layout: Layout = AS_USUAL
+    ) -> None:
+        """Make a log of a topic that the cluster has, or of each of its partitions. What is stored there stays, and is
+        before the log's first entry.
+
+        `incarnations` returns a number of new incarnations that count up; it may raise, before anything is changed.
+        From one call to the cluster on, all sidecars see the log: a failure afterwards undoes nothing. Raises
+        INVALID_REQUEST, TOPIC_NOT_FOUND, TOPIC_EXISTS, TOPIC_IN_USE; `UnavailableError` (LOG_REFUSED): then it is
+        unknown whether the topic was taken over, and can be tried again.
+        """
+
     async def announce(self, whole: str) -> None:
         """Announce that all partitions of a new partitioned topic exist. Other sidecars may use them after this.
 

@@ -8,6 +8,7 @@ are separate tasks, which continue if the caller is cancelled.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -532,7 +533,42 @@ async def delete_partitioned(topics: Topics[T], whole: str) -> None:
     await topics.registry.change_whole(Phase.DELETING, whole, partial(topics.remove_partitions, whole))
 
 
-# -- Topics of a cluster that other sidecars make and delete.
+# -- Topics of a cluster that others make and delete.
+
+
+async def take_over(
+    topics: Topics[T], name: str, layout: Layout = AS_USUAL, check: Callable[[int], None] = lambda count: None
+) -> None:
+    """Make a topic that the cluster has, and no sidecar made, a topic of the sidecars. When this returns, it is known
+    here, and serves unless something is in the way. `check` is called with the number of its partitions (1: none)
+    before anything is changed.
+
+    Once the cluster has it as a topic of the sidecars, it stays one, whatever happens here: it is found like a topic
+    that another sidecar has created. Raises the errors of `check` and of `Logs.take_over`, TOO_MANY_TOPICS, DRAINING.
+    """
+    full = topic_name(name)
+    while (entry := topics.registry.get(full)) is not None and entry.phase is Phase.CREATING and entry.under_way:
+        await asyncio.wait({entry.under_way})
+    while change := topics.registry.changes(full):
+        await asyncio.wait({change})
+    topics.check_takes_changes(full)
+    _check_is_free(topics, full)
+
+    def incarnations(count: int) -> list[int]:
+        check(count)
+        topics.check_room(count)
+        now_us = time.time_ns() // 1000
+        return [topics.store.next_incarnation(now_us) for _ in range(count)]
+
+    try:
+        work = partial(topics.kind.take_over, full, incarnations, layout)
+        await topics.registry.run(Phase.CREATING, full, work)
+    except InvalidRequestError as e:
+        if e.reason == "TOPIC_EXISTS" and topics.kind.log.is_shared:
+            await topics.looking.once()
+        raise
+    await topics.looking.once()
+    await topics.waiting.use(*(topics.partitions.names(full) if full in topics.partitions else [full]))
 
 
 async def look_for(topics: Topics[T], name: str) -> str:

@@ -86,6 +86,9 @@ class TopicKind(Protocol[T_co]):
         why the log cannot be read.
         """
 
+    async def take_over(self, topic: str, incarnations: Callable[[int], Sequence[int]], layout: Layout) -> None:
+        """Make an existing topic of the cluster a log. See `Logs.take_over`."""
+
     async def announce(self, whole: str) -> None:
         """Announce that all partitions of a new partitioned topic are ready. See `Logs.announce`."""
 
@@ -150,6 +153,9 @@ class BrokersTopics:
             # The broker may have dropped the entries before that position, as it was allowed to do.
             why = f"the snapshot covers {loaded.next_index} entries, the one in the store {live.keeper.snapshot_index}"
             raise error("POSITION_TRIMMED", why, hint="Import a newer snapshot.")
+
+    async def take_over(self, topic: str, incarnations: Callable[[int], Sequence[int]], layout: Layout) -> None:
+        raise error("INVALID_REQUEST", f"{topic} cannot be taken over: the log is a broker's own")
 
     async def announce(self, whole: str) -> None:
         """Do nothing: there are no partitions."""
@@ -283,6 +289,9 @@ class PublishedTopics:
             await _check(log, topic, loaded)
         finally:
             await log.close()
+
+    async def take_over(self, topic: str, incarnations: Callable[[int], Sequence[int]], layout: Layout) -> None:
+        await self._logs.take_over(topic, incarnations, layout)
 
     async def announce(self, whole: str) -> None:
         await self._logs.announce(whole)

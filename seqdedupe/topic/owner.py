@@ -643,8 +643,11 @@ def state_earlier(topic: Owned) -> None:
     """Write the watermarks of earlier producers into the log, unless the log states them already. Later opens wait for
     this.
 
-    If that fails, the topic recovers, and this is repeated. The topic must be serving.
+    If that fails, the topic recovers, and this is repeated. The topic must be serving. They are before all messages in
+    the log. So once it has a message, what it does not state was reset or forgotten since.
     """
+    if topic.confirmed_index:
+        return
     unsaid = {
         name.encode(): sequence_id
         for name, sequence_id in topic.log.earlier.items()

@@ -727,6 +727,7 @@ class CreateTopicRequest(_message.Message):
     DEDUPLICATION_MODE_FIELD_NUMBER: _builtins.int
     DEDUPLICATION_ROUTE_FIELD_NUMBER: _builtins.int
     SCHEMA_FIELD_NUMBER: _builtins.int
+    TAKE_OVER_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     partitions: _builtins.int
@@ -749,6 +750,14 @@ class CreateTopicRequest(_message.Message):
     entries are `ENTRY_FORMAT_PLAIN` (otherwise `INVALID_REQUEST`). Publishers must encode their payloads with this
     schema. The sidecar does not check the payloads.
     """
+    take_over: _builtins.bool
+    """Makes a topic that Pulsar has, and that no sidecar made, a topic of the sidecar. Its messages stay. Each producer's
+    watermark is the highest sequence ID among its messages there. Only if the log is in Pulsar. `partitions` and
+    `policy` must be omitted (otherwise `INVALID_REQUEST`): the topic has the partitions that it has. Errors:
+    `TOPIC_NOT_FOUND`, `TOPIC_IN_USE` while producers are connected to it, `TOPIC_TERMINATED`, `UNSAFE_TOPIC_POLICY`,
+    `TOPIC_EXISTS` if it is a topic of the sidecar already. After these errors Pulsar's topic is as it was, except that
+    its policies may be safe now. The answer may have a topic that does not serve yet; its `why` says the reason.
+    """
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:
         """The policy of the topic, or of each partition. Omitted: all values are inherited. Partitions cannot have
@@ -765,10 +774,11 @@ class CreateTopicRequest(_message.Message):
         deduplication_mode: Global___DeduplicationMode.ValueType = ...,
         deduplication_route: Global___DeduplicationRoute.ValueType = ...,
         schema: _builtins.str = ...,
+        take_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "schema", b"schema", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "schema", b"schema", "take_over", b"take_over", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

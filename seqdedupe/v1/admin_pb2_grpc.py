@@ -233,9 +233,10 @@ class AdminServiceServicer(object):
 
     def DeleteTopic(self, request, context):
         """Deletes a topic, its log and its producers permanently. From the call on, the topic accepts no messages. A later
-        topic with the same name has another incarnation. If the call is cancelled, a deletion that has begun continues. A
-        partitioned topic is deleted with all its partitions. A single partition cannot be deleted. Errors:
-        `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the topic then still exists).
+        topic with the same name has another incarnation. A topic that was taken over is deleted too, with its messages from
+        before. If the call is cancelled, a deletion that has begun continues. A partitioned topic is deleted with all its
+        partitions. A single partition cannot be deleted. Errors: `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the
+        topic then still exists).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

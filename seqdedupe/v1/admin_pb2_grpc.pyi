@@ -41,9 +41,10 @@ class AdminServiceStub:
     """
     DeleteTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteTopicRequest, _admin_pb2.DeleteTopicResponse]
     """Deletes a topic, its log and its producers permanently. From the call on, the topic accepts no messages. A later
-    topic with the same name has another incarnation. If the call is cancelled, a deletion that has begun continues. A
-    partitioned topic is deleted with all its partitions. A single partition cannot be deleted. Errors:
-    `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the topic then still exists).
+    topic with the same name has another incarnation. A topic that was taken over is deleted too, with its messages from
+    before. If the call is cancelled, a deletion that has begun continues. A partitioned topic is deleted with all its
+    partitions. A single partition cannot be deleted. Errors: `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the
+    topic then still exists).
     """
     ListTopics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListTopicsRequest, _admin_pb2.ListTopicsResponse]
     """Returns all topics, sorted by name, 1,000 per page. The list has partitioned topics and also each of their
@@ -225,9 +226,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     DeleteTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteTopicRequest, _admin_pb2.DeleteTopicResponse]  # type: ignore[assignment]
     """Deletes a topic, its log and its producers permanently. From the call on, the topic accepts no messages. A later
-    topic with the same name has another incarnation. If the call is cancelled, a deletion that has begun continues. A
-    partitioned topic is deleted with all its partitions. A single partition cannot be deleted. Errors:
-    `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the topic then still exists).
+    topic with the same name has another incarnation. A topic that was taken over is deleted too, with its messages from
+    before. If the call is cancelled, a deletion that has begun continues. A partitioned topic is deleted with all its
+    partitions. A single partition cannot be deleted. Errors: `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the
+    topic then still exists).
     """
     ListTopics: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTopicsRequest, _admin_pb2.ListTopicsResponse]  # type: ignore[assignment]
     """Returns all topics, sorted by name, 1,000 per page. The list has partitioned topics and also each of their
@@ -418,9 +420,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DeleteTopicResponse, _abc.Awaitable[_admin_pb2.DeleteTopicResponse]]:
         """Deletes a topic, its log and its producers permanently. From the call on, the topic accepts no messages. A later
-        topic with the same name has another incarnation. If the call is cancelled, a deletion that has begun continues. A
-        partitioned topic is deleted with all its partitions. A single partition cannot be deleted. Errors:
-        `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the topic then still exists).
+        topic with the same name has another incarnation. A topic that was taken over is deleted too, with its messages from
+        before. If the call is cancelled, a deletion that has begun continues. A partitioned topic is deleted with all its
+        partitions. A single partition cannot be deleted. Errors: `TOPIC_NOT_FOUND`, `LOG_DAMAGED`, `STORE_UNAVAILABLE` (the
+        topic then still exists).
         """
 
     @_abc_1.abstractmethod

@@ -186,6 +186,8 @@ def test_a_schema_is_for_topics_of_pulsars(run: Run, tmp_path: Path) -> None:
     (tmp_path / "order.json").write_text('{"type": "STRING", "schema": ""}')
     refused = run("topics", "create", "typed", "--schema", str(tmp_path / "order.json"), status=1).stderr
     assert b"schema can be set only on a sidecar with log = 'pulsar'" in refused
+    refused = run("topics", "create", "typed", "--take-over", status=1).stderr
+    assert b"take_over can be set only on a sidecar with log = 'pulsar'" in refused
     assert b"[TOPIC_NOT_FOUND]" in run("topics", "show", "typed", status=1).stderr
 
 

@@ -15,6 +15,7 @@ import pulsar.asyncio
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.log.pulsar.admin_url import JSON, AdminAnswer, AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import EntryFormat
+from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarResources
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.store.db import Store
@@ -95,11 +96,20 @@ class FaultyUrl(AdminUrl):
 class Member:
     """A sidecar: started again over the same folder, it has the data that it had."""
 
-    def __init__(self, cluster: Cluster, namespace: str, folder: Path, *, is_standby: bool = False) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        folder: Path,
+        *,
+        is_standby: bool = False,
+        entry_format: EntryFormat = EntryFormat.PLAIN,
+    ) -> None:
         self._cluster = cluster
         self._namespace = namespace
         self.folder = folder
         self._is_standby = is_standby
+        self._entry_format = entry_format
         self.address = folder.name
         self.is_running = False
         self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
@@ -111,17 +121,19 @@ class Member:
         self.url = FaultyUrl(self._cluster.admin_url)
         self.client = self._cluster.connect()
         instance = StoreInstance(self.store)
+        self.store_name = instance.named("")
         shared = PulsarResources(
             self.client,
-            instance.named(""),
+            self.store_name,
             self.address,
             lambda: time.time_ns() // 1_000_000,
             lambda _, known: instance.claim_opening(known),
             PulsarAdmin(self.url),
             self._cluster.connect,
             self._cluster.answers,
+            Brokers(self._cluster.service_url),
         )
-        self.logs = PulsarLogs(shared, [self._namespace], EntryFormat.PLAIN, may_change_policies=False)
+        self.logs = PulsarLogs(shared, [self._namespace], self._entry_format, may_change_policies=False)
         self.is_running = True
         await self.run(self._start())
 
@@ -192,15 +204,19 @@ class Member:
         """The index of a message that is stored. Raises why it is not."""
         return (await self.ask(name, sequence_id, payload)).first_index
 
-    async def ask(self, name: str, sequence_id: int, payload: bytes = b"payload") -> FrameReceipt:
-        """What is answered to a message. Raises why it is refused."""
-        return await self.run(self._ask(self.topics.get(name), sequence_id, payload))
+    async def persisted(self, name: str, *producers: str) -> list[int]:
+        """The producers' watermarks."""
+        return (await self.run(open_sessions(self.topics.get(name), list(producers), None))).persisted
 
-    async def _ask(self, topic: Topic, sequence_id: int, payload: bytes) -> FrameReceipt:
-        opened = await open_sessions(topic, ["p"], None)
+    async def ask(self, name: str, sequence_id: int, payload: bytes = b"payload", producer: str = "p") -> FrameReceipt:
+        """What is answered to a message. Raises why it is refused."""
+        return await self.run(self._ask(self.topics.get(name), sequence_id, payload, producer))
+
+    async def _ask(self, topic: Topic, sequence_id: int, payload: bytes, producer: str) -> FrameReceipt:
+        opened = await open_sessions(topic, [producer], None)
         (link,) = opened.persisted
-        epochs, links = {"p": opened.epochs[0]}, {"p": min(link, sequence_id - 1)}
-        frame = batch([("p", sequence_id)], epochs=epochs, links=links, payloads=[payload]).encode()
+        epochs, links = {producer: opened.epochs[0]}, {producer: min(link, sequence_id - 1)}
+        frame = batch([(producer, sequence_id)], epochs=epochs, links=links, payloads=[payload]).encode()
         answers: asyncio.Queue[FrameReceipt | Refusal] = asyncio.Queue()
         topic.admit(frame, 1, answers.put_nowait, NumbersCache(), lone=True)
         answer = await answers.get()

@@ -53,7 +53,7 @@ var (
 """
 
 
-_BY_REST = "the test makes its partitioned topic over REST, and no sidecar takes such a topic over"
+_BY_REST = "the test makes its partitioned topic over REST, and no sidecar takes such a topic over unasked"
 _EMPTY = "consumers of Go's client see the sidecar's own entries as empty messages"
 _ENCRYPTED = "the door refuses encrypted messages"
 _ADMIN = "the test asks a web service at localhost:8080 that is not there, and fails without the door too"

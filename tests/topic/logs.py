@@ -37,6 +37,9 @@ class MemoryLogs:
             for incarnation, (topic, storage) in there
         ]
 
+    async def take_over(self, *_: object) -> None:
+        self.before("take_over")
+
     async def announce(self, whole: str) -> None:
         self.before("announce")
 

@@ -226,6 +226,7 @@ class Admin:
         deduplication_route: str = "",
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
+        take_over: bool = False,
     ) -> admin_pb2.Topic:
         """Create a topic. Raises InvalidRequestError (TOPIC_EXISTS).
 
@@ -239,6 +240,9 @@ class Admin:
           (the default) or `key`.
         - `deduplication_enabled`: None inherits the setting.
         - `policy`: the policy of the topic, or of each partition. Unset values are inherited.
+        - `take_over`: makes a topic that a Pulsar cluster has a topic of the sidecar, with its messages. Without
+          `partitions` and a policy. Raises also TOPIC_IN_USE while producers are connected to it, TOPIC_TERMINATED. The
+          topic returned may not serve yet: see its `why`.
         """
         return run(
             lambda: self.on_loop.create_topic(
@@ -250,6 +254,7 @@ class Admin:
                 deduplication_route=deduplication_route,
                 deduplication_enabled=deduplication_enabled,
                 policy=policy,
+                take_over=take_over,
             )
         )
 

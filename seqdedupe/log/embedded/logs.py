@@ -316,6 +316,12 @@ class EmbeddedLogs:
         self._replay.drop(incarnation)
         log_folder.remove_messages(self.folder_of(incarnation))
 
+    async def take_over(
+        self, topic: str, incarnations: Callable[[int], Sequence[int]], layout: Layout = AS_USUAL
+    ) -> None:
+        """See `Logs.take_over`. Raises INVALID_REQUEST, because no other program makes these logs."""
+        raise error("INVALID_REQUEST", f"{topic} cannot be taken over: the log is the sidecar's own")
+
     async def announce(self, whole: str) -> None:
         """See `Logs.announce`. Do nothing, because no other sidecar shares these logs."""
 

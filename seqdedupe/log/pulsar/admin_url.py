@@ -239,6 +239,8 @@ class TopicStats(NamedTuple):
     deduplicates: bool
     """Whether Pulsar's own deduplication is in force."""
     subscriptions: tuple[Subscription, ...] = ()
+    replicated_to: tuple[str, ...] = ()
+    """The other clusters that have the topic."""
 
 
 class Partitioned(NamedTuple):
@@ -247,6 +249,16 @@ class Partitioned(NamedTuple):
     partitions: int
     """The present number of partitions; 0 if it is not partitioned."""
     properties: dict[str, str]
+
+
+class StoredBefore(NamedTuple):
+    """What a topic has had so far."""
+
+    last: MessageId
+    """Its last entry."""
+    numbers: dict[str, int]
+    """The highest sequence ID of each producer by the broker's own deduplication, without the newest entries; empty if
+    that is off."""
 
 
 class Storage(NamedTuple):
@@ -260,6 +272,9 @@ class Storage(NamedTuple):
     such subscription."""
 
 
+_NOWHERE = MessageId(-1, -1)
+_OF_DEDUPLICATION = "pulsar.dedup"
+"""The cursor of the broker's own deduplication."""
 _PARTITIONED = "application/vnd.partitioned-topic-metadata+json"
 """In this form properties go with the number of partitions."""
 
@@ -383,6 +398,7 @@ class PulsarAdmin:
                 int(answer["waitingPublishers"]),
                 answer["deduplicationStatus"] == "Enabled",
                 tuple(_subscription(name, one, path) for name, one in answer["subscriptions"].items()),
+                tuple(answer.get("replication") or ()),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
@@ -463,13 +479,27 @@ class PulsarAdmin:
         except (KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 
-    async def has_had_entries(self, topic: str) -> bool:
-        """Return whether a topic had entries that were stored and trimmed, as far as its cursors remember."""
+    async def stored_before(self, topic: str) -> StoredBefore:
+        """Return what a topic has had so far. All entries that Pulsar has trimmed are in the broker's numbers, if its
+        deduplication is on: its cursor keeps all others. Its broker loads the topic for that."""
+        path = f"{_path(topic)}/internalStats"
+        answer = await self._url.get(path)
+        try:
+            cursor = answer["cursors"].get(_OF_DEDUPLICATION) or {}
+            numbers = {str(name): int(number) for name, number in (cursor.get("properties") or {}).items()}
+            return StoredBefore(_place_in(answer["lastConfirmedEntry"]), numbers)
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise _not_pulsar(path) from e
+
+    async def has_had_entries(self, topic: str, since: MessageId = _NOWHERE) -> bool:
+        """Return whether a topic had entries after this place that were stored and trimmed, as far as its cursors
+        remember."""
         path = f"{_path(topic)}/internalStats"
         answer = await self._url.get(path)
         try:
             cursors = [cursor["markDeletePosition"] for cursor in answer["cursors"].values()]
-            return any(int(place.partition(":")[2]) >= 0 for place in [answer["lastConfirmedEntry"], *cursors])
+            places = [_place_in(text) for text in [answer["lastConfirmedEntry"], *cursors]]
+            return any(place.entry_id >= 0 and place > since for place in places)
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 
@@ -513,6 +543,11 @@ def _path(topic: str) -> str:
     domain, _, name = topic.partition("://")
     tenant, namespace, local = name.split("/", 2)
     return f"{domain}/{tenant}/{namespace}/{quote(local, safe='')}"
+
+
+def _place_in(text: str) -> MessageId:
+    ledger, _, entry = text.partition(":")
+    return MessageId(int(ledger), int(entry))
 
 
 def _subscription(name: str, answer: Any, path: str) -> Subscription:

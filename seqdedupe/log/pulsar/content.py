@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -40,7 +40,8 @@ number of entries ahead."""
 
 
 class KeptReaders:
-    """The readers of one topic. Each fetches up to `queue_entries()` entries ahead."""
+    """The readers of one topic. Each fetches up to `queue_entries()` entries ahead. At the topic's beginning, a reader
+    begins with the entry `begins_at()`."""
 
     def __init__(
         self,
@@ -48,7 +49,9 @@ class KeptReaders:
         topic: str,
         queue_entries: Callable[[], int],
         ledgers: Callable[[], Awaitable[Ledgers]],
+        begins_at: Callable[[], MessageId | None],
     ) -> None:
+        self._begins_at = begins_at
         self._open_reader = open_reader
         self._topic = topic
         self._queue_entries = queue_entries
@@ -117,7 +120,7 @@ class KeptReaders:
         if cursor is not None:
             self._idle.remove(cursor)
             return cursor
-        start = here.message_id if here.message_id.entry_id >= 0 else None
+        start = here.message_id if here.message_id.entry_id >= 0 else self._begins_at()
         reader = await self._open_reader(start, self._queue_entries())
         return LogScan(reader, self._topic, here, self._ledgers)
 
@@ -210,8 +213,10 @@ class Content:
         limit: Callable[[], Point],
         first_ledger: Callable[[], Awaitable[int]],
         ledgers: Callable[[], Awaitable[Ledgers]],
+        earlier: Mapping[str, int],
     ) -> None:
-        """Make the content. The topic begins at the first of the points, and is known up to the last one."""
+        """Make the content. The topic begins at the first of the points, and is known up to the last one. `earlier`:
+        see `PulsarLog`."""
         self.places = Places(points)
         self.earlier: dict[str, int] = {}
         """After the beginning was read: the highest sequence ID of each producer that published before the first
@@ -220,13 +225,14 @@ class Content:
         """The entries read at the end. Entries that an owner knows by their receipts are not counted."""
         self.marked_address = ""
         """The address of the last owner, according to its marker, if that marker was read."""
+        self._known_earlier = earlier
         self._topic = topic
         self._limit = limit
         self._first_ledger = first_ledger
         self.needed = points[-1]
         """Before this point there are only old messages."""
         self._most_queued = queue_entries
-        self._kept = KeptReaders(open_reader, topic, self._queue_entries, ledgers)
+        self._kept = KeptReaders(open_reader, topic, self._queue_entries, ledgers, lambda: self.places.begins_at)
         self._reading_on = asyncio.Lock()
         self._covered_index = points[-1].next_index
 
@@ -288,7 +294,7 @@ class Content:
                     if (marker := cursor.collector.terms.marker) is not None:
                         self.marked_address = marker.settings.address
                     if not start.standing.owner.term:
-                        self.earlier = cursor.collector.earlier
+                        self.earlier = _higher(cursor.collector.earlier, self._known_earlier)
             except DamagedError as e:
                 if e.reason != "LOG_GAP" or self.places.end.next_index > self._covered_index:
                     raise
@@ -460,6 +466,11 @@ class Content:
     async def close(self) -> None:
         """Close all readers."""
         await self._kept.close()
+
+
+def _higher(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Return the higher number of each name."""
+    return {name: max(one.get(name, -1), other.get(name, -1)) for name in {**one, **other}}
 
 
 def _batches(step: ReaderStep) -> list[tuple[bytes, Int64s, Runs]]:

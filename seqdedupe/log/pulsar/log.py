@@ -9,7 +9,7 @@ snapshot. Pulsar may remove earlier entries, by its own retention.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,8 +113,10 @@ class PulsarLog:
         incarnation: int,
         settings: EntrySettings,
         place: bytes = b"",
+        earlier: Mapping[str, int] | None = None,
     ) -> None:
-        """Make the log. `place` is the place in a snapshot. Raises STORE_DAMAGED, NEWER_FORMAT for an invalid place."""
+        """Make the log. `place` is the place in a snapshot. `earlier` are sequence IDs of producers before the first
+        marker whose entries may be gone. Raises STORE_DAMAGED, NEWER_FORMAT for an invalid place."""
         points = points_of_bytes(incarnation, place) if place else [Point.start(incarnation)]
         self.incarnation = incarnation
         self.is_closed = False
@@ -131,6 +133,7 @@ class PulsarLog:
             lambda: self._limit,
             self._look_at_ledgers,
             partial(shared.admin.ledgers, topic),
+            earlier or {},
         )
         self._first_ledger_id = NOWHERE.ledger_id
         """All ledgers before this one are gone, as of the last look."""

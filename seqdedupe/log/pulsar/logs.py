@@ -1,7 +1,7 @@
 """All Pulsar topics that are logs of a sidecar. The properties of the topic itself mark it as a log."""
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 
 from seqdedupe.entry_properties import (
@@ -16,13 +16,13 @@ from seqdedupe.entry_properties import (
 )
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.log.contract import AS_USUAL, Layout, LogName
-from seqdedupe.log.pulsar import wholes
+from seqdedupe.log.pulsar import taking_over, wholes
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.log.pulsar.policies import check_takes_producers, ensure_safe
 from seqdedupe.log.pulsar.topic_owner import ADDRESS
 from seqdedupe.log.pulsar.wholes import LIFE, Life, Whole
-from seqdedupe.names import check_is_no_system_topic, namespace_of, number_of, whole_of
+from seqdedupe.names import check_is_no_system_topic, namespace_of, number_of, partition_name, whole_of
 
 logger = logging.getLogger("seqdedupe.log")
 
@@ -67,26 +67,9 @@ class PulsarLogs:
         Raises INVALID_NAMESPACE for a topic that would not be found again; INVALID_TOPIC_NAME for a name that Pulsar
         takes for a partition or reserves; INVALID_REQUEST for an invalid schema; UNSAFE_TOPIC_POLICY.
         """
-        check_is_no_system_topic(topic)
-        if namespace_of(topic) not in self._namespaces:
-            raise error(
-                "INVALID_NAMESPACE",
-                f"the namespace of {topic} is none of {', '.join(self._namespaces)}",
-                hint="Add it to pulsar.namespaces, or name the topic in one of them.",
-            )
-        entry_format = EntryFormat(layout.entry_format or self._entry_format)
-        schema = wholes.parse(layout.schema) if layout.schema else None
-        if schema is not None and entry_format is not EntryFormat.PLAIN:
-            why = f"{topic} cannot have a schema: its entries are {entry_format.value}, batches of the sidecar's own"
-            raise error("INVALID_REQUEST", why, hint="Create it with the entry format plain, or without a schema.")
-        properties = {
-            INCARNATION: str(incarnation),
-            FORMAT: entry_format.value,
-            MODE: _MODE_IDS,
-            PARTITIONS: str(partitions),
-        }
-        if schema is not None:
-            properties[FORMAT_VERSION] = str(SCHEMA_VERSION)
+        self._check_name(topic)
+        entry_format, schema = self._parsed(topic, layout)
+        properties = _properties_of(incarnation, partitions, entry_format, has_schema=schema is not None)
         await check_takes_producers(self._admin, topic)
         if partitions:
             await self._create_partition(incarnation, topic, partitions, properties)
@@ -99,6 +82,63 @@ class PulsarLogs:
             await self._admin.upload_schema(topic, schema.type, schema.definition, schema.properties)
         await self._admin.create_subscription(topic, self._shared.subscription)
         self._topics[incarnation] = topic
+
+    def _check_name(self, topic: str) -> None:
+        check_is_no_system_topic(topic)
+        if namespace_of(topic) not in self._namespaces:
+            raise error(
+                "INVALID_NAMESPACE",
+                f"the namespace of {topic} is none of {', '.join(self._namespaces)}",
+                hint="Add it to pulsar.namespaces, or name the topic in one of them.",
+            )
+
+    def _parsed(self, topic: str, layout: Layout) -> tuple[EntryFormat, wholes.Schema | None]:
+        entry_format = EntryFormat(layout.entry_format or self._entry_format)
+        schema = wholes.parse(layout.schema) if layout.schema else None
+        if schema is not None and entry_format is not EntryFormat.PLAIN:
+            why = f"{topic} cannot have a schema: its entries are {entry_format.value}, batches of the sidecar's own"
+            raise error("INVALID_REQUEST", why, hint="Create it with the entry format plain, or without a schema.")
+        return entry_format, schema
+
+    async def take_over(
+        self, topic: str, incarnations: Callable[[int], Sequence[int]], layout: Layout = AS_USUAL
+    ) -> None:
+        """See `Logs.take_over`. Also raises TOPIC_TERMINATED, UNSAFE_TOPIC_POLICY, INVALID_NAMESPACE,
+        INVALID_TOPIC_NAME.
+
+        The topic's first entries stay for this sidecar's subscription, which begins with them. Then the properties make
+        the topic a log, in one step: those of the topic, or, after each partition has its own, of the partitioned
+        topic. A crash before leaves the subscription, and safe policies. Two sidecars must not do this with the same
+        partitioned topic at the same time.
+        """
+        self._check_name(topic)
+        if whole_of(topic) is not None:
+            raise error("INVALID_TOPIC_NAME", f"{topic} has the name of a partition", hint="Take the whole topic over.")
+        entry_format, schema = self._parsed(topic, layout)
+        try:
+            partitions = (await self._admin.partitioned(topic)).partitions
+        except NotFoundError:
+            partitions = 0
+        if partitions:
+            await wholes.check_is_no_log(self._admin, topic)
+        elif INCARNATION in (properties := await self._admin.properties(topic)):
+            raise _exists(topic, properties)
+        names = [partition_name(topic, k) for k in range(partitions)] or [topic]
+        await taking_over.check_can_be_taken_over(self._admin, names)
+        numbers = incarnations(len(names))
+        for name in names:
+            resends = entry_format is not EntryFormat.NATIVE
+            await ensure_safe(self._admin, name, may_change=self._may_change_policies, resends=resends)
+        if schema is not None:
+            await self._admin.upload_schema(topic, schema.type, schema.definition, schema.properties)
+        for name, incarnation in zip(names, numbers, strict=True):
+            await self._admin.create_subscription(name, self._shared.subscription)
+            # Later than the subscription: what is trimmed before is in the broker's numbers.
+            before = taking_over.properties_of(await self._admin.stored_before(name))
+            of_log = _properties_of(incarnation, partitions, entry_format, has_schema=schema is not None)
+            await self._admin.set_properties(name, of_log | before)
+        if partitions:
+            await wholes.take_over(self._admin, topic, numbers[0], partitions, self._shared.instance_name)
 
     async def _create_topic(self, incarnation: int, topic: str, properties: Mapping[str, str]) -> None:
         try:
@@ -160,10 +200,11 @@ class PulsarLogs:
         # Other sidecars can then tell whose subscription it is, even while this sidecar owns nothing.
         whose = {ADDRESS: self._shared.address}
         await self._admin.set_subscription_properties(topic, self._shared.subscription, whose)
-        log = PulsarLog(self._shared, topic, incarnation, settings, place)
+        before, numbers = taking_over.last_before(properties), taking_over.numbers_before(properties)
+        log = PulsarLog(self._shared, topic, incarnation, settings, place, numbers)
         try:
             await log.begin(covered_index)
-            if log.is_empty and await self._admin.has_had_entries(topic):
+            if log.is_empty and await self._admin.has_had_entries(topic, before):
                 raise error("NO_STATE", f"{topic} had entries, and none is left")
         except BaseException:
             await log.close()
@@ -250,6 +291,16 @@ class PulsarLogs:
             return EntrySettings(entry_format, properties[MODE], partitions, self._shared.address, version)
         except (KeyError, ValueError) as e:
             raise error("LOG_DAMAGED", f"the properties of {topic} do not say {e}") from e
+
+
+def _properties_of(incarnation: int, partitions: int, entry_format: EntryFormat, *, has_schema: bool) -> dict[str, str]:
+    properties = {
+        INCARNATION: str(incarnation),
+        FORMAT: entry_format.value,
+        MODE: _MODE_IDS,
+        PARTITIONS: str(partitions),
+    }
+    return properties | ({FORMAT_VERSION: str(SCHEMA_VERSION)} if has_schema else {})
 
 
 def _exists(topic: str, properties: Mapping[str, str]) -> SeqdedupeError:

@@ -321,7 +321,7 @@ def native_entry(place: MessageId, entry: WireEntry, metadata: MessageMetadata) 
     if not metadata.HasField("seqdedupe"):
         name = metadata.producer_name.decode(errors="replace")
         ordering_key = metadata.ordering_key
-        highest = _highest_id(entry, metadata)
+        highest = highest_id(entry, metadata)
         return PulsarEntry(PulsarMessage(b"", {}), place, metadata.publish_time, name, highest, 0, ordering_key)
     try:
         message = _message(entry, metadata)
@@ -332,14 +332,25 @@ def native_entry(place: MessageId, entry: WireEntry, metadata: MessageMetadata) 
     return PulsarEntry(message, place, message.event_time_ms)
 
 
-def _highest_id(entry: WireEntry, metadata: MessageMetadata) -> int:
+def highest_id(entry: WireEntry, metadata: MessageMetadata) -> int:
+    """Return the highest sequence ID of another producer's entry; -1 if it ends no message.
+
+    A message of several chunks is there with its last one. If a batch's metadata do not state the highest ID, its rows
+    do. If they cannot be read (encrypted, say), they count as numbered in a row: at least what a broker would take.
+    """
+    kind, chunks = kind_of(metadata), metadata.num_chunks_from_msg
+    if kind is EntryKind.MARKER or (chunks > 1 and metadata.chunk_id != chunks - 1):
+        return -1
     try:
-        if kind_of(metadata) is EntryKind.BATCH:
-            ids = PulsarBatch.of(entry, metadata, MAX_DECODED_BYTES).sequence_ids
-            return int(ids.max(initial=-1))
-        return range_of(metadata)[1]
+        first, last = range_of(metadata)
     except SeqdedupeError:
         return -1
+    if not metadata.HasField("num_messages_in_batch") or metadata.HasField("highest_sequence_id"):
+        return last
+    with suppress(SeqdedupeError):
+        if kind is EntryKind.BATCH:
+            return int(PulsarBatch.of(entry, metadata, MAX_DECODED_BYTES).sequence_ids.max(initial=-1))
+    return first + max(metadata.num_messages_in_batch, 1) - 1
 
 
 def _message(entry: WireEntry, metadata: MessageMetadata) -> PulsarMessage:

@@ -76,6 +76,11 @@ class Places:
         """The point after the last entry that is known to be valid."""
         self._last_record = self.end
         """The point before the last record that has messages."""
+        ledger_id, entry_id, _ = points[0].message_id
+        is_known = len(points) > 1 and ledger_id >= 0 and entry_id < 0
+        self.begins_at: MessageId | None = MessageId(ledger_id, 0) if is_known else None
+        """An entry from which on nothing valid is missed, if `first` is before all of them. Entries of other producers
+        before it may be many. None: the topic must be read from its first entry on."""
         self._recent: deque[tuple[int, Run]] = deque(maxlen=RECENT_ENTRIES)
 
     @property
@@ -89,6 +94,7 @@ class Places:
         end, self.end = self.end, to
         if end.message_id == NOWHERE:
             self._points[0] = end._replace(message_id=MessageId(to.message_id.ledger_id, NOWHERE.entry_id))
+            self.begins_at = to.message_id
         rows = to.next_index - end.next_index
         if begins_record:
             if end.size_bytes - self._points[-1].size_bytes >= STEP_BYTES:

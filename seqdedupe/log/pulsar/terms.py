@@ -148,7 +148,8 @@ class Terms:
             self._last = message_id
         verdict = self._judge(message)
         self.counts.add(verdict)
-        if verdict is TermVerdict.VALID:
+        if verdict in (TermVerdict.VALID, TermVerdict.EARLIER):
+            # Before the first marker nothing can be missing.
             self.borders.clear()
         return verdict
 

@@ -94,7 +94,7 @@ FIRST_INCARNATION = PREFIX + "first_incarnation"
 LIFE = PREFIX + "life"
 MAKER = PREFIX + "maker"
 
-NO_LOG = "Choose another name: what no sidecar has made cannot become a log."
+NO_LOG = "Choose another name. Or take the topic over, with its messages: seqdedupe topics create --take-over"
 """The hint if a name is taken by a topic that no sidecar has made."""
 
 
@@ -193,6 +193,24 @@ def _exists(topic: str, there: Whole | None) -> SeqdedupeError:
     else:
         what, hint = f"the topic {topic} is there already, with {counted(there.partitions, 'partition')}", None
     return error("TOPIC_EXISTS", what, hint=hint, topic=topic)
+
+
+async def check_is_no_log(admin: PulsarAdmin, topic: str) -> None:
+    """Raise TOPIC_EXISTS if a partitioned topic is that of sidecars."""
+    if (there := await look_at(admin, topic)) is not None:
+        raise _exists(topic, there)
+
+
+async def take_over(admin: PulsarAdmin, topic: str, first_incarnation: int, partitions: int, maker: str) -> None:
+    """Let all sidecars use a partitioned topic that no sidecar made, in one step. Its partitions have their properties
+    already. It may be repeated."""
+    properties = {
+        FIRST_INCARNATION: str(first_incarnation),
+        PARTITIONS: str(partitions),
+        LIFE: Life.MADE.value,
+        MAKER: maker,
+    }
+    await admin.set_properties(topic, properties)
 
 
 async def announce(admin: PulsarAdmin, topic: str) -> None:

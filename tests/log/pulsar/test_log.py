@@ -36,6 +36,8 @@ class StandInHarness(LogHarness):
         self._openings = itertools.count(1)
         self._format = entry_format
         self._version = version
+        self.earlier: dict[str, int] = {}
+        """What is known of producers before the first marker."""
 
     def connect(self) -> Any:
         """A client that waits."""
@@ -57,7 +59,7 @@ class StandInHarness(LogHarness):
 
     def log(self, address: str = "host:6680", place: bytes = b"") -> PulsarLog:
         settings = EntrySettings(self._format, "SEQUENCE_ID", 0, address, self._version)
-        return PulsarLog(self.shared(address), TOPIC, INCARNATION, settings, place)
+        return PulsarLog(self.shared(address), TOPIC, INCARNATION, settings, place, self.earlier)
 
     async def open(self, covered_index: int = 0, place: bytes = b"") -> PulsarLog:
         log = self.log(place=place)

@@ -1,0 +1,336 @@
+"""Topics of a real broker that stock clients have used become topics of the sidecar: producers go on where they stood,
+and consumers read on, and no crash in between changes that."""
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pulsar
+import pytest
+
+from seqdedupe.client import blocking
+from seqdedupe.entry_properties import KIND
+from seqdedupe.errors import InvalidRequestError
+from seqdedupe.log.pulsar.entries import EntryFormat
+from seqdedupe.names import partition_name
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from seqdedupe.topic import directory
+from seqdedupe.topic.base import State
+from seqdedupe.v1 import admin_pb2
+from tests.pulsar.members import Kill, MakeMember, Member, reason_of
+from tests.pulsar.owners import Cluster, quiet, until
+
+BOTH = pytest.mark.parametrize("entry_format", [EntryFormat.PLAIN, EntryFormat.NATIVE], ids=lambda one: one.value)
+CHUNKED_BYTES = 6 * 1024 * 1024
+"""More than a broker takes in one entry."""
+DEDUPLICATION_INTERVAL = 1000
+"""After this number of entries a broker's deduplication keeps its numbers, and does not need the entries any more."""
+
+
+@pytest.fixture
+def topic(namespace: str) -> str:
+    return f"persistent://{namespace}/t"
+
+
+def path_of(topic: str) -> str:
+    return topic.replace("://", "/")
+
+
+async def send(
+    cluster: Cluster, topic: str, name: str, *sequence_ids: int, payload: bytes = b"theirs", **options: Any
+) -> None:
+    """From a stock producer, which is gone then."""
+
+    def run() -> None:
+        client = pulsar.Client(cluster.service_url, logger=quiet())
+        try:
+            more = {"batching_enabled": False, "block_if_queue_full": True} | options
+            producer = client.create_producer(topic, producer_name=name, **more)
+            for sequence_id in sequence_ids:
+                producer.send_async(payload, None, sequence_id=sequence_id)
+            producer.flush()
+        finally:
+            client.close()
+
+    await asyncio.to_thread(run)
+    await cluster.until_nobody_writes(topic)
+
+
+async def take_over(one: Member, topic: str) -> None:
+    await one.run(directory.take_over(one.topics, topic))
+
+
+def is_dup(one: Member, topic: str, sequence_id: int, producer: str) -> Any:
+    async def ask() -> bool:
+        return (await one.ask(topic, sequence_id, producer=producer)).first_index < 0
+
+    return ask()
+
+
+@BOTH
+async def test_producers_go_on_where_they_stood_and_consumers_read_on(
+    entry_format: EntryFormat, member: MakeMember, cluster: Cluster, topic: str
+) -> None:
+    client = pulsar.Client(cluster.service_url, logger=quiet())
+    consumer = await asyncio.to_thread(client.subscribe, topic, "theirs")
+    batch: dict[str, Any] = {"batching_enabled": True, "batching_max_publish_delay_ms": 10_000}
+    for compression in (pulsar.CompressionType.LZ4, pulsar.CompressionType.ZSTD):
+        name = f"batched {compression.name}"
+        await send(cluster, topic, name, 10, 20, 30, compression_type=compression, **batch)
+    await send(cluster, topic, "single", 4, 5)
+    await send(cluster, topic, "chunked", 7, payload=bytes(CHUNKED_BYTES), chunking_enabled=True)
+    stood = {"batched LZ4": 30, "batched ZSTD": 30, "single": 5, "chunked": 7}
+    one = member(entry_format=entry_format)
+    await one.start()
+    assert await reason_of(one.run(one.topics.create(topic))) == "TOPIC_EXISTS"
+    await take_over(one, topic)
+    await one.take(topic)
+    assert one.topics.get(topic).skipped.earlier >= len(stood)
+    assert await one.persisted(topic, *stood, "new") == [*stood.values(), -1]
+    for index, (name, last) in enumerate(stood.items()):
+        assert await is_dup(one, topic, last, name)
+        assert (await one.ask(topic, last + 1, b"ours", name)).first_index == index
+
+    def read() -> list[bytes]:
+        found: list[bytes] = []
+        while len(found) < 9 + len(stood):
+            message = consumer.receive(timeout_millis=int(LAST_RESORT_SECONDS * 1000))
+            consumer.acknowledge(message)
+            found += [] if KIND in message.properties() else [message.data()]
+        return found
+
+    found = await asyncio.to_thread(read)
+    assert found == [b"theirs"] * 8 + [bytes(CHUNKED_BYTES)] + [b"ours"] * len(stood)
+    client.close()
+
+
+async def test_while_producers_are_connected_nothing_is_changed(
+    member: MakeMember, cluster: Cluster, topic: str
+) -> None:
+    one = member(entry_format=EntryFormat.NATIVE)
+    await one.start()
+    client = pulsar.Client(cluster.service_url, logger=quiet())
+    producer = client.create_producer(topic, producer_name="theirs")
+    producer.send(b"m", sequence_id=3)
+    assert await reason_of(take_over(one, topic)) == "TOPIC_IN_USE"
+    assert await cluster.admin.properties(topic) == {}
+    assert (await cluster.admin.stats(topic)).subscriptions == ()
+    assert not one.topics.is_there(topic)
+    producer.send(b"m", sequence_id=4)
+    client.close()
+    await cluster.until_nobody_writes(topic)
+    await take_over(one, topic)
+    await one.take(topic)
+    assert await one.persisted(topic, "theirs") == [4]
+
+
+async def test_a_producer_that_is_faster_only_delays_it(
+    member: MakeMember, cluster: Cluster, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It connects after the look, and before the sidecar's own producer: what it sends is read too."""
+    await send(cluster, topic, "theirs", 3)
+    one = member(entry_format=EntryFormat.NATIVE)
+    await one.start()
+    client = pulsar.Client(cluster.service_url, logger=quiet())
+    set_properties = one.logs._admin.set_properties
+
+    async def faster(name: str, properties: dict[str, str]) -> None:
+        await set_properties(name, properties)
+        producer = client.create_producer(topic, producer_name="theirs")
+        producer.send(b"m", sequence_id=9)
+
+    monkeypatch.setattr(one.logs._admin, "set_properties", faster)
+    await take_over(one, topic)
+    assert one.topics.get(topic).state is not State.SERVING
+    assert "another writer holds" in one.topics.get(topic).why
+    client.close()
+    await one.take(topic)
+    assert await one.persisted(topic, "theirs") == [9]
+
+
+async def test_what_cannot_be_taken_over_is_refused_with_the_reason(
+    member: MakeMember, namespace: str, cluster: Cluster, topic: str
+) -> None:
+    one = member()
+    await one.start()
+    assert await reason_of(take_over(one, topic)) == "TOPIC_NOT_FOUND"
+    await send(cluster, topic, "theirs", 1)
+    await take_over(one, topic)
+    assert await reason_of(take_over(one, topic)) == "TOPIC_EXISTS"
+    other = member()
+    await other.start()
+    assert await reason_of(take_over(other, topic)) == "TOPIC_EXISTS"
+    ended = f"persistent://{namespace}/ended"
+    await send(cluster, ended, "theirs", 1)
+    await cluster.url.call("POST", f"{path_of(ended)}/terminate")
+    assert await reason_of(take_over(one, ended)) == "TOPIC_TERMINATED"
+    assert await reason_of(take_over(one, f"persistent://{namespace}/a-partition-0")) == "INVALID_TOPIC_NAME"
+    assert await reason_of(take_over(one, "persistent://public/elsewhere/t")) == "INVALID_NAMESPACE"
+
+
+@pytest.mark.parametrize("deduplicates", [True, False])
+@pytest.mark.parametrize("left", [True, False], ids=["some left", "none left"])
+async def test_of_trimmed_entries_pulsars_deduplication_knows_the_producers(
+    deduplicates: bool, left: bool, member: MakeMember, cluster: Cluster, topic: str
+) -> None:
+    """Without it nobody does: then the producer is new, as it would be at the broker."""
+    await cluster.admin.create_topic(topic, {})
+    if deduplicates:
+        await cluster.until_deduplicating(topic)
+    else:
+        await cluster.admin.set_policy(topic, "deduplicationEnabled", False)
+
+        async def is_off() -> bool:
+            return not (await cluster.admin.stats(topic)).deduplicates
+
+        await until(is_off)
+    await send(cluster, topic, "gone", *range(DEDUPLICATION_INTERVAL))
+    last = DEDUPLICATION_INTERVAL - 1
+
+    async def is_kept() -> bool:
+        return not deduplicates or (await cluster.admin.stored_before(topic)).numbers.get("gone") == last
+
+    await until(is_kept)
+    before = await cluster.admin.first_ledger(topic)
+    await cluster.admin.unload(topic)
+    if left:
+        await send(cluster, topic, "here", 0, 1, 2)
+    retention = {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0}
+    await cluster.admin.set_policy(topic, "retention", retention)
+
+    async def is_trimmed() -> bool:
+        await cluster.url.call("POST", f"{path_of(topic)}/trim")
+        return await cluster.admin.first_ledger(topic) > before
+
+    await until(is_trimmed)
+    await cluster.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1})
+    one = member(entry_format=EntryFormat.NATIVE)
+    await one.start()
+
+    async def is_taken_over() -> bool:
+        # The retention that was just set may not be in force yet.
+        return await reason_of(take_over(one, topic)) == ""
+
+    await until(is_taken_over)
+    await one.take(topic)
+    expected = [last if deduplicates else -1, 2 if left else -1]
+    assert await one.persisted(topic, "gone", "here") == expected
+    # All that needs them is in the log now.
+    await one.kill()
+    other = member(entry_format=EntryFormat.NATIVE)
+    await other.start()
+    await other.take(topic)
+    assert await other.persisted(topic, "gone", "here") == expected
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
+@pytest.mark.parametrize("kills", [True, False], ids=["kill", "failure"])
+async def test_the_numbers_are_the_same_after_a_failure_at_any_step(
+    kills: bool, partitions: int, member: MakeMember, namespace: str, cluster: Cluster
+) -> None:
+    """At each call of the admin URL that changes something; and the call is made once more."""
+    one = member(entry_format=EntryFormat.NATIVE)
+    await one.start()
+    for at in itertools.count(1):
+        topic = f"persistent://{namespace}/t{at}"
+        if partitions:
+            await cluster.url.call("PUT", f"{path_of(topic)}/partitions", partitions)
+        names = [partition_name(topic, k) for k in range(partitions)] or [topic]
+        for number, name in enumerate(names):
+            await send(cluster, name, "theirs", 3, 8 + number)
+        one.url.fails(at, kills=kills)
+        try:
+            reason = await reason_of(take_over(one, topic))
+        except Kill:
+            reason = ""
+        has_failed = one.url.changes >= at
+        one.url.fails(0)
+        if one.url.is_dead:
+            await one.kill()
+            await one.start()
+        if has_failed:
+            reason = await reason_of(take_over(one, topic))
+        assert reason in ("", "TOPIC_EXISTS")
+        for number, name in enumerate(names):
+            await one.take(name)
+            assert await one.persisted(name, "theirs") == [8 + number]
+            assert await is_dup(one, name, 8 + number, "theirs")
+        if not has_failed:
+            break
+    assert at > (5 if partitions else 3)
+    assert (topic in one.topics.partitions) == bool(partitions)
+
+
+async def test_a_sidecar_that_comes_later_needs_no_entry_from_before(
+    member: MakeMember, cluster: Cluster, topic: str
+) -> None:
+    await cluster.admin.create_topic(topic, {})
+    # Its cursor would keep the entries.
+    await cluster.admin.set_policy(topic, "deduplicationEnabled", False)
+    await send(cluster, topic, "theirs", 3, 8)
+    before = await cluster.admin.first_ledger(topic)
+    await cluster.admin.unload(topic)
+    one, other = member(entry_format=EntryFormat.NATIVE), member(entry_format=EntryFormat.NATIVE)
+    await one.start()
+    await take_over(one, topic)
+    await one.take(topic)
+    # No snapshot was taken: only the log has it.
+    await one.kill()
+    await other.start()
+    await other.take(topic)
+    assert await other.persisted(topic, "theirs") == [8]
+    assert (await other.ask(topic, 9, producer="theirs")).first_index == 0
+    await other.stop()
+    await one.start()
+    await one.take(topic)
+    assert await one.persisted(topic, "theirs") == [9]
+    await one.run(one.topics.get(topic).keeper.snapshot())
+    await cluster.admin.delete_subscription(topic, f"seqdedupe-{other.store_name}")
+    await cluster.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0})
+
+    async def is_trimmed() -> bool:
+        await cluster.url.call("POST", f"{path_of(topic)}/trim")
+        return await cluster.admin.first_ledger(topic) > before
+
+    await until(is_trimmed)
+    await cluster.admin.set_policy(topic, "retention", {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1})
+    await one.kill()
+    await one.start()
+    await one.take(topic)
+    assert await one.persisted(topic, "theirs") == [9]
+    assert await is_dup(one, topic, 8, "theirs")
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
+async def test_the_call_of_the_admin_service(
+    partitions: int, namespace: str, cluster: Cluster, topic: str, tmp_path: Path
+) -> None:
+    if partitions:
+        await cluster.url.call("PUT", f"{path_of(topic)}/partitions", partitions)
+    names = [partition_name(topic, k) for k in range(partitions)] or [topic]
+    for name in names:
+        await send(cluster, name, "theirs", 3, 8)
+    sidecar = Sidecar(
+        tmp_path / "sidecar",
+        log="pulsar",
+        pulsar_service_url=cluster.service_url,
+        pulsar_admin_url=cluster.admin_url,
+        pulsar_namespaces=namespace,
+        pulsar_entry_format="native",
+    )
+
+    def run() -> None:
+        with sidecar, blocking.Client(sidecar.address) as client:
+            several: list[dict[str, Any]] = [{"partitions": 2}, {"deduplication_enabled": False}]
+            for more in several:
+                with pytest.raises(InvalidRequestError, match="INVALID_REQUEST"):
+                    client.admin.create_topic(topic, take_over=True, **more)
+            made = client.admin.create_topic(topic, take_over=True)
+            assert (made.state, made.partitions) == (admin_pb2.TOPIC_STATE_SERVING, partitions)
+            for name in names:
+                assert client.admin.producer(name, "theirs").persisted == 8
+            with pytest.raises(InvalidRequestError, match="TOPIC_EXISTS"):
+                client.admin.create_topic(topic, take_over=True)
+
+    await asyncio.to_thread(run)
