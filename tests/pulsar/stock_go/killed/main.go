@@ -14,7 +14,15 @@ import (
 	"time"
 
 	"github.com/apache/pulsar-client-go/pulsar"
+	"github.com/apache/pulsar-client-go/pulsar/backoff"
 )
+
+// The client's own policy waits for up to a minute between two tries.
+type oftener struct{}
+
+func (oftener) Next() time.Duration       { return 300 * time.Millisecond }
+func (oftener) IsMaxBackoffReached() bool { return false }
+func (oftener) Reset()                    {}
 
 func must(err error) {
 	if err != nil {
@@ -73,6 +81,7 @@ func open(client pulsar.Client, topic, name string, over chan struct{}) pulsar.P
 		producer, err := client.CreateProducer(pulsar.ProducerOptions{
 			Topic: topic, Name: name, SendTimeout: -1, CompressionType: pulsar.ZSTD,
 			BatchingMaxPublishDelay: 2 * time.Millisecond,
+			BackOffPolicyFunc:       func() backoff.Policy { return oftener{} },
 		})
 		if err == nil {
 			return producer
