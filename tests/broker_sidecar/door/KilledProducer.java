@@ -28,7 +28,8 @@ public class KilledProducer {
         Thread waiting = new Thread(KilledProducer::waitForEnd);
         waiting.setDaemon(true);
         waiting.start();
-        PulsarClient client = PulsarClient.builder().serviceUrl(args[0]).build();
+        // The client's own waits are up to a minute.
+        PulsarClient client = PulsarClient.builder().serviceUrl(args[0]).maxBackoffInterval(1, TimeUnit.SECONDS).build();
         Producer<byte[]> producer = open(client, args[1], name);
         long last = producer.getLastSequenceId();
         out.println("opened " + last);
@@ -65,7 +66,8 @@ public class KilledProducer {
         while (true) {
             try {
                 return client.newProducer().topic(topic).producerName(name).sendTimeout(0, TimeUnit.SECONDS)
-                        .blockIfQueueFull(true).batchingMaxPublishDelay(2, TimeUnit.MILLISECONDS)
+                        .blockIfQueueFull(true).maxPendingMessages(1000)
+                        .batchingMaxPublishDelay(2, TimeUnit.MILLISECONDS)
                         .compressionType(CompressionType.LZ4).create();
             } catch (PulsarClientException e) {
                 out.println("refused " + why(e));
