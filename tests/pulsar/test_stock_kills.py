@@ -42,6 +42,10 @@ def test_nothing_is_lost_or_doubled_at_two_sidecars(
 
 def test_control_a_broker_loses_what_is_new_in_a_batch(go: Commands, broker: Broker, tmp_path: Path) -> None:
     """The same oracle finds it. The broker may double messages too: it knows only the first ID of a batch."""
-    commands = go | {"python": command_of("python", tmp_path)}
-    found = round_at_broker(tmp_path, commands, 1, broker, 6)
-    assert all(verdict.lost for verdict in found.verdicts.values())
+    left = go | {"python": command_of("python", tmp_path)}
+    for seed in range(10):
+        found = round_at_broker(tmp_path / f"{seed}", left, seed, broker, 3 * len(left))
+        left = {client: command for client, command in left.items() if not found.verdicts[client].lost}
+        if not left:
+            return
+    pytest.fail(f"{', '.join(left)} lost nothing: this shows nothing")

@@ -276,7 +276,7 @@ def round_at_two_sidecars(
 def round_at_broker(folder: Path, commands: Commands, seed: int, broker: Broker, kills: int) -> Result:
     """The control: the clients alone are killed, at a broker that deduplicates."""
     rng = random.Random(seed)
-    topic = f"persistent://public/default/control-{folder.name}-{seed}"
+    topic = f"persistent://public/default/control-{folder.parent.name}-{folder.name}-{seed}"
     asyncio.run(Cluster(broker.service_url, broker.admin_url).create(topic))
     processes = processes_of(commands, folder, rng, SLOW_PAUSE_MS)
     faults = Faults(rng, processes, [], topic, broker)
@@ -322,7 +322,7 @@ def campaign(commands: Commands, kills: int, seed: int, *, at_broker: bool) -> N
 
 def control(commands: Commands, folder: Path, seed: int, broker: Broker) -> None:
     """Print what the clients lose at a broker. Raises AssertionError if they lose nothing."""
-    found = round_at_broker(folder, commands, seed, broker, 6 * len(commands))
+    found = round_at_broker(folder, commands, seed, broker, 10 * len(commands))
     for client, verdict in found.verdicts.items():
         print(f"the control: {client} lost {len(verdict.lost)} of {found.acknowledged[client]} messages", flush=True)
         assert verdict.lost, "the control shows nothing"
