@@ -246,10 +246,10 @@ def test_a_lookup_leads_to_the_owners_door(
     wait_for(redirected)
     for is_sent_on in (True, False):
         # Go's client would take the next address of its URL if it were told to keep to its present one.
-        found = open_wire(door_of(one)).look_up(topic, authoritative=is_sent_on).lookupTopicResponse
-        assert found.response == CommandLookupTopicResponse.Connect
-        assert found.brokerServiceUrl == f"pulsar://{door_of(one)}"
-        assert not found.proxy_through_service_url
+        answer = open_wire(door_of(one)).look_up(topic, authoritative=is_sent_on).lookupTopicResponse
+        assert answer.response == CommandLookupTopicResponse.Connect
+        assert answer.brokerServiceUrl == f"pulsar://{door_of(one)}"
+        assert not answer.proxy_through_service_url
 
     stock = connect(other)
     consumer = stock.subscribe(topic, "s")
