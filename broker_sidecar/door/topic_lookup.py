@@ -91,8 +91,9 @@ class TopicLookup:
             answer.error, answer.message = lookup_code_of(e), told(e)
             return answer
         answer.response = CommandLookupTopicResponse.Redirect if url else CommandLookupTopicResponse.Connect
-        if not url and command.authoritative:
-            # Go's client would go back to its service URL if it were told to keep to its present address.
+        if not url and (command.authoritative or self._door_at is not None):
+            # Go's client does not keep to its present address: it takes the next one of its service URL, which may be
+            # the door of another sidecar, or of none.
             url = self.own_url
         if url.startswith("pulsar+ssl"):
             answer.brokerServiceUrlTls = url

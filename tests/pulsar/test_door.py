@@ -18,7 +18,7 @@ from seqdedupe.pulsar_wire.frames import WireEntry
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, CommandSendReceipt, ServerError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.door.conftest import open_wire as open_wire
-from tests.broker_sidecar.door.stock_kills import StockProducer
+from tests.broker_sidecar.door.stock_load import StockProducer
 from tests.broker_sidecar.door.wire import CPP, Wire, batch, door_of, single
 from tests.pulsar.owners import quiet
 

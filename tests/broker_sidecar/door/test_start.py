@@ -12,7 +12,7 @@ from pulsar_broker.standalone import free_port
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandPartitionedTopicMetadataResponse, ServerError
 from seqdedupe.testing import Sidecar
 from tests.broker_sidecar import calls
-from tests.broker_sidecar.door.stock_kills import TOPIC, StockProducer
+from tests.broker_sidecar.door.stock_load import TOPIC, StockProducer
 from tests.broker_sidecar.door.wire import Wire, door_of
 from tests.broker_sidecar.pausing import wait_for
 from tests.cli.conftest import COMMAND

@@ -10,7 +10,8 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import calls
-from tests.broker_sidecar.door.stock_kills import round_
+from tests.broker_sidecar.door.stock_kills import round_at_sidecar
+from tests.broker_sidecar.door.stock_processes import RIGHT, command_of
 from tests.broker_sidecar.door.wire import door_of
 
 COMPRESSIONS = [
@@ -100,16 +101,20 @@ def test_a_partitioned_topic(stock: pulsar.Client, client: calls.Client, topic: 
 
 
 def test_nothing_is_lost_or_doubled_over_kills(tmp_path: Path) -> None:
-    acknowledged, extra = round_(tmp_path, 4, 1)
-    assert acknowledged > 400
-    assert extra == 0
+    plan = ("kill_sidecar", "kill_client", "kill_client_and_sidecar", "kill_sidecar")
+    found = round_at_sidecar(tmp_path, {"python": command_of("python", tmp_path)}, 1, plan)
+    assert found.kills == 5
+    assert found.acknowledged["python"] >= 250
+    assert found.verdicts == {"python": RIGHT}
 
 
 def test_control_without_deduplication_the_client_doubles(tmp_path: Path) -> None:
     """What a stock client resends after a kill is in the log already."""
-    extra = 0
+    commands = {"python": command_of("python", tmp_path)}
     for seed in range(10):
-        extra += round_(tmp_path / f"{seed}", 4, seed, deduplicates=False)[1]
-        if extra:
+        plan = ("kill_sidecar", "kill_client", "kill_sidecar", "kill_client")
+        found = round_at_sidecar(tmp_path / f"{seed}", commands, seed, plan, deduplicates=False)
+        assert not found.verdicts["python"].lost
+        if found.verdicts["python"].doubled:
             return
     pytest.fail("nothing was doubled: this shows nothing")
