@@ -28,7 +28,7 @@ from seqdedupe.testing import LAST_RESORT_SECONDS, Patience, Sidecar
 from tests.broker_sidecar.door.java_client import JavaClient
 
 ROWS, BATCHES = 200, 1_250
-PRODUCERS, TURNS = 1_000, 30
+PRODUCERS, TURNS = 1_000, 10
 PERF_MESSAGES = 3_000_000
 MARKER = "seqdedupe.kind"
 
