@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from bench.figure import Figure, Ratio, values_of
+from bench.figure import Figure, Ratio, interval_of_median, values_of
 from broker_sidecar import kernels
 
 FIGURES = (
@@ -55,9 +55,13 @@ FIGURES = (
     "consumer",
     "outbox",
     "pulsar_publish",
+    "pulsar_native",
+    "pulsar_door",
     "pulsar_recovery",
     "pulsar_take_over",
     "pulsar_sidecars",
+    "pulsar_takeover",
+    "pulsar_topics",
     "pulsar_spark",
     "spark_source",
     "spark_postgres",
@@ -84,7 +88,8 @@ def show(ratio: Ratio, measured: dict[str, list[float]]) -> bool:
     values = [ratio.value(one) for one in rounds]
     middle = statistics.median(values)
     verdict = f"  {ratio.goal}  {'reached' if ratio.is_reached(middle) else 'NOT REACHED'}" if ratio.goal else ""
-    spread = f"{min(values):.3g}–{max(values):.3g}"
+    low, high = interval_of_median(values)
+    spread = f"{min(values):.3g}–{max(values):.3g}, 90 %: {low:.3g}–{high:.3g}"
     print(f"  {ratio.name:<58} {middle:8.3g} {ratio.unit:<3} ({spread}){verdict}", flush=True)
     return ratio.is_reached(middle)
 
@@ -108,7 +113,8 @@ def main() -> int:
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}"
     )
-    print(f"load average at the start {os.getloadavg()[0]:.2f}; medians over rounds, (least–most)")
+    print(f"load average at the start {os.getloadavg()[0]:.2f}")
+    print("medians over rounds, (least–most, 90 % interval of the median)")
     if kernels.prepare():
         # Or sidecars would begin with plain functions.
         kernels.compile_first()

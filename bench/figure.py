@@ -3,9 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from math import comb
 from pathlib import Path
 
 import numpy as np
+
+OUTSIDE = 0.1
+"""Of a 90 % interval."""
 
 Arm = Callable[[], float | Mapping[str, float]]
 """Measures once: a rate, a time or a size, as the figure says. Several values are told apart: `p50` of an arm `echo` is
@@ -46,6 +50,15 @@ class Ratio:
 
     def is_reached(self, value: float) -> bool:
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """A 90 % interval of the median, whatever the distribution is. Fewer than five values do not make it sure."""
+    ordered, count = sorted(values), len(values)
+    # The probability that the median is outside if k values are cut off at each end.
+    outside = [2 * sum(comb(count, j) for j in range(k + 1)) / 2**count for k in range((count + 1) // 2)]
+    cut = max((k for k, share in enumerate(outside) if share <= OUTSIDE), default=0)
+    return ordered[cut], ordered[-1 - cut]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 Native entries need no deduplication of Pulsar's, and are written without it.
 
 The client sends messages one by one, without batching, which its deduplication does not survive; the sidecar gets
-batches. Both have as many messages in flight, and the broker is on the same machine. Its processor time is not counted.
+batches. Both have as many messages in flight. The broker syncs before it confirms, and is on the same machine. Its
+processor time is not counted.
 """
 
 import itertools
@@ -17,7 +18,7 @@ import pulsar
 from bench import setup
 from bench.figure import Figure, Ratio, over
 from bench.publish import rising
-from bench.pulsar_setup import KEYS, NAMESPACE, WarmBroker
+from bench.pulsar_setup import DURABLE, NAMESPACE, WarmBroker
 from pulsar_broker.distribution import get
 from seqdedupe.client import blocking
 from seqdedupe.testing import Sidecar
@@ -78,7 +79,7 @@ def _create(address: str, name: str, entry_format: str) -> str:
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
     with (
-        WarmBroker(get(), **KEYS) as broker,
+        WarmBroker(get(), **DURABLE) as broker,
         Sidecar(folder / "sidecar", **broker.sidecar_keys) as sidecar,
     ):
         plain = _create(sidecar.address, "plain", "plain")

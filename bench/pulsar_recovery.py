@@ -1,8 +1,8 @@
-"""Recovery of a topic of 200,000 messages after an unload: `packed` behind a sidecar, and Pulsar's own deduplication.
+"""Recovery of a topic of 200,000 messages after an unload: behind a sidecar, and by Pulsar's own deduplication.
 
-Both have all messages after their last snapshot: the sidecar reads 200 entries of 1,000 rows, a broker replays 200,000
-entries before it lets a producer in. The sidecar's time is that of opening the topic, its policies looked at, up to
-SERVING; the broker that it reads from is on the same machine.
+All have all messages after their last snapshot. The sidecar reads 200 entries of 1,000 rows, or 200,000 entries in a
+`plain` topic; a broker replays 200,000 entries before it lets a producer in. The sidecar's time is that of opening the
+topic, its policies looked at, up to SERVING; the broker that it reads from is on the same machine.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pulsar
 
-from bench import setup
 from bench.figure import Figure, Ratio, over
 from bench.pulsar_setup import KEYS, NAMESPACE
 from broker_sidecar.config import Config, PulsarConfig
@@ -32,6 +31,7 @@ TAIL = 200_000
 ROWS = 1_000
 IN_FLIGHT = 5_000
 STOCK_TOPIC = f"{NAMESPACE}/stock"
+FORMATS = ("packed", "native", "plain")
 NO_SNAPSHOTS: dict[str, Any] = {
     "brokerDeduplicationEntriesInterval": 1_000_000_000,
     "brokerDeduplicationSnapshotIntervalSeconds": 0,
@@ -39,15 +39,16 @@ NO_SNAPSHOTS: dict[str, Any] = {
 """Of a broker that takes none by itself."""
 
 
-def _config(broker: Broker, folder: Path) -> Config:
+def _config(broker: Broker, folder: Path, entry_format: str) -> Config:
+    """That of a sidecar with a topic of this format."""
     asked = PulsarConfig(
         service_url=broker.service_url,
         admin_url=broker.admin_url,
-        entry_format="packed",
+        entry_format=entry_format,
         manage_topic_policies=True,
     )
     return Config(
-        data_directory=str(folder),
+        data_directory=str(folder / entry_format),
         log="pulsar",
         pulsar=asked,
         deduplication_entries_interval=2**62,
@@ -58,7 +59,7 @@ def _config(broker: Broker, folder: Path) -> Config:
 async def _fill(config: Config) -> None:
     """A topic with so many messages after its snapshot."""
     data = Data(config, lambda name, state: None)
-    topic = await data.all_topics.create(setup.TOPIC)
+    topic = await data.all_topics.create(config.pulsar.entry_format)
     opened = await open_sessions(topic, ["p"], None)
     await topic.keeper.snapshot()
     payloads, base = Binary.of_all([b"x" * 100] * ROWS), np.arange(ROWS, dtype=np.int64)
@@ -130,15 +131,24 @@ def _opened(broker: Broker, admin: PulsarAdmin) -> float:
 @contextmanager
 def figure(folder: Path) -> Iterator[Figure]:
     with Broker(get(), **KEYS | NO_SNAPSHOTS) as broker:
-        config, admin = _config(broker, folder / "data"), PulsarAdmin(AdminUrl(broker.admin_url))
-        asyncio.run(_fill(config))
+        admin = PulsarAdmin(AdminUrl(broker.admin_url))
+        configs = {entry_format: _config(broker, folder, entry_format) for entry_format in FORMATS}
+        for config in configs.values():
+            asyncio.run(_fill(config))
         _publish(broker)
         yield Figure(
             arms={
-                "sidecar, packed": lambda: asyncio.run(_recovered(config, admin)),
+                "packed": lambda: asyncio.run(_recovered(configs["packed"], admin)),
+                "native": lambda: asyncio.run(_recovered(configs["native"], admin)),
+                "plain": lambda: asyncio.run(_recovered(configs["plain"], admin)),
                 "Pulsar": lambda: _opened(broker, admin),
             },
-            ratios=[Ratio("Pulsar ÷ sidecar", over("Pulsar", "sidecar, packed"), at_least=5)],
+            ratios=[
+                Ratio("Pulsar ÷ packed", over("Pulsar", "packed"), at_least=5),
+                Ratio("Pulsar ÷ native", over("Pulsar", "native"), at_least=5),
+                Ratio("packed ÷ native", over("packed", "native")),
+                Ratio("plain ÷ native", over("plain", "native"), at_least=0.97),
+            ],
             rounds=3,
             notes=["arms in seconds"],
         )

@@ -12,6 +12,8 @@ KEYS: dict[str, Any] = {
     "defaultRetentionSizeInMB": -1,
 }
 """Of the broker."""
+DURABLE: dict[str, Any] = KEYS | {"journalSyncData": "true"}
+"""Of a broker that syncs before it confirms."""
 
 
 class WarmBroker(Broker):
