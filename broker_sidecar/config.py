@@ -72,7 +72,7 @@ def invalid(name: str, why: str) -> SeqdedupeError:
 # -- The keys of the configuration that begin with `pulsar.`: the cluster that holds the logs, if `log = "pulsar"`.
 
 _SERVICE_URL = re.compile(r"pulsar(\+ssl)?://[^\s/@,]+(,[^\s/@,]+)*/?")
-_ENTRY_FORMATS = ("plain", "packed", "native")
+_ENTRY_FORMATS = ("native", "plain", "packed")
 _COMPRESSIONS = ("none", "lz4", "zlib", "zstd", "snappy")
 
 
@@ -87,8 +87,8 @@ class PulsarConfig:
         False, "Replace a topic's unsafe policies in Pulsar instead of refusing the topic."
     )
     entry_format: str = key(
-        "plain",
-        "Format of new topics. `plain`: an entry per message. `packed`: one per batch. `native`: batches of Pulsar's.",
+        "native",
+        "Format of new topics. `native`: batches of Pulsar's. `plain`: an entry per message. `packed`: one per batch.",
     )
     compression: str = key(
         "none",
@@ -130,7 +130,7 @@ class PulsarConfig:
         except SeqdedupeError as e:
             yield invalid("pulsar.namespaces", f"is {self.namespaces!r}: {e.message}")
         if self.entry_format not in _ENTRY_FORMATS:
-            yield invalid("pulsar.entry_format", f"is {self.entry_format!r}: it should be plain, packed or native")
+            yield invalid("pulsar.entry_format", f"is {self.entry_format!r}: it should be native, plain or packed")
         if self.compression not in _COMPRESSIONS:
             why = f"is {self.compression!r}: it should be none, lz4, zlib, zstd or snappy"
             yield invalid("pulsar.compression", why)

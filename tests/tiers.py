@@ -66,6 +66,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/format/test_fuzz.py": INTEGRATION,
     "tests/functions/": INTEGRATION,
     "tests/functions/test_backlog.py": UNIT,
+    "tests/functions/test_inputs.py": UNIT,
     "tests/functions/test_settings.py": UNIT,
     "tests/log/": UNIT,
     "tests/log/test_damage.py": INTEGRATION,

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, PREFIX, USER, EntryPlace
-from seqdedupe.errors import InvalidRequestError, error
+from seqdedupe.client.message import Message
+from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, PREFIX, USER, EntryOwner, EntryPlace
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.limits import (
     MAX_BATCH_BYTES,
     MAX_EVENT_TIME_MS,
@@ -105,12 +106,20 @@ class InputSource:
         given: Mapping[str, str] = self._read(context.get_message_properties, {})
         self.place = EntryPlace.parse(given.get(ENTRY, ""), self.topic)
         """The place of the input in a topic that a sidecar writes; None if no sidecar has written the input."""
-        self.kind = given.get(KIND, "") if self.place is not None else ""
+        has_nothing_else = len(given) == 1 and not context.message.data()
+        self.kind = given.get(KIND, "") if self.place is not None or has_nothing_else else ""
+        """What a sidecar says that the entry is. A native entry has no payload and no other property then."""
         self.key: bytes | None = self._read(context.get_message_key, "").encode() or None
         self.event_time_ms = int(context.get_message_eventtime() or 0)
         self.properties = {name: value for name, value in given.items() if not name.startswith(PREFIX)}
         if self.place is not None:
             self._restore(given)
+
+    def restore_from(self, message: Message) -> None:
+        """Take place and metadata from the sidecar that has the message: a native entry does not show its place."""
+        owner = EntryOwner(message.position.incarnation, 0, message.position.ownership)
+        self.place, self.unreadable = EntryPlace(owner, 0, message.index), None
+        self.key, self.event_time_ms, self.properties = message.key, message.event_time_ms, message.properties
 
     def _read(self, read: Callable[[], T | None], otherwise: T) -> T:
         try:
@@ -225,9 +234,15 @@ def by_index(function: str, topic: str, place: EntryPlace | None) -> InputIdenti
     """Return the identity based on the index that a sidecar assigned. Raises INVALID_FUNCTION if no sidecar wrote the
     message."""
     if place is None or place.index < 0:
-        raise error(
-            "INVALID_FUNCTION",
-            f"identity is 'index', but a message of {topic} was written by no sidecar: it has no index",
-            hint="Use identity = 'message_id' for topics that others write to.",
-        )
+        raise no_index(topic)
     return InputIdentity(source_name(function, topic, place.owner.incarnation), place.index)
+
+
+def no_index(topic: str) -> SeqdedupeError:
+    """Return the error for a message that no sidecar wrote."""
+    return error(
+        "INVALID_FUNCTION",
+        f"identity is 'index', but a message of {topic} was written by no sidecar: it has no index",
+        hint="Use identity = 'message_id' for topics that others write to. If the topic has native entries, "
+        "sidecar_address must name its sidecars.",
+    )

@@ -33,6 +33,7 @@ from seqdedupe.functions.identity import (
     check_names,
 )
 from seqdedupe.functions.pipeline import Input, Pipeline, Process
+from seqdedupe.message_id import MessageId
 from seqdedupe.names import topic_name
 
 # -- The credentials of a function for the sidecar: files, or a secret of Pulsar's secrets provider.
@@ -267,6 +268,8 @@ class Wrapped:
 
 logger = logging.getLogger("seqdedupe.functions")
 
+_WITHOUT_MESSAGES = (MARKER, CONTROL)
+"""The kinds of entries that have no message of a producer."""
 MAX_ERROR_CHARACTERS = 1000
 """The maximum number of characters of the error's text in a dead letter."""
 
@@ -363,13 +366,37 @@ class FunctionInstance:
             self._counts["void"] += 1
             logger.warning("%s of %s is void and skipped: it was never acknowledged", message_id, source.topic)
             return True
+        if source.place is None:
+            return self._is_without_index(source, message_id)
         if source.kind == BATCH:
             raise error(
                 "INVALID_FUNCTION",
                 f"{source.topic} is a topic of packed batches, which a function cannot read",
-                hint="Make the input topic with the format `plain`.",
+                hint="Make the input topic with the format `native` or `plain`.",
             )
-        return source.kind in (MARKER, CONTROL)
+        return source.kind in _WITHOUT_MESSAGES
+
+    def _is_without_index(self, source: InputSource, message_id: Any) -> bool:
+        """Return whether a message without a place has no index, although inputs are identified by their index. A
+        message of a native entry gets its place here."""
+        if self._settings.identity != "index":
+            if source.kind in _WITHOUT_MESSAGES:
+                raise error(
+                    "INVALID_FUNCTION",
+                    f"{source.topic} has native entries: Pulsar's message IDs do not show which of them are void",
+                    hint="Set identity to 'index' in userConfig.",
+                )
+            return False
+        if source.kind in _WITHOUT_MESSAGES:
+            return True
+        place = MessageId(message_id.ledger_id(), message_id.entry_id(), message_id.batch_index())
+        found = self._pipeline.message(source.topic, place)
+        if found is not None:
+            source.restore_from(found)
+            return False
+        self._counts["void"] += 1
+        logger.warning("%s of %s has no index and is skipped: it is void, or no sidecar wrote it", place, source.topic)
+        return True
 
     def _identity(self, source: InputSource, message_id: Any) -> InputIdentity:
         if self._settings.identity == "index":

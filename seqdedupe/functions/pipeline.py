@@ -11,8 +11,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from seqdedupe.client.client import Client
 from seqdedupe.client.connection import (
     CALL_TIMEOUT_SECONDS,
     NOT_A_SIDECAR,
@@ -23,6 +24,7 @@ from seqdedupe.client.connection import (
     refusal_error,
     typed_errors,
 )
+from seqdedupe.client.message import Message
 from seqdedupe.client.pending import InFlightBatch
 from seqdedupe.client.publish_calls import StreamAnswer, check_opened, exchange, publish_call
 from seqdedupe.client.route import Route, Sidecars
@@ -31,6 +33,8 @@ from seqdedupe.functions import ending, traceback_of
 from seqdedupe.functions.backlog import Backlog, Row
 from seqdedupe.functions.deployment import FunctionSettings
 from seqdedupe.functions.identity import Callback, FunctionOutput, InputIdentity
+from seqdedupe.functions.inputs import InputTopic
+from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import publish_pb2
 from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 
@@ -243,6 +247,8 @@ REPORT_SECONDS = 1.0
 INPUT_BYTES = 512
 """The number of bytes counted for an input in addition to its outputs."""
 
+T = TypeVar("T")
+
 Report = Callable[[dict[str, int], int], None]
 """A function that receives the counts of `Pipeline.counts`, and the number of unacknowledged inputs."""
 
@@ -275,7 +281,8 @@ class Input:
 
 
 class Pipeline:
-    """The inputs in flight of a function. Only the thread of `process` may call `add`, `settle` and `persisted`."""
+    """The inputs in flight of a function. Only the thread of `process` may call `add`, `settle`, `persisted` and
+    `message`."""
 
     def __init__(self, settings: FunctionSettings, sidecars: Sidecars, process: Process, report: Report) -> None:
         """Start the pipeline's thread. The thread calls `report` at intervals, even while inputs wait."""
@@ -284,6 +291,8 @@ class Pipeline:
         self._report = report
         self._sidecars = sidecars
         self._loop = asyncio.new_event_loop()
+        self._client = Client(settings.sidecar_address, sidecars.credentials)
+        self._input_topics: dict[str, InputTopic] = {}
         self._publishers: dict[str, OutputPublisher] = {}
         self._has_begun = asyncio.Event()
         self._lanes: dict[str, deque[Input]] = {}
@@ -329,12 +338,30 @@ class Pipeline:
         async def ask() -> int:
             return await self._publisher(topic).persisted(name)
 
+        return self._asked(ask)
+
+    def message(self, topic: str, message_id: MessageId) -> Message | None:
+        """Return an input from a topic of native entries as its sidecar has it; None if no valid message has this ID.
+        Waits until the sidecar has confirmed this message or a later one. Raises the errors of `InputTopic`."""
+        found = self._input_topics.get(topic)
+        if found is None:
+            found = self._input_topics[topic] = InputTopic(self._client, topic)
+        if not found.covers(message_id):
+            unconfirmed = error("OUTCOME_UNKNOWN", f"no sidecar has confirmed {message_id} of {topic}, or what follows")
+            self._asked(lambda: found.read_up_to(message_id), lambda: found.trouble or unconfirmed)
+        return found.message(message_id)
+
+    def _asked(
+        self, ask: Callable[[], Coroutine[Any, Any, T]], why: Callable[[], SeqdedupeError | None] = lambda: None
+    ) -> T:
+        """Return the result of a coroutine in the pipeline's thread. `why` returns why it takes long, if that is
+        known."""
         asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
         asked.add_done_callback(lambda _: self._notify())
-        self._wait_until(asked.done)
+        self._wait_until(asked.done, why)
         return asked.result()
 
-    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+    def _wait_until(self, is_so: Callable[[], bool], why: Callable[[], SeqdedupeError | None] = lambda: None) -> None:
         """Wait until `is_so` returns true: for inputs in flight, or for the answer to a query. The wait does not rely
         only on the pipeline's thread, because a callback of the function may block that thread."""
         began = time.monotonic()
@@ -344,7 +371,7 @@ class Pipeline:
                 if self._process.is_stopping:
                     self._process.end("the instance was asked to stop", failed=False)
                 if self._is_too_late(began):
-                    self._give_up()
+                    self._give_up(why())
 
     def _is_too_late(self, since_seconds: float) -> bool:
         return time.monotonic() - since_seconds > self._settings.give_up_after_seconds
@@ -357,6 +384,9 @@ class Pipeline:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            for topic in self._input_topics.values():
+                await topic.close()
+            await self._client.close()
 
         asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
 
@@ -472,10 +502,10 @@ class Pipeline:
             if oldest is not None and self._is_too_late(oldest):
                 self._give_up()
 
-    def _give_up(self) -> None:
+    def _give_up(self, why: SeqdedupeError | None = None) -> None:
         waiting = [one for one in list(self._publishers.values()) if one.backlog.has_work]
         trouble = next((one.trouble for one in waiting if one.trouble is not None), None)
-        why = trouble or error("OUTCOME_UNKNOWN", "no output has been settled")
+        why = why or trouble or error("OUTCOME_UNKNOWN", "no output has been settled")
         self._process.end(
             f"an input has waited for {self._settings.give_up_after_seconds} seconds: {why} {why.hint}", failed=True
         )

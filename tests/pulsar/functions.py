@@ -41,8 +41,8 @@ def path_of(topic: str) -> str:
 
 
 def pulsar_keys(broker: Broker, namespace: str) -> dict[str, Any]:
-    """For a sidecar that writes there."""
-    return broker.sidecar_keys | {"pulsar_namespaces": namespace}
+    """For a sidecar that writes there. In plain topics a stock consumer can tell which entries are void."""
+    return broker.sidecar_keys | {"pulsar_namespaces": namespace, "pulsar_entry_format": "plain"}
 
 
 def stored(sidecar: Sidecar, topic: str) -> list[Result]:

@@ -14,6 +14,8 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.entries import PulsarMessage
+from seqdedupe.log.pulsar.entry_limit import Brokers
+from seqdedupe.log.pulsar.native_topic import open_native_producer
 from seqdedupe.log.pulsar.writer import COUNTER_BITS, EntryWriter, SettledEntry, open_writer
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -43,6 +45,17 @@ async def until(holds: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> No
             if result if isinstance(result, bool) else await result:
                 return
             await asyncio.sleep(0.01)
+
+
+async def send_native(service_url: str, topic: str, message: PulsarMessage) -> None:
+    """Puts a native entry into a topic that nobody writes."""
+    stored: asyncio.Future[SeqdedupeError | None] = asyncio.get_running_loop().create_future()
+    producer = await open_native_producer(Brokers(service_url), topic, "late", {})
+    assert producer is not None
+    producer.send(message, 1, lambda _, failure, place: stored.set_result(failure))
+    async with asyncio.timeout(LIMIT_SECONDS):
+        assert await stored is None
+    await producer.close()
 
 
 async def kill_and_start(broker: Broker) -> None:

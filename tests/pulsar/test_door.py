@@ -67,8 +67,13 @@ def start(tmp_path: Path, broker: Broker, namespace: str) -> Iterator[Start]:
 
     def started(**keys: Any) -> Sidecar:
         folder = tmp_path / f"sidecar-{len(every)}"
-        keys = {"pulsar_listen": f"127.0.0.1:{free_port()}", "instance_name": folder.name} | keys
-        sidecar = Sidecar(folder, pulsar_namespaces=namespace, **broker.sidecar_keys, **keys)
+        # In plain topics a stock consumer can tell which entries are void.
+        own = {
+            "pulsar_listen": f"127.0.0.1:{free_port()}",
+            "instance_name": folder.name,
+            "pulsar_entry_format": "plain",
+        }
+        sidecar = Sidecar(folder, pulsar_namespaces=namespace, **broker.sidecar_keys, **(own | keys))
         every.append(sidecar)
         sidecar.start()
         return sidecar

@@ -18,13 +18,16 @@ import pytest
 from pulsar_broker.instance import FULL_NAME, Instance, details
 from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
+from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import SeqdedupeError
+from seqdedupe.log.pulsar.entries import encoded_part, packed_message
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from tests.batches import batch
 from tests.pulsar.admin import call
 from tests.pulsar.deployed import arrival
 from tests.pulsar.flights import LIMIT_SECONDS, Result, flights, give, read
-from tests.pulsar.functions import Case, Work, pulsar_keys, stored, until, wheel_in
-from tests.pulsar.owners import quiet
+from tests.pulsar.functions import Case, Work, left, pulsar_keys, stored, until, wheel_in
+from tests.pulsar.owners import quiet, send_native
 
 pytestmark = pytest.mark.timeout(2 * LAST_RESORT_SECONDS)
 
@@ -230,3 +233,49 @@ async def test_deployed_by_a_worker_over_a_sidecar_on_pulsar_a_stock_consumer_se
                 process.kill()
         await until(lambda: published() >= len(some))
         assert read(broker.service_url, output) == [Result(one.key, arrival(one.fields)) for one in some]
+
+
+async def test_a_native_input_topic_gives_each_result_once_and_nothing_of_void_entries(
+    broker: Broker, pulsar_home: Path, topic: str, tmp_path: Path, wheel: Path
+) -> None:
+    """A void entry has a message that nobody was told is stored. Pulsar delivers it like any other."""
+    some, name = flights(1500), topic.rpartition("/")[2]
+    output, half = f"{topic}-output", len(some) // 2
+    config = {"wrapped": "deployed.One", "output_topic": output, "pause_ms": 1}
+    with Sidecar(tmp_path / "sidecar", **pulsar_keys(broker, "public/default")) as sidecar:
+
+        def publish(first: int, stop: int) -> None:
+            with blocking.Client(sidecar.address) as client, client.producer(topic, "flights") as producer:
+                for number in range(first, stop):
+                    producer.send(some[number].payload, number, key=some[number].key)
+                producer.flush()
+
+        def function(**more: str) -> dict[str, Any]:
+            given = json.dumps(config | {"sidecar_address": sidecar.address} | more)
+            return details(name, topic, class_name=FULL_NAME, userConfig=given)
+
+        with blocking.Client(sidecar.address) as client:
+            for one in (topic, output):
+                client.admin.create_topic(one, entry_format="native")
+            incarnation = client.admin.topic(topic).incarnation
+        publish(0, half)
+        sidecar.stop()
+        void = batch([("flights", half)], payloads=[some[-1].payload])
+        lost = EntryOwner(incarnation, 1, 7)
+        await send_native(broker.service_url, topic, packed_message(lost, 40, half, 1, encoded_part(void)))
+        sidecar.spawn()
+        await asyncio.to_thread(sidecar.wait_until_serving)
+        publish(half, len(some))
+        # The control arm: by Pulsar's message IDs alone the function would get the void message too.
+        with Instance(pulsar_home, tmp_path, broker.service_url, wheel, function()) as instance:
+            await until(lambda: instance.starts > 1, instance)
+            assert "Set identity to 'index'" in instance.log
+        (tmp_path / "index").mkdir()
+        function_of_indexes = function(identity="index")
+        with Instance(pulsar_home, tmp_path / "index", broker.service_url, wheel, function_of_indexes) as instance:
+            for kill in range(2):
+                await until(lambda kill=kill: len(stored(sidecar, output)) > len(some) * kill // 3, instance)  # type: ignore[misc]
+                instance.kill()
+            await until(lambda: left(broker, topic) == 0, instance)
+            assert "has no index and is skipped" in instance.log
+        assert stored(sidecar, output) == [Result(one.key, arrival(one.fields)) for one in some]

@@ -123,7 +123,7 @@ async def test_it_is_published_read_found_again_and_deleted(
     assert sorted(line["sequence_id"] for line in read) == list(range(MESSAGES))
     shown = json.loads(command("topics", "show", whole, "--json", "--address", other.address))
     assert (shown["state"], shown["partitions"], shown["unused_partitions"]) == ("SERVING", PARTITIONS, 1)
-    assert shown["entry_format"] == "plain"
+    assert shown["entry_format"] == "native"
     assert "1 that Pulsar has added" in command("topics", "show", whole, "--address", other.address)
     assert f"w ({PARTITIONS} partitions)" in command("topics", "--address", other.address)
     command("topics", "delete", whole, "--address", other.address)

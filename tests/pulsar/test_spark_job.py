@@ -101,6 +101,7 @@ def unload(broker: Broker) -> Callable[[str], None]:
     return lambda topic: asyncio.run(admin.unload(topic))
 
 
+@pytest.mark.parametrize("entry_format", ["packed", "native"])
 def test_a_job_moves_to_the_brokers_and_back(
     spark: SparkSession,
     sidecar: Sidecar,
@@ -108,9 +109,10 @@ def test_a_job_moves_to_the_brokers_and_back(
     database: Database,
     unload: Callable[[str], None],
     topic: str,
+    entry_format: str,
 ) -> None:
     with blocking.Client(sidecar.address) as client:
-        client.admin.create_topic(topic, entry_format="packed")
+        client.admin.create_topic(topic, entry_format=entry_format)
 
     def read(options: Options) -> int:
         return ReaderJob(spark, JobConfig(JOB, options, database.store, TABLE), select).run().read

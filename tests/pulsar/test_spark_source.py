@@ -21,6 +21,7 @@ from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import EncodedBatch, EntryFormat, EntrySettings, PulsarMessage
+from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import broker_connection, cluster_client, stock_reader
@@ -28,10 +29,10 @@ from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReade
 from tests.batches import batch
 from tests.log.batches import encoded_batch
 from tests.log.conformance import Owner
-from tests.pulsar.owners import Cluster, until
+from tests.pulsar.owners import Cluster, send_native, until
 
 OF_LOG = 1_700_000_000_000_000
-BOTH = pytest.mark.parametrize("entry_format", [EntryFormat.PLAIN, EntryFormat.PACKED], ids=lambda one: one.value)
+ALL = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda one: one.value)
 
 _openings = itertools.count(1)
 
@@ -50,7 +51,8 @@ def log_of(cluster: Cluster, client: pulsar.asyncio.Client, topic: str, entry_fo
         return next(number for number in _openings if number > known)
 
     clock, connect, answers = lambda: time.time_ns() // 1_000_000, cluster.connect, cluster.answers
-    shared = PulsarResources(client, "one", "host:6680", clock, claim, cluster.admin, connect, answers)
+    brokers = Brokers(cluster.service_url)
+    shared = PulsarResources(client, "one", "host:6680", clock, claim, cluster.admin, connect, answers, brokers)
     return PulsarLog(shared, topic, OF_LOG, EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680"))
 
 
@@ -81,10 +83,15 @@ def void(entry_format: EntryFormat) -> PulsarMessage:
     return entries.packed_message(owner, 42, 400, 1, EncodedBatch(*encoded_batch(1, 1)))
 
 
-async def send(client: pulsar.asyncio.Client, topic: str, message: PulsarMessage) -> None:
-    producer = await client.create_producer(topic, batching_enabled=False)
-    await producer.send(message.payload, properties=message.properties)
-    await producer.close()
+async def send(cluster: Cluster, client: pulsar.asyncio.Client, topic: str, entry_format: EntryFormat) -> None:
+    """Puts the void entry into a topic that nobody writes."""
+    message = void(entry_format)
+    if entry_format is not EntryFormat.NATIVE:
+        producer = await client.create_producer(topic, batching_enabled=False)
+        await producer.send(message.payload, properties=message.properties)
+        await producer.close()
+    else:
+        await send_native(cluster.service_url, topic, message)
 
 
 class Source:
@@ -122,7 +129,7 @@ def source(broker: Broker, topic: str) -> Source:
     return Source(broker, topic)
 
 
-@BOTH
+@ALL
 async def test_everything_is_where_the_log_says(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source, entry_format: EntryFormat
 ) -> None:
@@ -130,8 +137,7 @@ async def test_everything_is_where_the_log_says(
     await create(cluster, topic, entry_format)
     log = log_of(cluster, client, topic, entry_format)
     await written(log, cluster, topic, 3, 40)
-    late = void(entry_format)
-    await send(client, topic, late)
+    await send(cluster, client, topic, entry_format)
     rows = await source.rows()
     assert [row["__index"] for row in rows] == list(range(1200))
     assert [row["__sequenceId"] for row in rows] == list(range(1200))
@@ -154,7 +160,7 @@ async def test_everything_is_where_the_log_says(
     assert found == [row["__index"] for row in rows if row["__publishTime"] >= middle]
 
 
-@BOTH
+@ALL
 async def test_a_stream_reads_on_where_it_was(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source, entry_format: EntryFormat
 ) -> None:
@@ -163,12 +169,13 @@ async def test_a_stream_reads_on_where_it_was(
     begun = source.stream()
     offset = await asyncio.to_thread(begun.latestOffset, begun.initialOffset(), begun.getDefaultReadLimit())
     assert offset == {topic: f"{OF_LOG}/start@-1", "starts": {topic: f"{OF_LOG}/start@-1"}}
-    owner = await Owner(log, 1).open()
     found = []
-    for first in range(0, 900, 300):
+    for term, first in enumerate(range(0, 900, 300), 1):
+        await cluster.until_deduplicating(topic)
+        owner = await Owner(log, term).open()
         for index in range(first, first + 300, 10):
             owner.append(index, 10)
-        await owner.until_stored((first + 300) // 10)
+        await owner.until_stored(30)
         await cluster.admin.unload(topic)
         # Started again each time: all that it has is the offset.
         stream = source.stream(maxOffsetsPerTrigger=130)
@@ -252,7 +259,7 @@ async def test_what_is_trimmed_in_mid_read_is_missed(
 
 
 @pytest.mark.usefixtures("in_small_steps")
-@BOTH
+@ALL
 async def test_an_unloaded_topic_is_read_on(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source, entry_format: EntryFormat
 ) -> None:

@@ -32,9 +32,10 @@ _MODE_IDS = "SEQUENCE_ID"
 class PulsarLogs:
     """The logs of some namespaces of a cluster. Satisfies `seqdedupe.log.contract.Logs`.
 
-    New topics get `entry_format`. Each log keeps its messages by a durable subscription, `seqdedupe-<instance name>`,
-    from the place where the topic begins according to the last durable snapshot. With `may_change_policies` a topic's
-    own policies are set if they are not safe (`policies.ensure_safe`).
+    New topics get `entry_format`, but `plain` instead of `native` if they have a schema. Each log keeps its messages by
+    a durable subscription, `seqdedupe-<instance name>`, from the place where the topic begins according to the last
+    durable snapshot. With `may_change_policies` a topic's own policies are set if they are not safe
+    (`policies.ensure_safe`).
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class PulsarLogs:
             )
 
     def _parsed(self, topic: str, layout: Layout) -> tuple[EntryFormat, wholes.Schema | None]:
-        entry_format = EntryFormat(layout.entry_format or self._entry_format)
+        # Of the formats that stock consumers read, only plain entries have the topic's schema.
+        is_typed = bool(layout.schema) and self._entry_format is EntryFormat.NATIVE
+        entry_format = EntryFormat(layout.entry_format or (EntryFormat.PLAIN if is_typed else self._entry_format))
         schema = wholes.parse(layout.schema) if layout.schema else None
         if schema is not None and entry_format is not EntryFormat.PLAIN:
             why = f"{topic} cannot have a schema: its entries are {entry_format.value}, batches of the sidecar's own"

@@ -15,11 +15,13 @@ import pulsar.asyncio
 from seqdedupe.entry_properties import FORMAT, INCARNATION
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
-from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
+from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, PulsarEntry
+from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.finder import Finder
 from seqdedupe.log.pulsar.ledgers import Ledgers
+from seqdedupe.log.pulsar.native_topic import open_native_reader
 from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
-from seqdedupe.log.pulsar.reader import EntryReader, open_reader
+from seqdedupe.log.pulsar.reader import ReadsEntries, open_reader
 from seqdedupe.message_id import MessageId
 from seqdedupe_spark.service import PulsarCluster, path_of
 from seqdedupe_spark.stock import STOCK, StockEnds
@@ -62,9 +64,9 @@ def _wrong(should_be: str) -> SeqdedupeError:
 
 
 def tls_of(cluster: PulsarCluster) -> ssl.SSLContext | None:
-    """Return the TLS context for admin calls. It is as strict as the configuration of the client for messages. Raises
-    INVALID_OPTION."""
-    if not cluster.admin_url.startswith("https:"):
+    """Return the TLS context for admin calls and native entries. It is as strict as the configuration of the client for
+    other messages. Raises INVALID_OPTION."""
+    if not cluster.admin_url.startswith("https:") and not cluster.service_url.startswith("pulsar+ssl:"):
         return None
     try:
         context = ssl.create_default_context(cafile=cluster.trust_certs_path or None)
@@ -91,34 +93,40 @@ STEP_BYTES = 1024 * 1024
 """The approximate number of bytes that are read at a time."""
 _LOOK_ENTRIES = 4
 
-_NATIVE = "native"
-"""The entry format of such a topic."""
-
 
 class BrokerConnection:
     """A connection, made by `connected`. Its methods raise LOG_UNREADABLE for temporary failures."""
 
     def __init__(
-        self, client: pulsar.asyncio.Client, admin: PulsarAdmin, quick_admin: PulsarAdmin, subscription: str
+        self,
+        client: pulsar.asyncio.Client,
+        brokers: Brokers,
+        admin: PulsarAdmin,
+        quick_admin: PulsarAdmin,
+        subscription: str,
     ) -> None:
         self.admin = admin
         self.quick_admin = quick_admin
         """The client for calls to which a broker may not answer at all."""
         self._client = client
+        self._brokers = brokers
         self._subscription = subscription
+        self._native = set[str]()
+        """Topics of native entries, as `incarnation` has found them. Pulsar's client does not show what is needed of
+        such entries."""
 
     async def is_log(self, topic: str) -> bool:
         """Return whether a sidecar writes the topic. Raises TOPIC_NOT_FOUND."""
         return INCARNATION in await self.admin.properties(topic)
 
     async def incarnation(self, topic: str) -> int:
-        """Return the incarnation of a topic that a sidecar writes, or STOCK for any other topic. Raises
-        TOPIC_NOT_FOUND; NEWER_FORMAT for a topic of native entries, in which Pulsar's client sees no indexes."""
+        """Return the incarnation of a topic that a sidecar writes, or STOCK for any other topic. Call this before the
+        topic is read. Raises TOPIC_NOT_FOUND."""
         # Opening a reader on a topic that was deleted would recreate the topic.
         properties = await self.admin.properties(topic)
-        if properties.get(FORMAT) == _NATIVE:
-            why = f"{topic} has native entries, which a job cannot read from the brokers"
-            raise error("NEWER_FORMAT", why, hint="Read the topic from its sidecars.")
+        self._native.discard(topic)
+        if properties.get(FORMAT) == EntryFormat.NATIVE.value:
+            self._native.add(topic)
         found = properties.get(INCARNATION, "")
         return int(found) if found.isdecimal() else STOCK
 
@@ -135,10 +143,15 @@ class BrokerConnection:
             )
         return await self.finder(topic, incarnation)
 
-    async def open_reader(self, topic: str, start: MessageId, ledgers: Ledgers) -> EntryReader:
+    async def open_reader(self, topic: str, start: MessageId, ledgers: Ledgers) -> ReadsEntries:
         # Pulsar's client limits the entries that it fetches ahead only by number.
         of_size = QUEUE_BYTES * len(ledgers) // max(ledgers.size_bytes, 1)
-        return await open_reader(self._client, topic, start, max(2, min(MAX_QUEUE_ENTRIES, of_size)))
+        return await self._reader(topic, start, max(2, min(MAX_QUEUE_ENTRIES, of_size)))
+
+    async def _reader(self, topic: str, start: MessageId, queue_entries: int) -> ReadsEntries:
+        if topic in self._native:
+            return await open_native_reader(self._brokers, topic, start)
+        return await open_reader(self._client, topic, start, queue_entries)
 
     async def stored(self, topic: str) -> StockEnds:
         """Return the stored entries of a topic that no sidecar writes. Raises TOPIC_NOT_FOUND."""
@@ -147,7 +160,7 @@ class BrokerConnection:
 
     async def entries(self, topic: str, first: MessageId, last: MessageId) -> list[PulsarEntry]:
         """Return the entries that a reader receives from `first` to `last`, without their payloads."""
-        reader = await open_reader(self._client, topic, first, _LOOK_ENTRIES)
+        reader = await self._reader(topic, first, _LOOK_ENTRIES)
         found, seen = list[PulsarEntry](), NOWHERE
         try:
             while seen < last and not await reader.is_at_end():
@@ -161,7 +174,7 @@ class BrokerConnection:
             await reader.close()
 
 
-async def next_entries(reader: EntryReader, topic: str) -> list[PulsarEntry]:
+async def next_entries(reader: ReadsEntries, topic: str) -> list[PulsarEntry]:
     """Return the next entries of a topic. The caller ensures that they exist. Raises LOG_UNREADABLE."""
     try:
         async with asyncio.timeout(READ_TIMEOUT_SECONDS):
@@ -187,7 +200,8 @@ async def connected(cluster: PulsarCluster) -> AsyncGenerator[BrokerConnection, 
     try:
         admin = PulsarAdmin(AdminUrl(cluster.admin_url, token, tls))
         quick_admin = PulsarAdmin(AdminUrl(cluster.admin_url, token, tls, QUICK_SECONDS))
-        yield BrokerConnection(client, admin, quick_admin, cluster.subscription)
+        brokers = Brokers(cluster.service_url, token, tls)
+        yield BrokerConnection(client, brokers, admin, quick_admin, cluster.subscription)
     finally:
         # Not `shutdown`: it keeps the interpreter's lock, for which the client's threads may wait.
         with suppress(TimeoutError, pulsar.asyncio.PulsarException):

@@ -21,7 +21,7 @@ from seqdedupe.log.pulsar.admin_url import AdminAnswer
 from seqdedupe.log.pulsar.entries import PulsarEntry
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import size_of
-from seqdedupe.log.pulsar.reader import EntryReader, fields_of
+from seqdedupe.log.pulsar.reader import ReadsEntries, fields_of
 from seqdedupe.message_id import MessageId, MessageIds
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.broker_connection import (
@@ -96,7 +96,7 @@ class StockReading:
         finally:
             await reader.close()
 
-    async def _next(self, connection: BrokerConnection, reader: EntryReader, run: "_EntryRun") -> list[PulsarEntry]:
+    async def _next(self, connection: BrokerConnection, reader: ReadsEntries, run: "_EntryRun") -> list[PulsarEntry]:
         try:
             return await next_entries(reader, self._span.topic)
         except UnavailableError:

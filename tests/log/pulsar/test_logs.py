@@ -94,3 +94,11 @@ async def test_a_schema_that_is_none_is_refused_before_anything_is_made(schema: 
 async def test_packed_entries_have_no_schema(default: EntryFormat, asked: str) -> None:
     with pytest.raises(InvalidRequestError, match="cannot have a schema: its entries are packed"):
         await logs(default).create(1, DEFAULT + "t", b"", layout=Layout(asked, json.dumps(AVRO)))
+
+
+async def test_a_topic_with_a_schema_has_plain_entries_unless_others_are_asked_for() -> None:
+    typed = json.dumps(AVRO)
+    with pytest.raises(Asked):
+        await logs(EntryFormat.NATIVE).create(1, DEFAULT + "t", b"", layout=Layout("", typed))
+    with pytest.raises(InvalidRequestError, match="cannot have a schema: its entries are native"):
+        await logs(EntryFormat.NATIVE).create(1, DEFAULT + "t", b"", layout=Layout("native", typed))
