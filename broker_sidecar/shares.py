@@ -215,15 +215,15 @@ TICK_SECONDS = 0.02
 
 
 class Budget:
-    """The memory that all clients together may make the sidecar hold. A stream may hold at most as much as is left for
-    the other streams.
+    """The memory that all clients together may make the sidecar hold. A stream may hold no more than remains free
+    after the stream has taken its share.
 
     So a single stream gets at most half of the budget, and each of a hundred streams gets about a hundredth. A small
     request finds room, no matter how many streams there are. `relieve` is called regularly while a stream waits.
 
-    A budget `within` another budget is for memory that streams receive in turn (`Share.reserve`). There, the rule
-    applies to the total of each caller: a caller may hold at most as much as is left for the other callers. An inner
-    budget has no room when the outer budget has no room.
+    A budget `within` an outer budget is for memory that streams receive one after the other (`Share.reserve`). In such
+    an inner budget, the rule applies to the total of each caller: a caller may hold no more than remains free after the
+    caller has taken its share. An inner budget has no room when the outer budget has no room.
     """
 
     def __init__(

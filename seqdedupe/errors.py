@@ -138,32 +138,34 @@ REASONS: dict[str, Reason] = {
         "Sort each producer's messages by sequence ID in every batch, and use each sequence ID of a producer only once."
     ),
     "INVALID_PREDECESSOR": _invalid(
-        "Set the previous sequence ID to the highest ID that is below the batch's first ID, and that this session "
-        "has sent or Open has returned."
+        "Set the previous sequence ID to the highest ID below the batch's first ID. Choose only among IDs that "
+        "this session has sent, or that Open has returned."
     ),
     "LINK_REQUIRED": _invalid(
-        "Set the previous sequence ID. Only a unary call without other frames in flight may omit the previous "
-        "sequence ID."
+        "Only a unary call may omit the previous sequence ID, and only while no other frame of the producer is in "
+        "flight. Set the previous sequence ID."
     ),
     "INVALID_EPOCH": _invalid("Use the epoch that Open returned for this topic and producer name."),
     "INVALID_REQUEST": _invalid("Correct the value that the error names."),
     "UNKNOWN_CALL": Reason(
         InvalidRequestError,
         "UNIMPLEMENTED",
-        "For producers and readers, use a sidecar with log = embedded or pulsar. For brokers, use a sidecar with "
-        "log = broker. If the sidecar has the right log, but is older than the client, upgrade the sidecar.",
+        "Producers and readers need a sidecar with log = embedded or log = pulsar. Brokers need a sidecar with log "
+        "= broker. If the sidecar has the right log, but is older than the client, upgrade the sidecar.",
     ),
     "INVALID_POSITION": _invalid("Use a position that this sidecar returned, or an index of at least 0."),
-    "MESSAGE_TOO_LARGE": _invalid("Make the message smaller. The error names the limit."),
+    "MESSAGE_TOO_LARGE": _invalid("The error names the limit. Make the message smaller."),
     "BATCH_TOO_LARGE": _invalid(
-        "Split the batch. If the batch is one message, make the message smaller. The error names the limit."
+        "The error names the limit. Split the batch into smaller batches. If the batch contains only one message, "
+        "make this message smaller."
     ),
     "TOPIC_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
-        "Check the topic's name: `seqdedupe topics` lists the topics. To publish to a new topic, create the "
-        "topic, or set allow_auto_topic_creation = true. A topic with deduplication IDs must always be created: "
-        "`seqdedupe topics create --deduplication-mode deduplication-id`.",
+        "Check the topic's name: `seqdedupe topics` lists the topics. To publish to a new topic, create the topic, "
+        "or set allow_auto_topic_creation = true. The sidecar never creates a topic with deduplication IDs "
+        "automatically. To create such a topic, run `seqdedupe topics create --deduplication-mode "
+        "deduplication-id`.",
     ),
     "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the existing topic, or choose another name."),
     "TOPIC_IS_PARTITIONED": Reason(
@@ -175,19 +177,19 @@ REASONS: dict[str, Reason] = {
     "TOPIC_TERMINATED": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Publish to another topic; readers can still read this topic. Or delete this topic, and create a new "
-        "topic with this name. The deleted topic's messages are lost.",
+        "The topic accepts no more messages, but readers can still read the topic. Publish to another topic. Or "
+        "delete this topic, and create a new topic with the same name. The deleted topic's messages are lost.",
     ),
     "TOPIC_IN_USE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Create a topic, and import into the new topic before a producer opens the topic or publishes a message. To "
-        "take a topic of Pulsar's over, first stop its producers.",
+        "The target of an import must be a new topic. Create a topic, and import before a producer opens the topic or "
+        "publishes to the topic. Before you take over a topic of Pulsar, stop the topic's producers.",
     ),
     "LOG_INCOMPLETE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Do not rebuild this topic from the log: retention has removed messages that the rebuild needs. If the "
+        "Retention has removed messages that the rebuild needs. Do not rebuild this topic from the log. If the "
         "store's records are wrong, import a saved snapshot or restore a backup.",
     ),
     "PRODUCER_NOT_FOUND": Reason(
@@ -199,20 +201,20 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_CURSORS": Reason(
         InvalidRequestError,
         "RESOURCE_EXHAUSTED",
-        "Remove cursors that are no longer needed (`seqdedupe cursors TOPIC --remove NAME`), or keep positions in "
-        "files.",
+        "Remove cursors that are no longer needed: `seqdedupe cursors TOPIC --remove NAME`. Or store positions in "
+        "files instead of cursors.",
     ),
     "SIDECAR_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
-        "Check the sidecar's name: `seqdedupe sidecars` lists the names. A sidecar that was already forgotten is "
-        "not in the list.",
+        "Check the sidecar's name: `seqdedupe sidecars` lists the names. The list does not contain sidecars that "
+        "were already forgotten.",
     ),
     "SIDECAR_ALIVE": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Stop the sidecar before you forget the sidecar. Do not forget a sidecar that you still need: the "
-        "sidecar's subscriptions keep the messages that the sidecar's snapshots do not cover.",
+        "The sidecar's subscriptions retain the messages that the sidecar's snapshots do not cover. If you still "
+        "need the sidecar, do not forget the sidecar. Otherwise, stop the sidecar before you forget it.",
     ),
     "TOO_MANY_TOPICS": Reason(
         InvalidRequestError, "RESOURCE_EXHAUSTED", "Delete topics that are no longer needed, or raise max_topics."
@@ -221,8 +223,8 @@ REASONS: dict[str, Reason] = {
     "UNAUTHENTICATED": Reason(
         AccessDeniedError,
         "UNAUTHENTICATED",
-        "Send the sidecar's token: set SEQDEDUPE_TOKEN to the token, or SEQDEDUPE_TOKEN_FILE to the path of the file "
-        "`token` in the sidecar's data directory. See docs/guides/security.md.",
+        "Send the sidecar's token. Set SEQDEDUPE_TOKEN to the token itself. Or set SEQDEDUPE_TOKEN_FILE to the "
+        "path of the file `token` in the sidecar's data directory. See docs/guides/security.md.",
     ),
     "NOT_ALLOWED": Reason(
         AccessDeniedError,
@@ -235,19 +237,20 @@ REASONS: dict[str, Reason] = {
     "FENCED": Reason(
         FencedError,
         "FAILED_PRECONDITION",
-        "Stop this process, or give this process's producer another name. Another process has opened this "
-        "producer name later, or an operator has reset the producer.",
+        "Another process opened this producer name after this process had opened it, or an operator has reset the "
+        "producer. Stop this process, or give this process's producer a different name.",
     ),
     "PRODUCER_BUSY": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "Give each producer of a topic a different name, or wait until the topic's other producer is closed.",
+        "Two open producers of a topic cannot have the same name. Give each producer of the topic a different "
+        "name, or wait until the other producer with this name is closed.",
         1000,
     ),
     "CONSUMER_BUSY": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "Give each consumer its own subscription, or use the type Failover for all consumers of this one.",
+        "Give each consumer a separate subscription, or use the type Failover for all consumers of this subscription.",
         1000,
     ),
     "PREDECESSOR_MISSING": Reason(
@@ -259,57 +262,60 @@ REASONS: dict[str, Reason] = {
     "GAP": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Send the missing messages, in order. If no message is missing, allow gaps (`seqdedupe policy set TOPIC --gap "
-        "allow`), and open the producer again.",
+        "Send the missing messages first, in order. If no message is missing, allow gaps (`seqdedupe policy set "
+        "TOPIC --gap allow`). After that, open the producer again.",
     ),
     "OVERLAP": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Split the range of sequence IDs after the producer's highest persisted ID, or change the topic's policy so "
-        "that the sidecar answers as Pulsar does.",
+        "Split the range of sequence IDs after the highest persisted ID of the producer. Or change the topic's "
+        "policy: the sidecar can answer as Pulsar does.",
     ),
     "REPLAY_GAP": Reason(
         DataLossError,
         "FAILED_PRECONDITION",
         "Replay every entry after `Attached.replay_after`, in the log's order. If some of these entries no longer "
-        "exist, delete the topic in the sidecar, and replay the log from the log's beginning.",
+        "exist, delete the topic in the sidecar. After that, replay the log from the log's beginning.",
     ),
     # Temporary failures.
     "NOT_ATTACHED": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Attach the topic. Until the topic is attached, tell producers to send their messages again.",
+        "Attach the topic. Until it is attached, refuse the producers' messages with an error that makes them retry.",
         100,
     ),
     "RECOVERING": Reason(UnavailableError, "UNAVAILABLE", "Wait until the sidecar has read the topic's log.", 100),
     "DRAINING": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Wait until this sidecar has restarted, or until another sidecar serves the topic. This sidecar is "
-        "shutting down.",
+        "This sidecar is shutting down. Wait until this sidecar has restarted, or until another sidecar serves the "
+        "topic.",
         200,
     ),
     "LOG_REFUSED": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Remove the cause, usually a full disk; then retries succeed.",
+        "The usual cause is a full disk. Remove the cause. Retries succeed after that.",
         250,
     ),
     "LOG_UNREADABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Remove the cause, usually too many open files or a failing disk; then retries succeed.",
+        "The usual causes are too many open files and a failing disk. Remove the cause. Retries succeed after that.",
         250,
     ),
     "NOT_OWNER": Reason(UnavailableError, "UNAVAILABLE", "Send the request to the sidecar that owns the topic.", 100),
     "SHARDS_INCOMPLETE": Reason(
-        UnavailableError, "UNAVAILABLE", "Find out why the process with these shards does not answer.", 500
+        UnavailableError,
+        "UNAVAILABLE",
+        "The process with these shards does not answer, or is not in `peers`. Repair the process or correct `peers`.",
+        500,
     ),
     "MOVE_FAILED": Reason(
         UnavailableError,
         "FAILED_PRECONDITION",
-        "Find out why the other sidecar cannot receive the topic. No message is lost: at most one of the two sidecars "
-        "serves the topic.",
+        "No message is lost: at most one of the two sidecars serves the topic. Find out why the target sidecar "
+        "cannot receive the topic.",
         1000,
     ),
     "QUEUE_FULL": Reason(
@@ -319,7 +325,7 @@ REASONS: dict[str, Reason] = {
         50,
     ),
     "TOO_MANY_STREAMS": Reason(
-        UnavailableError, "RESOURCE_EXHAUSTED", "Use fewer streams. One stream can serve any number of producers.", 1000
+        UnavailableError, "RESOURCE_EXHAUSTED", "One stream can serve any number of producers. Use fewer streams.", 1000
     ),
     "SHARE_EXCEEDED": Reason(
         UnavailableError,
@@ -337,7 +343,7 @@ REASONS: dict[str, Reason] = {
     "STORE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Remove the cause, usually a full disk; then retries succeed.",
+        "The usual cause is a full disk. Remove the cause. Retries succeed after that.",
         250,
     ),
     "WINDOW_MISSING": Reason(
@@ -345,26 +351,28 @@ REASONS: dict[str, Reason] = {
         "UNAVAILABLE",
         "Import the same file again (seqdedupe import). Or let the imported IDs expire: set "
         "deduplication_window_max_minutes to less than the age of the newest imported ID, and let the sidecar run "
-        "for 40 minutes. Then the sidecar accepts messages with the imported IDs as new.",
+        "for 40 minutes. After these 40 minutes, the sidecar accepts messages with the imported IDs as new "
+        "messages.",
         1_000,
     ),
     "AUDIT_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Find out why the sidecar cannot write the audit trail; the usual cause is a full disk. Operators' calls "
-        "fail until the sidecar can write the audit trail.",
+        "Operators' calls fail until the sidecar can write the audit trail. The usual cause is a full disk. Remove "
+        "the cause.",
         1000,
     ),
     "BACKUP_FAILED": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "Remove the cause, usually a full disk in the backup's place, and make another backup.",
+        "The usual cause is a full disk in the backup's place. Remove the cause. After that, make the backup again.",
         1000,
     ),
     "OBJECT_STORE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Check the bucket's name, and AWS_ENDPOINT_URL, AWS_REGION and the credentials in the environment.",
+        "Check the bucket's name. Also check these environment variables: AWS_ENDPOINT_URL, AWS_REGION, and the "
+        "variables with the credentials.",
         1000,
     ),
     "UNREACHABLE": Reason(
@@ -376,28 +384,29 @@ REASONS: dict[str, Reason] = {
     "NOT_A_SIDECAR": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Check that the address is the sidecar's address. If a proxy is in between, the proxy's log shows why the "
-        "proxy answered instead of the sidecar.",
+        "Check that the address is the sidecar's address. If the connection goes through a proxy, read the proxy's "
+        "log. The log shows why the proxy answered instead of the sidecar.",
         500,
     ),
     "TLS_FAILED": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Make each side trust the certificate of the other side; docs/guides/client.md describes how.",
+        "Make each side trust the certificate of the other side. docs/guides/client.md describes how.",
         500,
     ),
     "CREDENTIALS_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAUTHENTICATED",
-        "Find out why this process cannot read the token or the TLS files. Each new call or stream reads the "
+        "This process cannot read its token or its TLS files. Find out why. Each new call or stream reads the "
         "token and the TLS files again.",
         500,
     ),
     "UNTRUSTED_LISTENER": Reason(
         UnavailableError,
         "UNAUTHENTICATED",
-        "Find out which process listens at this address. If that process is the sidecar, name the user that the "
-        "sidecar runs as (SEQDEDUPE_SIDECAR_USER, sidecar_user), or better use a Unix socket.",
+        "Find out which process listens at this address. If that process is the sidecar, set "
+        "SEQDEDUPE_SIDECAR_USER or sidecar_user to the name of the user that runs the sidecar. A Unix socket is "
+        "safer than this setting.",
         1000,
     ),
     "OUTCOME_UNKNOWN": Reason(
@@ -410,168 +419,168 @@ REASONS: dict[str, Reason] = {
     "POSITION_TRIMMED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "Start again from the earliest message, if you can accept the loss: retention has removed messages after "
-        "the position.",
+        "Retention has removed messages after the position. If you can accept the loss, start again from the "
+        "earliest message.",
     ),
     "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
         "OUT_OF_RANGE",
         "Check that the position belongs to this topic. Also check whether several sidecars with separate data "
-        "share one address. If neither is the cause, the topic was deleted and created again, or salvaged. If "
-        "that is acceptable, start again from the earliest message.",
+        "share one address. If neither is the cause, the topic was deleted and created again, or was salvaged. If "
+        "you can accept this change of the topic, start again from the earliest message.",
     ),
     "POSITION_AFTER_END": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "Check whether an old copy of the data was restored, or whether several sidecars with separate data share "
-        "one address. The topic has lost its last messages since the position was stored.",
+        "The topic has lost its last messages since the position was stored. Check whether an old copy of the data "
+        "was restored, or whether several sidecars with separate data share one address.",
     ),
     "POSITION_DIVERGED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "Decide which version of the log is correct before you read on. An old copy of the log was restored, and "
-        "other messages were appended to the copy. So the topic no longer contains the messages that were read "
-        "before.",
+        "An old copy of the log was restored, and different messages were appended to the copy. So the topic no "
+        "longer contains all messages that were read before. Decide which version of the log is correct before you "
+        "continue to read.",
     ),
     "CURSOR_MOVED": Reason(
         FencedError,
         "ABORTED",
-        "Stop all but one of the processes that use this cursor, or give each process a separate cursor. To "
-        "continue, read the cursor again.",
+        "Another process moved the cursor. Stop all processes except one that use this cursor, or give each "
+        "process a separate cursor. To continue in this process, read the cursor again.",
     ),
     # Missing data.
     "DATA_LOSS": Reason(
         DataLossError,
         "DATA_LOSS",
-        "Check whether an old copy of the data was restored, or whether several sidecars with separate data share "
-        "one address. Acknowledged messages are missing.",
+        "Acknowledged messages are missing. Check whether an old copy of the data was restored, or whether several "
+        "sidecars with separate data share one address.",
     ),
     "LOG_DAMAGED": _damaged(
-        "Stop the sidecar, and restore logs and store from the same backup. Without a backup, copy the data "
-        "directory; then `seqdedupe doctor` shows the damage and salvages the undamaged messages. Nothing was "
-        "changed, and other topics still serve."
+        "Nothing was changed, and other topics still work. Stop the sidecar, and restore both `logs` and `store` "
+        "from the same backup. If you have no backup, first copy the data directory. After that, `seqdedupe "
+        "doctor` shows the damage and can salvage the undamaged messages."
     ),
     "ANSWERS_INCONSISTENT": _damaged(
-        "Check the log of the proxy, and read without the proxy: a proxy may repeat, drop or change answers. If "
-        "there is no proxy, the sidecar may read its log wrongly: run `seqdedupe doctor` before anything on the "
-        "sidecar's disk changes."
+        "A proxy may repeat, drop or change answers. Check the proxy's log, and read without the proxy. If there "
+        "is no proxy, the sidecar may read its log wrongly. In that case, run `seqdedupe doctor` before anything "
+        "on the sidecar's disk changes."
     ),
     "LOG_GAP": _damaged(
-        "Check whether Pulsar has removed messages of the topic. Causes are missing retention, a missing or "
-        "deleted durable subscription, and a TTL. Then import a snapshot that covers the gap. Nothing was "
-        "changed, and other topics still serve."
+        "Nothing was changed, and other topics still work. Check whether Pulsar has removed messages of the topic. "
+        "Possible causes are missing retention, a missing or deleted durable subscription, and a TTL. After this "
+        "check, import a snapshot that covers the gap."
     ),
     "NO_STATE": _damaged(
-        "Wait until the topic has an owner; then this sidecar fetches the owner's snapshot. If no sidecar can own "
-        "the topic, import a snapshot of another sidecar (seqdedupe export, seqdedupe import). Nothing was "
-        "changed, and this sidecar does not serve the topic."
+        "Nothing was changed, and this sidecar does not serve the topic. Wait until the topic has an owner. This "
+        "sidecar then fetches the owner's snapshot. If no sidecar can own the topic, import a snapshot from "
+        "another sidecar (seqdedupe export, seqdedupe import)."
     ),
     "STORE_DAMAGED": _damaged(
-        "Restore the store from a copy that is not older than the log. Without such a copy, move the store folder "
-        "away, and start the sidecar once with --rebuild-store, which recreates the store's records from the "
-        "logs."
+        "Restore the folder `store` from a copy that is not older than the log. If you have no such copy, move the "
+        "folder `store` away, and start the sidecar once with --rebuild-store. This option recreates the store's "
+        "records from the logs."
     ),
     "CURSOR_DAMAGED": _damaged(
-        "Restore the cursor's file from a copy, or remove the file. Without the file, the cursor's owner begins "
-        "without a position."
+        "Restore the cursor's file from a copy, or remove the file. If you remove the file, the cursor's owner "
+        "begins without a position."
     ),
-    "BACKUP_DAMAGED": _damaged("Use another backup; `seqdedupe verify` shows whether a backup is undamaged."),
-    "NEWER_FORMAT": _damaged("Start the version of seqdedupe that wrote the data, or a newer version."),
+    "BACKUP_DAMAGED": _damaged("Use a different backup. `seqdedupe verify` shows whether a backup is undamaged."),
+    "NEWER_FORMAT": _damaged("A newer version of seqdedupe wrote the data. Start that version, or a later version."),
     "OLDER_FORMAT": _damaged(
-        "Start the version of seqdedupe that wrote the data. Newer versions do not convert the data. To use a "
-        "newer version, publish the messages that are still needed again."
+        "An older version of seqdedupe wrote the data. Start that version. Newer versions do not convert the data. "
+        "To use a newer version, publish all messages that you still need to the newer version."
     ),
     "AUDIT_DAMAGED": _damaged(
-        "Find out who could write to the audit trail's file, and keep the file. If the file prevents the sidecar "
-        "from starting, move the file away. The sidecar then begins a new audit trail."
+        "Find out who could write to the audit trail's file. Do not delete the file. If the file prevents the "
+        "sidecar from starting, move the file to another folder. The sidecar then begins a new audit trail."
     ),
     "STORE_MISSING": _damaged(
-        "Restore log and store from the same backup. Or start the sidecar once with --rebuild-store, which "
-        "recreates the store's record of the topic from the log."
+        "Restore both `logs` and `store` from the same backup. Or start the sidecar once with --rebuild-store. "
+        "This option recreates the store's record of the topic from the log."
     ),
     # Settings by an operator or a user of the command.
     "INVALID_CONFIGURATION": _configuration(
-        "Correct the key that the error names; docs/reference/configuration.md lists all keys."
+        "Correct the key that the error names. docs/reference/configuration.md lists all keys."
     ),
     "INVALID_ADDRESS": _configuration("Write the address as host:port, [IPv6]:port or unix:/path."),
     "INVALID_CREDENTIALS": _configuration(
-        "Name files that this process can read: SEQDEDUPE_TOKEN_FILE, SEQDEDUPE_TLS_CA_FILE, or the options with "
-        "these names."
+        "Name files that this process can read. Set SEQDEDUPE_TOKEN_FILE and SEQDEDUPE_TLS_CA_FILE, or the options "
+        "for the same files."
     ),
     "INSECURE_ADDRESS": _configuration(
-        "Give the sidecar a TLS certificate, and name the authority that signed the certificate "
-        "(SEQDEDUPE_TLS_CA_FILE, tls_ca_file). If the connection is encrypted in another way, set "
+        "Give the sidecar a TLS certificate. Name the authority that signed the certificate with "
+        "SEQDEDUPE_TLS_CA_FILE or tls_ca_file. If another layer encrypts the connection, set "
         "SEQDEDUPE_ALLOW_INSECURE_TOKEN=true or allow_insecure_token."
     ),
     "CANNOT_LISTEN": _configuration(
         "Correct the address that the error names, or stop the process that uses the address."
     ),
     "INSECURE_LISTEN": _configuration(
-        "Give the sidecar a certificate (tls_certificate_file, tls_key_file), listen on loopback or a Unix socket, or "
-        "allow connections without TLS: allow_insecure_listen = true."
+        "Give the sidecar a certificate (tls_certificate_file, tls_key_file). Or listen only on loopback or on a "
+        "Unix socket. Or allow connections without TLS: set allow_insecure_listen = true."
     ),
     "INVALID_FUNCTION": _configuration(
-        "Correct userConfig or the function's deployment; docs/guides/functions.md describes userConfig and the "
+        "Correct userConfig or the function's deployment. docs/guides/functions.md describes userConfig and the "
         "deployment."
     ),
     "FUNCTION_FAILED": _configuration("Correct the function, or set dead_letter_topic in userConfig."),
     "PULSAR_FORBIDS": _configuration(
-        "Give the sidecar's credentials the permissions that docs/guides/pulsar-log.md lists, or correct the "
-        "credentials."
+        "Correct the sidecar's credentials, or give these credentials the permissions that "
+        "docs/guides/pulsar-log.md lists."
     ),
     "PULSAR_REFUSES": _configuration(
         "Check that pulsar.admin_url is a Pulsar cluster's admin URL, and that topicLevelPoliciesEnabled is true "
         "in that cluster."
     ),
     "UNSAFE_TOPIC_POLICY": _configuration(
-        "Run the commands that the error names, or let the sidecar set the policies: pulsar.manage_topic_policies "
-        "= true."
+        "Run the commands that the error names. Or set pulsar.manage_topic_policies = true: the sidecar then sets "
+        "the policies."
     ),
     "DIRECTORY_IN_USE": _configuration(
         "Stop the process that uses the directory, or choose another directory. Do not remove the file LOCK."
     ),
     "SHARD_CLAIMED_TWICE": _configuration(
-        "Find out which of the two data directories has the latest messages, and move the other directory away. "
-        "Do not delete the other directory. A shard may have only one data directory; the other directory may be "
-        "a copy or a backup."
+        "A shard may have only one data directory. One of the two directories may be a copy or a backup. Find out "
+        "which directory has the latest messages. Move the other directory away, but do not delete it."
     ),
     "DIRECTORY_NOT_EMPTY": _configuration("Name a directory that is empty or does not exist."),
     "INVALID_SOURCE": _configuration(
-        "Correct the file or the rows of the query. Or correct the options: the format, and the column or JSON "
-        "path of each value."
+        "Correct the file, or the rows that the query returns. Or correct the options for the format, and for the "
+        "column or JSON path of each value."
     ),
     "SOURCE_CHANGED": _configuration(
-        "Publish a different file under another producer name. If the file was corrected, put only the new "
-        "records into a separate file, and publish that file under another producer name. The whole corrected "
-        "file under another name would store the old records twice. `--verify` lists the differences."
+        "Publish a different file under a different producer name. If you corrected the file, put only the new "
+        "records into a separate file, and publish this separate file under a different producer name. Do not "
+        "publish the whole corrected file under a different name: the topic would store the old records twice. "
+        "`--verify` lists the differences."
     ),
     "SOURCE_UNVERIFIED": _configuration(
-        "Use --trust-source, if this file is the file that was published before, and the file is unchanged up to "
-        "the record with that ID."
+        "If this is the file that was published before, and the file is unchanged up to the record with that ID, "
+        "use --trust-source."
     ),
     "SOURCE_INCOMPLETE": _configuration(
         "If the file is complete, use --final. If the file still grows, use --follow, or start the command again "
-        "later. If somebody copied only a part of the file, copy the whole file first."
+        "later. If this file is only a part of another file, copy the whole file first."
     ),
     "SOURCE_DIFFERS": _configuration(
-        "Check whether the file or the options have changed, or whether something else publishes under this "
-        "producer name. Without --verify, the command publishes the records that are missing after the producer's "
-        "last ID (`seqdedupe producers TOPIC`). A record that is missing before the last ID would be a Dup under "
-        "this producer name."
+        "Check whether the file or the options have changed. Also check whether another program publishes under "
+        "this producer name. Without --verify, the command publishes only records after the producer's last ID "
+        "(`seqdedupe producers TOPIC` shows this ID). Under this producer name, a missing record before the last "
+        "ID would be a Dup."
     ),
     "SOURCE_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Correct the cause that the error names: the server, or the address, user, password or database in the "
-        "URL. If the error names transactions, end the transactions. Then start the command again; nothing was "
-        "lost.",
+        "Nothing was lost. Correct the cause that the error names: the server, or the address, user, password or "
+        "database in the URL. If the error names transactions, end these transactions. After that, start the "
+        "command again.",
         500,
     ),
     "STANDARD_OUTPUT_FAILED": _configuration(
-        "Check whether the disk is full. The command's changes stay in effect; only the command's output is missing."
+        "The command's changes stay in effect. Only the command's output is missing. Check whether the disk is full."
     ),
     "INTERRUPTED": Reason(
-        SeqdedupeError, "CANCELLED", "Start the command again: the command continues where the command was interrupted."
+        SeqdedupeError, "CANCELLED", "Start the command again. The command continues where it was interrupted."
     ),
     # Services: the outbox.
     "INVALID_OUTBOX": _configuration(
@@ -579,97 +588,99 @@ REASONS: dict[str, Reason] = {
         "(docs/guides/outbox.md)."
     ),
     "OUTBOX_CHANGED": _configuration(
-        "Run the relay with the producer name and topic used before. To change the producer name or topic, let "
-        "the relay empty the outbox, stop the relay, and set producer and topic in outbox_token to NULL."
+        "Run the relay with the producer name and topic that the relay used before. To change the producer name or "
+        "topic, first let the relay empty the outbox. After that, stop the relay, and set the columns producer and "
+        "topic of outbox_token to NULL."
     ),
     "OUTBOX_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Correct the cause that the error names: the server, the server's disk, or the address, user, password or "
-        "database in the URL. Nothing was lost.",
+        "Nothing was lost. Correct the cause that the error names: the server, the server's disk, or the address, "
+        "user, password or database in the URL.",
         500,
     ),
     # Spark jobs.
     "INVALID_OPTION": _configuration(
-        "Correct the option that the error names; docs/guides/spark-source.md, spark-sink.md and spark-job.md "
-        "list all options."
+        "Correct the option that the error names. docs/guides/spark-source.md, spark-sink.md and spark-job.md list "
+        "all options."
     ),
     "INVALID_OUTPUT": _configuration(
         "Change the table or the transformation, so that the rows' columns and types fit the table."
     ),
     "UNSUPPORTED_MESSAGE": _configuration(
-        "Read this topic with Pulsar's own client, or continue after the unsupported message: seqdedupe job reset "
-        "--to MESSAGE_ID."
+        "Read this topic with Pulsar's own client. Or continue after the unsupported message: run `seqdedupe job "
+        "reset --to MESSAGE_ID`."
     ),
     "UNSUPPORTED_STORE": _configuration(
-        "Choose another store; docs/guides/spark-stores.md describes what each store can do."
+        "Choose a different store. docs/guides/spark-stores.md describes what each store can do."
     ),
     "JOB_CHANGED": _configuration(
-        "Run the job with its original table and options. Or use a new job name and another table; the new job "
+        "Run the job with its original table and options. Or use a new job name and a different table. The new job "
         "reads from the start."
     ),
     "OUTPUT_MISSING": _configuration(
-        "Restore the table together with the positions. Or use a new job name; the new job reads from the start."
+        "Restore the table together with the positions. Or use a new job name. The new job reads from the start."
     ),
     "OUTPUT_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Correct the cause that the error names: the disk, the network, the lock, the server. Nothing was lost. A "
-        "running job or consumer retries; start a job or consumer that has ended again.",
+        "Nothing was lost. Correct the cause that the error names: the disk, the network, a lock or the server. A "
+        "running job or consumer retries automatically. If the job or consumer has ended, start the job or "
+        "consumer again.",
         500,
     ),
     "POSITION_CHANGED": Reason(
         UnavailableError,
         "ABORTED",
-        "Continue from the stored position. Another run of this job has moved the position first, and this run "
-        "wrote nothing.",
+        "Another run of this job moved the position before this run, and this run wrote nothing. Continue from the "
+        "stored position.",
         0,
     ),
     "POSITION_RESET": Reason(
         FencedError,
         "ABORTED",
-        "Start the job again to continue from the new position. An operator has reset the job's position.",
+        "An operator has reset the job's position. Start the job again. The job continues from the new position.",
     ),
     "POSITION_WENT_BACK": Reason(
         DataLossError,
         "DATA_LOSS",
-        "Start the job again: the job writes the rows that the database lacks. The job's database lacks positions "
-        "that this run has committed; perhaps a backup was restored.",
+        "The job's database lacks positions that this run has committed. The cause may be a restored backup. Start "
+        "the job again. The job writes the rows that the database lacks.",
     ),
     # The Spark sink.
     "AMBIGUOUS_IDENTITY": _invalid(
-        "Number the rows of each message in a column __ordinal, computed from that message alone (as posexplode "
-        "does), or give each row a deduplicationId. Otherwise all rows of a message except the first row would be "
-        "dropped as duplicates."
+        "Several rows of one message need different identities. Otherwise, all rows of the message except the "
+        "first row would be dropped as duplicates. Number the rows in a column __ordinal that depends only on the "
+        "message (use posexplode), or give each row a deduplicationId."
     ),
     "IDS_FORGOTTEN": Reason(
         DataLossError,
         "FAILED_PRECONDITION",
-        "Raise the topic's deduplication_window_… so that the window lasts longer than the longest pause of the "
-        "query. Nothing was written. To continue now, set failOnForgottenIds = false; then some rows may be "
-        "stored twice.",
+        "Nothing was written. Raise the topic's deduplication_window_… so that the window lasts longer than the "
+        "longest pause of the query. To continue immediately, set failOnForgottenIds = false. With this option, "
+        "some rows may be stored twice.",
     ),
     # Services.
     "CONSUMER_CHANGED": _configuration(
-        "Give the two consumers different names. If only the handler of this consumer was renamed, pass the "
-        "consumer's old purpose: Consumer(…, purpose=…)."
+        "Two consumers need different names. Give each consumer a different name. If you only renamed the handler "
+        "of this consumer, pass the consumer's old purpose: Consumer(…, purpose=…)."
     ),
     "HANDLER_FAILED": _configuration(
-        "Correct the handler, and start the consumer again: the consumer continues with this message. "
+        "Correct the handler, and start the consumer again. The consumer continues with this message. "
         "docs/guides/consumer.md describes how to set failing messages aside."
     ),
     "TRANSACTION_ENDED": _configuration(
-        "Remove COMMIT, ROLLBACK and DDL from the handler. The handler's earlier changes may be committed without "
-        "the position. The restarted consumer then repeats these changes."
+        "The handler's earlier changes may be committed without the position. If they are, the restarted consumer "
+        "repeats these changes. Remove COMMIT, ROLLBACK and DDL from the handler."
     ),
     "NOT_TRANSACTIONAL": _configuration(
-        "Use an engine without AUTOCOMMIT, and tables that have transactions and survive a crash: ALTER TABLE … "
-        "ENGINE = InnoDB in MariaDB, ALTER TABLE … SET LOGGED in PostgreSQL."
+        "Use an engine without AUTOCOMMIT. The tables must have transactions and survive a crash. Run ALTER TABLE "
+        "… ENGINE = InnoDB in MariaDB, or ALTER TABLE … SET LOGGED in PostgreSQL."
     ),
     "INVALID_VERSION": _invalid(
         "Give every message a key and a version of at least 0. Use each version of a key in only one message."
     ),
-    "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "Report this defect, with the sidecar's log."),
+    "INTERNAL": Reason(SeqdedupeError, "INTERNAL", "Report this defect. Include the sidecar's log."),
 }
 
 

@@ -183,7 +183,8 @@ class DamageFound(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """Entries that are stored in the log but are not part of it, as far as they were read since the log was opened."""
+    """Counts of the stored entries that reads and replays have skipped since the log was opened. Skipped entries are
+    not part of the log."""
 
     void: int = 0
     """Entries of an owner that had lost the log."""
@@ -239,7 +240,7 @@ class Log(Protocol):
 
     @property
     def skipped(self) -> Skipped:
-        """The entries that reads and replays have skipped."""
+        """The counts of the entries that reads and replays have skipped."""
 
     @property
     def earlier(self) -> Mapping[str, int]:

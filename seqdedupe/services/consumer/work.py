@@ -256,8 +256,8 @@ class Work:
         """Run one transaction with the first group, or with the first messages of this group. If the transaction fails,
         handle the failure.
 
-        `more` returns the messages that have arrived meanwhile. Raises HANDLER_FAILED and the other errors of
-        `Consumer.run`; Lost, Away, Stopped.
+        `more` returns the messages that have arrived since the last call of `take`. Raises the errors of
+        `Consumer.run`, for example HANDLER_FAILED. Also raises Lost, Away and Stopped.
         """
         group = self._groups[0]
         attempts = repeats = 0
@@ -527,7 +527,7 @@ class Work:
                 raise failure.cause
 
     def _pause(self, seconds: float) -> None:
-        """Wait, and show meanwhile that this process is alive, so that other processes do not take over."""
+        """Wait. During the wait, show that this process is alive, so that other processes do not take over."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._stop.pause(min(left, database.KEEP_UP_SECONDS))
