@@ -163,9 +163,8 @@ REASONS: dict[str, Reason] = {
         NotFoundError,
         "NOT_FOUND",
         "Check the topic's name: `seqdedupe topics` lists the topics. To publish to a new topic, create the topic, "
-        "or set allow_auto_topic_creation = true. The sidecar never creates a topic with deduplication IDs "
-        "automatically. To create such a topic, run `seqdedupe topics create --deduplication-mode "
-        "deduplication-id`.",
+        "or set allow_auto_topic_creation = true. A topic of deduplication IDs must be created: `seqdedupe topics "
+        "create --deduplication-mode deduplication-id`.",
     ),
     "TOPIC_EXISTS": Reason(InvalidRequestError, "ALREADY_EXISTS", "Use the existing topic, or choose another name."),
     "TOPIC_IS_PARTITIONED": Reason(
@@ -201,14 +200,12 @@ REASONS: dict[str, Reason] = {
     "TOO_MANY_CURSORS": Reason(
         InvalidRequestError,
         "RESOURCE_EXHAUSTED",
-        "Remove cursors that are no longer needed: `seqdedupe cursors TOPIC --remove NAME`. Or store positions in "
-        "files instead of cursors.",
+        "Remove cursors that are no longer needed: `seqdedupe cursors TOPIC --remove NAME`.",
     ),
     "SIDECAR_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
-        "Check the sidecar's name: `seqdedupe sidecars` lists the names. The list does not contain sidecars that "
-        "were already forgotten.",
+        "Check the sidecar's name: `seqdedupe sidecars` lists all that were not forgotten.",
     ),
     "SIDECAR_ALIVE": Reason(
         InvalidRequestError,
@@ -229,8 +226,7 @@ REASONS: dict[str, Reason] = {
     "NOT_ALLOWED": Reason(
         AccessDeniedError,
         "PERMISSION_DENIED",
-        "Ask the sidecar's operator for a rule that allows this action. `seqdedupe auth explain` shows the rule "
-        "that decides about the action.",
+        "Ask the sidecar's operator for a rule that allows this action (`seqdedupe auth explain`).",
     ),
     "TOKEN_EXPIRED": Reason(UnavailableError, "UNAUTHENTICATED", "Send a token that is still valid.", 0),
     # Sessions and order.
@@ -288,8 +284,7 @@ REASONS: dict[str, Reason] = {
     "DRAINING": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "This sidecar is shutting down. Wait until this sidecar has restarted, or until another sidecar serves the "
-        "topic.",
+        "The sidecar is shutting down. Wait until it has restarted, or until another sidecar serves the topic.",
         200,
     ),
     "LOG_REFUSED": Reason(
@@ -351,15 +346,13 @@ REASONS: dict[str, Reason] = {
         "UNAVAILABLE",
         "Import the same file again (seqdedupe import). Or let the imported IDs expire: set "
         "deduplication_window_max_minutes to less than the age of the newest imported ID, and let the sidecar run "
-        "for 40 minutes. After these 40 minutes, the sidecar accepts messages with the imported IDs as new "
-        "messages.",
+        "for 40 minutes. After this, messages with the imported IDs count as new.",
         1_000,
     ),
     "AUDIT_UNAVAILABLE": Reason(
         UnavailableError,
         "UNAVAILABLE",
-        "Operators' calls fail until the sidecar can write the audit trail. The usual cause is a full disk. Remove "
-        "the cause.",
+        "Operators' calls fail until the audit trail can be written. The usual cause is a full disk.",
         1000,
     ),
     "BACKUP_FAILED": Reason(
@@ -404,9 +397,8 @@ REASONS: dict[str, Reason] = {
     "UNTRUSTED_LISTENER": Reason(
         UnavailableError,
         "UNAUTHENTICATED",
-        "Find out which process listens at this address. If that process is the sidecar, set "
-        "SEQDEDUPE_SIDECAR_USER or sidecar_user to the name of the user that runs the sidecar. A Unix socket is "
-        "safer than this setting.",
+        "Find out which process listens at this address. If that process is the sidecar, set SEQDEDUPE_SIDECAR_USER "
+        "or sidecar_user to the name of the sidecar's user. A Unix socket is safer.",
         1000,
     ),
     "OUTCOME_UNKNOWN": Reason(
@@ -419,8 +411,7 @@ REASONS: dict[str, Reason] = {
     "POSITION_TRIMMED": Reason(
         PositionError,
         "OUT_OF_RANGE",
-        "Retention has removed messages after the position. If you can accept the loss, start again from the "
-        "earliest message.",
+        "Retention has removed messages after the position. To accept the loss, start from the earliest message.",
     ),
     "POSITION_OF_ANOTHER_INCARNATION": Reason(
         PositionError,
@@ -572,8 +563,7 @@ REASONS: dict[str, Reason] = {
         UnavailableError,
         "UNAVAILABLE",
         "Nothing was lost. Correct the cause that the error names: the server, or the address, user, password or "
-        "database in the URL. If the error names transactions, end these transactions. After that, start the "
-        "command again.",
+        "database in the URL. If the error names transactions, end them. Then start the command again.",
         500,
     ),
     "STANDARD_OUTPUT_FAILED": _configuration(
@@ -625,15 +615,13 @@ REASONS: dict[str, Reason] = {
         UnavailableError,
         "UNAVAILABLE",
         "Nothing was lost. Correct the cause that the error names: the disk, the network, a lock or the server. A "
-        "running job or consumer retries automatically. If the job or consumer has ended, start the job or "
-        "consumer again.",
+        "running job or consumer retries automatically. If it has ended, start it again.",
         500,
     ),
     "POSITION_CHANGED": Reason(
         UnavailableError,
         "ABORTED",
-        "Another run of this job moved the position before this run, and this run wrote nothing. Continue from the "
-        "stored position.",
+        "Another run of this job moved the position first, and this run wrote nothing. Continue from there.",
         0,
     ),
     "POSITION_RESET": Reason(

@@ -73,7 +73,7 @@ def codes_of_sections() -> dict[str, str]:
         if "| reason | cause |" in section:
             [code] = re.findall(r"The\s+code\s+is\s+`(\w+)`", section)
             codes |= dict.fromkeys(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE), code)
-            codes |= {reason: other for other, reason in re.findall(r"`(\w+)`\s+for\s+`(\w+)`", section)}
+            codes |= {reason: other for other, reason in re.findall(r"`([A-Z_]+)`\s+for\s+`(\w+)`", section)}
     return codes
 
 
