@@ -1,9 +1,10 @@
 """The liveness of this process, for the process that started it, and for itself.
 
 `Manager` reports to a service manager, as in `sd_notify(3)`: that the sidecar serves, its progress, and that it stops.
-If the manager wants it (`WatchdogSec`), it also reports regularly that the event loop runs. NOTIFY_SOCKET in the
-environment is the manager's address; without it nothing is reported. A missing listener there changes nothing.
-`Listener` receives such reports from workers for their parent. `Watchdog` ends a process whose event loop is stuck.
+If the service manager has a limit for silence (`WatchdogSec`), `Manager` also reports regularly that the event loop
+runs. NOTIFY_SOCKET in the environment is the manager's address. Without this variable, nothing is reported. If nothing
+listens at the address, the reports are lost, and the process continues. `Listener` receives such reports from workers
+for their parent. `Watchdog` ends a process whose event loop is stuck.
 """
 
 import asyncio
