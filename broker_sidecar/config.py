@@ -1,9 +1,9 @@
 """The sidecar's configuration: its keys, their invalid values, and the sources of values.
 
 `Config` contains all keys, and `PulsarConfig` the keys of the table `[pulsar]`. `check` finds values that contradict
-each other or that need another value. `load` takes values from a TOML file, from `SEQDEDUPE_*` in the environment, and
-from flags. To add a key, add a field, and add its bounds to `check`. `docs/reference/configuration.md` contains the
-table of keys, which a test compares with this file.
+each other, and values that require a value for a second key. `load` takes values from a TOML file, from `SEQDEDUPE_*`
+in the environment, and from flags. To add a key, add a field, and add its bounds to `check`.
+`docs/reference/configuration.md` contains the table of keys, which a test compares with this file.
 """
 
 import difflib
@@ -78,7 +78,7 @@ _COMPRESSIONS = ("none", "lz4", "zlib", "zstd", "snappy")
 
 @dataclass(frozen=True, kw_only=True)
 class PulsarConfig:
-    """All keys of the table `[pulsar]`. Those about TLS have the names of Pulsar's `client.conf`."""
+    """All keys of the table `[pulsar]`. The keys about TLS have the names of Pulsar's `client.conf`."""
 
     service_url: str = key("", "URL of Pulsar's brokers: `pulsar://host:6650` or `pulsar+ssl://host:6651`.")
     admin_url: str = key("", "URL of Pulsar's admin API: `http://host:8080` or `https://host:8443`.")
@@ -170,7 +170,7 @@ RETENTION = ("default_retention_size_in_mb", "default_retention_time_in_minutes"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All keys, their defaults and meanings. Names are Pulsar's where Pulsar has one."""
+    """All keys, their defaults and meanings. If Pulsar has a name for a key, the key has Pulsar's name."""
 
     data_directory: str = key("", "Folder for the store and the logs. Required.")
     backup_directory: str = key("", "Existing folder for `seqdedupe backup`. Unset: no backups.")

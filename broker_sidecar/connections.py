@@ -6,10 +6,10 @@ process's descriptors, and compares them with the addresses from which calls arr
 shuts down the connection's socket. gRPC then reads the end of the connection, and closes the descriptor as for any
 client that disconnects.
 
-gRPC's threads may close a descriptor at any time, and another file may then get the same number. So this module works
-on a duplicate of the descriptor, and first compares the inode, which is unique for each socket. (gRPC may also close
-its descriptor while a duplicate exists. Until the duplicate is closed, microseconds later, epoll may report the old
-socket once more. gRPC keeps the memory to which such an event refers, and ignores the event.)
+gRPC's threads may close a descriptor at any time, and a file that is opened later may get the same number. So this
+module works on a duplicate of the descriptor, and first compares the inode, which is unique for each socket. (gRPC may
+also close its descriptor while a duplicate exists. Until the duplicate is closed, microseconds later, epoll may report
+the old socket once more. gRPC keeps the memory to which such an event refers, and ignores the event.)
 """
 
 import asyncio

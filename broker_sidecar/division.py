@@ -3,8 +3,8 @@ log's shard.
 
 The new parts are created next to the old parts, in the folder `moving`. Each part contains a store with the records of
 its topics, a claim, and the logs, which are renamed. The old stores do not change, so an interrupted change restarts
-from them. When everything is complete, `moving` is renamed to `moved`. From then on the old stores are not needed, and
-each new part replaces an old part.
+from them. When everything is complete, `moving` is renamed to `moved`. After the renaming, the old stores are not
+needed, and each new part replaces an old part.
 """
 
 import asyncio

@@ -1,11 +1,12 @@
 """The folder that keeps compiled kernels from one start to the next, and what a start does while there are none.
 
-`seqdedupe compile` compiles once for all users of an installation (`compile_for_installation`); a start copies the
-kernels from there.
+`seqdedupe compile` compiles once for all users of an installation (`compile_for_installation`). A start copies the
+kernels from the installation's folder.
 
 numba unpickles the files of this folder. So a user who can write to the folder, or replace it, can run code in this
-process. Compiling takes up to a minute, which without the folder every restart after a crash would need. A first start
-does not wait for the compilation: `CompilingBeside` lets another process compile, by this module's `main`.
+process. Compiling takes up to a minute. Without the folder, every restart after a crash would need this minute. A first
+start does not wait for the compilation: `CompilingBeside` lets a second process compile, which runs this module's
+`main`.
 """
 
 import hashlib
@@ -178,15 +179,15 @@ def compiled(data_directory: str = "") -> None:
 
 
 class CompilingBeside:
-    """Another process that fills the folder chosen by `prepare`. Until it has finished, this process runs the kernels
-    as plain functions.
+    """A second process that compiles the kernels into the folder chosen by `prepare`. Until the second process has
+    finished, this process runs the kernels as plain functions.
 
     Create this object before importing any kernels, then call `watch`, and call `stop` before the process ends. Raises
-    OSError if there is no such folder, or if no process can be started: then nothing has changed.
+    OSError if there is no such folder, or if no process can be started. In these cases, nothing has changed.
 
     The results are always the same. Plain functions take up to a hundred times as long, and block the event loop, so
-    other clients notice a large frame. If the other process fails, this process keeps the plain functions, and the next
-    start compiles first.
+    other clients notice a large frame. If the second process fails, this process continues to use the plain functions,
+    and the next start compiles first.
     """
 
     def __init__(self, data_directory: str) -> None:

@@ -358,7 +358,8 @@ DELAY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 
 
 class LoopDelay:
-    """A measurement of the delay every LOOK_SECONDS, from now on until `close`, on the running event loop."""
+    """Measures the delay of the running event loop every LOOK_SECONDS, from the creation of this object until
+    `close`."""
 
     def __init__(self) -> None:
         self.seconds = Buckets(DELAY_SECONDS)
@@ -396,7 +397,7 @@ class Sources:
 
 
 class Metrics:
-    """The metrics of a sidecar. Make it on the event loop; `route` is the route of `/metrics`."""
+    """The metrics of a sidecar. Create this object on the event loop. `route` is the route of `/metrics`."""
 
     def __init__(self, sources: Sources) -> None:
         self._from = sources

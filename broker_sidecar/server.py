@@ -2,8 +2,8 @@
 
 `run` is the whole process, from its arguments to its exit status. `SidecarServer` is the sidecar in the process: it
 connects data, services, web server and access control. SIGTERM or SIGINT drains: the health becomes NOT_SERVING,
-requests in flight are finished, a last snapshot is made durable, and the exit status is 0. SIGHUP makes the sidecar
-read the files again that an operator may replace.
+requests in flight are finished, a last snapshot is made durable, and the exit status is 0. After SIGHUP, the sidecar
+reads again all files that an operator may replace.
 """
 
 import asyncio

@@ -323,8 +323,8 @@ _Place = tuple[str, int]
 class LastWarnings(logging.Handler):
     """Keeps the newest KEPT records of level WARNING and above, from all threads.
 
-    If there are too many records, the place in the code with the most records loses its oldest one, because a client
-    may cause repeated records. gRPC's own records are not kept, because they are about data that callers send.
+    If there are too many records, the oldest record of the place in the code with the most records is dropped, because
+    a client may cause repeated records. gRPC's own records are not kept, because they are about data that callers send.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The address of a sidecar: a host and port, or a Unix socket; and the reason why nothing can listen there."""
+"""The address of a sidecar (a host and port, or a Unix socket), and the reason why nothing can listen at an address."""
 
 import errno
 import socket
@@ -18,9 +18,9 @@ _UNIX = "unix:"
 
 @dataclass(frozen=True, slots=True)
 class SidecarAddress:
-    """A sidecar's address. `str()` returns the form that `parse` takes: `host:port` (IPv6 in brackets) or `unix:/path`.
-
-    Two are equal if their texts are equal, without regard to the case of a host. No name is looked up."""
+    """A sidecar's address. `str()` returns the form that `parse` accepts: `host:port` (IPv6 in brackets) or
+    `unix:/path`. Two addresses are equal if their texts are equal, without regard to the case of a host. No name is
+    looked up."""
 
     host: str = ""
     port: int = 0

@@ -1,7 +1,7 @@
 """The lines of an audit trail: actions and refusals, each line with the hash of the line before it.
 
-If somebody changes, removes or inserts a line, the chain breaks there, unless all following lines are made again as
-well. Against that, `verify` takes the number and hash of a line that were kept elsewhere.
+If somebody changes, removes or inserts a line, the chain breaks at this line, unless all following lines are also
+rewritten. To detect rewritten lines, `verify` accepts the number and hash of a line that were stored elsewhere.
 
 The format: `docs/internals/formats-audit.md`.
 """

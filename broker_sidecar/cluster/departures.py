@@ -1,9 +1,10 @@
 """Moving a topic of this sidecar's own log to another sidecar, while producers and readers continue.
 
-Most of the log and a snapshot are copied while the topic serves. Then the topic accepts no messages, and the rest of
-the log is copied. A file in the log's folder then states that the topic is leaving. From then on only the other sidecar
-decides which sidecar has the topic. A failure before this file leaves the topic unchanged. After this file, this
-sidecar asks the other sidecar until it answers.
+Most of the log and a snapshot are copied while the topic serves. After that, the topic accepts no messages, and the
+rest of the log is copied. When everything is copied, this sidecar writes a file into the log's folder. The file states
+that the topic is leaving. While the file exists, only the other sidecar decides which sidecar has the topic. A failure
+before the file is written does not change the topic. After a failure later, this sidecar asks the other sidecar until
+the other sidecar answers.
 """
 
 import asyncio

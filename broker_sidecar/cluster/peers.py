@@ -1,5 +1,5 @@
-"""The processes among which a cluster's shards are divided: which process owns a topic, and the combined answers of all
-processes.
+"""The processes among which a cluster's shards are divided. This module determines which process owns a topic, and
+combines the answers of all processes.
 
 `Neighbours` makes the calls to other sidecars, with or without shards, with the credentials that `listed` returns.
 `Peers` knows which process has which shard.

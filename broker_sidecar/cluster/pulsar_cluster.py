@@ -1,7 +1,8 @@
-"""The Pulsar cluster that stores the logs, with the configured connections; and moves of its topics from this sidecar
-to another one.
+"""The Pulsar cluster that stores the logs, with the configured connections, and moves of the cluster's topics from this
+sidecar to a different sidecar.
 
-Begin with `LogCluster`. `Moves` releases a topic here and waits until another sidecar takes it over.
+Begin with `LogCluster`. `Moves` releases a topic of this sidecar, and waits until a different sidecar takes the topic
+over.
 """
 
 import asyncio

@@ -56,7 +56,7 @@ class _Repeated(Generic[T]):
 class Repeats(Generic[C, T]):
     """The events of each caller since the last `take`, with the number of repetitions. Memory use is bounded.
 
-    No caller can hide the events of another caller, unless there are more than `MOST_CALLERS` callers.
+    No caller can hide the events of any other caller, unless there are more than `MOST_CALLERS` callers.
     """
 
     def __init__(self) -> None:

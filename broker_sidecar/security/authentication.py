@@ -1,6 +1,6 @@
 """Authentication of a caller by its token, or by the certificate of its connection.
 
-`Authentication` combines both, as configured. `Certificates` handles TLS; `Revoked` contains the certificates that
+`Authentication` combines both, as configured. `Certificates` handles TLS. `Revoked` contains the certificates that
 authorities have revoked. Tokens are in `tokens.py`.
 """
 
@@ -85,8 +85,8 @@ def soonest(validities: Iterable[Validity]) -> Validity:
 
 
 class Certificates:
-    """The sidecar's current certificate. `takes_clients`: clients must present a certificate too, issued by an
-    authority in `tls_client_ca_file`."""
+    """The sidecar's current certificate. If `takes_clients` is true, clients must also present a certificate, issued by
+    an authority in `tls_client_ca_file`."""
 
     def __init__(self, config: Config) -> None:
         """Read the files. Raises INVALID_CONFIGURATION."""

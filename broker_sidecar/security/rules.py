@@ -1,4 +1,5 @@
-"""The rules, and their decisions for one caller. An action needs a rule that allows it; a denial has precedence."""
+"""The rules, and their decisions for one caller. An action needs a rule that allows the action. A rule that denies the
+action takes precedence."""
 
 import difflib
 import re
@@ -125,7 +126,7 @@ class Granted:
 
 
 class Rules:
-    """All rules of a file. They never change, but other rules may replace them."""
+    """All rules of a file. The rules of this object never change, but a different `Rules` object may replace it."""
 
     def __init__(self, rules: Sequence[Rule] = ()) -> None:
         # In the order of the file, but denials first. The first rule that matches decides.

@@ -147,7 +147,7 @@ _LATEST_SECONDS = 253_402_300_799
 
 
 class PublicKey(jwt.PyJWK):
-    """A public key of a file. It is equal to another key with the same text."""
+    """A public key of a file. Two keys with the same text are equal."""
 
     def __init__(self, said: dict[str, Any], algorithm: str) -> None:
         super().__init__(said, algorithm)

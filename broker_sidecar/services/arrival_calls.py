@@ -3,10 +3,10 @@
 Begin with `ArrivalCalls`. `Coming` is an arriving topic. In the end it is a topic of this sidecar, or it is removed
 without a trace.
 
-The log is written next to the other logs, in a place where no start of the sidecar looks. The snapshot is written into
-the store, under an incarnation that belongs to no topic of this sidecar. The snapshot is read before the other sidecar
-stops accepting messages; later messages are read from the log. The topic belongs to this sidecar from the moment at
-which its record states so.
+The log is written next to the sidecar's own logs, into a folder that a start of the sidecar does not open. The snapshot
+is written into the store, under an incarnation that belongs to no topic of this sidecar. The snapshot is read before
+the other sidecar stops accepting messages. Later messages are read from the log. The topic belongs to this sidecar from
+the moment at which its record states so.
 """
 
 import asyncio

@@ -243,7 +243,8 @@ RECORD_BYTES = 256
 
 
 class Cursors:
-    """The handlers for cursors. `topics` are the topics on the sidecar's own log; None if it has none."""
+    """The handlers for cursors. `topics` are the topics on the sidecar's own log. None: the sidecar has no such
+    topics."""
 
     def __init__(self, topics: Topics[Topic] | None, permissions: Permissions) -> None:
         self._topics = topics

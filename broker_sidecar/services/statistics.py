@@ -1,5 +1,5 @@
-"""The state of topics and of the sidecar as messages, for people: of `AdminService.GetTopic`, and of `GetStatistics`,
-which the web page shows too.
+"""The state of topics and of the sidecar for people, as the messages of `AdminService.GetTopic` and `GetStatistics`.
+The web page also shows these messages.
 
 `RecentActivity` contains the events in the topics during the last minutes, by interval. It reads the topics' counters
 once in each interval. So it costs nothing per message, and almost nothing for an idle topic. `Statistics` creates the

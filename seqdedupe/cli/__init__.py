@@ -1,5 +1,6 @@
 """The `seqdedupe` command. docs/reference/cli.md describes it.
 
-Begin with `commands`, the list of all of them; each group has a file `…_command` or `…_commands`. What they share of a
-sidecar is in `common`, and of command lines at all in `seqdedupe.command`. `record_source` reads what `publish` sends.
+Begin with `commands`, the list of all commands. Each group of commands has a file `…_command` or `…_commands`. `common`
+contains the code for a sidecar that all commands share, and `seqdedupe.command` the shared code for command lines.
+`record_source` reads what `publish` sends.
 """

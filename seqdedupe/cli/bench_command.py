@@ -40,7 +40,7 @@ _US_IN_A_MS = 1000
 
 
 class Histogram:
-    """The frequency of each latency. In microseconds; results are at most 0.1 % too high, and the maximum is exact."""
+    """The frequency of each latency, in microseconds. Results are at most 0.1 % too high, and the maximum is exact."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(_BUCKETS, np.int64)
@@ -155,7 +155,7 @@ class BenchLane:
 
 @dataclass(frozen=True)
 class Interval:
-    """The results since the interval before."""
+    """The results since the previous interval."""
 
     elapsed_seconds: float
     """The time since the beginning."""

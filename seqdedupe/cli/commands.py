@@ -1,4 +1,4 @@
-"""All commands and the handling of their errors; `serve` and `job`, which run commands of other packages.
+"""All commands, and the handling of their errors. The commands `serve` and `job` run commands of other packages.
 
 A command is imported when it is used. So help, and the error for an invalid command line, do not wait for the imports
 of other commands.

@@ -1,4 +1,4 @@
-"""The records of a file: lines, CSV, JSON lines, Parquet; and the check that the file stays the same during the
+"""The records of a file (lines, CSV, JSON lines or Parquet), and the check that the file does not change during the
 read."""
 
 import csv

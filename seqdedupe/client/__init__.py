@@ -1,4 +1,5 @@
-"""The client: producers and readers of one sidecar or several, on asyncio; `seqdedupe.client.blocking`, for threads.
+"""The client for asyncio: producers and readers of one sidecar or several. `seqdedupe.client.blocking` is the client
+for threads.
 
 Begin with client.py. A message passes producer.py, builder.py, producer_session.py (with send_queue.py and pending.py),
 stream.py and publish_calls.py. A message with a deduplication ID passes publisher.py and publish_calls.py. reader.py

@@ -110,19 +110,15 @@ class Admin:
     ) -> admin_pb2.Topic:
         """Create a topic. Raises InvalidRequestError (TOPIC_EXISTS).
 
-        - `partitions`: the number of partitions; 0 creates a topic without partitions. The number cannot be changed
-          later.
-        - `entry_format`: for a log in a Pulsar cluster, `plain`, `packed` or `native`. Empty selects the sidecar's
-          default.
+        - `partitions`: the number of partitions, which cannot be changed later; 0 creates a topic without partitions.
+        - `entry_format`: for a log in a Pulsar cluster, `plain`, `packed` or `native`. Empty: the sidecar's default.
         - `schema`: for `plain` entries in a Pulsar cluster, the JSON text that `pulsar-admin schemas upload` accepts.
         - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. The mode cannot be changed later.
-        - `deduplication_route`: in a topic of deduplication IDs, the value that selects a message's partition: `id`
-          (the default) or `key`.
+        - `deduplication_route`: in a topic of deduplication IDs, what selects the partition: `id` (the default) or `key`.
         - `deduplication_enabled`: None inherits the setting.
         - `policy`: the policy of the topic, or of each partition. Unset values are inherited.
-        - `take_over`: makes a topic that a Pulsar cluster has a topic of the sidecar, with its messages. Without
-          `partitions` and a policy. Raises also TOPIC_IN_USE while producers are connected to it, TOPIC_TERMINATED. The
-          topic returned may not serve yet: see its `why`.
+        - `take_over`: the topic exists in Pulsar, and becomes a topic of the sidecar. The call then takes no
+          `partitions` and no policy, and also raises TOPIC_IN_USE and TOPIC_TERMINATED.
         """
         if deduplication_mode not in MODES:
             why = f"{deduplication_mode!r} is no deduplication mode: sequence-id and deduplication-id are"

@@ -1,8 +1,8 @@
 """The client for a broker that has its own log. The client attaches topics to a sidecar, asks the sidecar for verdicts,
 and reports which messages are in the log.
 
-Begin with `BrokerClient`; an `Attachment` holds one topic. dedupe.proto states the duties of a broker. This module
-fulfils the duties that do not concern the broker's own log.
+Begin with `BrokerClient`. An `Attachment` represents one attached topic. dedupe.proto states the duties of a broker.
+This module fulfils the duties that do not concern the broker's own log.
 """
 
 import asyncio
@@ -70,10 +70,9 @@ class Entry:
 
 
 class Attachment:
-    """A topic that a broker has attached, made by `BrokerClient.attach`. For one event loop.
-
-    An attachment ends if another broker attaches the topic, the connection breaks, or a report is late. Then every call
-    raises the reason. The broker must stop writing to the topic, and attach it again.
+    """A topic that a broker has attached, made by `BrokerClient.attach`. For one event loop. An attachment ends if a
+    second broker attaches the topic, the connection breaks, or a report is late. After the end, every call raises the
+    reason. The broker must stop writing to the topic, and attach it again.
     """
 
     def __init__(self, stream: Any, address: SidecarAddress) -> None:
@@ -376,7 +375,7 @@ REPLAY_ROWS = 8192
 
 
 class ProducerNumbers(NamedTuple):
-    """The sequence IDs of one producer: the highest ID judged new, and the highest ID in the log; -1 means none."""
+    """The sequence IDs of one producer: the highest ID judged new, and the highest ID in the log. -1 means none."""
 
     pushed: int
     persisted: int

@@ -49,8 +49,8 @@ PropertyRows = PropertyColumns | Sequence[Properties | None]
 class Builder:
     """Gathers a producer's messages, and passes each sealed batch to `emit`.
 
-    Sequence IDs rise strictly; the first ID may have any value. `last_sequence_id` is the highest ID sent. Before the
-    first message it is the ID that Open returned. A message without an ID gets `last_sequence_id + 1`.
+    Sequence IDs rise strictly. The first ID may have any value. `last_sequence_id` is the highest ID sent. Before the
+    first message, `last_sequence_id` is the ID that Open returned. A message without an ID gets `last_sequence_id + 1`.
     """
 
     def __init__(

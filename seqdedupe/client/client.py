@@ -55,7 +55,7 @@ class Client:
 
     For several sidecars in front of one log, give the addresses separated by commas, or in a list. For each topic, the
     client first asks the sidecar that most likely owns the topic, and follows redirects to the owner. If a sidecar does
-    not answer, the client tries another sidecar. A sidecar may redirect the client only to addresses in the list, and
+    not answer, the client tries the next sidecar. A sidecar may redirect the client only to addresses in the list, and
     to hosts in a domain of the list (`*.example.org`).
 
     The client presents its `credentials` to all sidecars. By default the credentials come from the environment, see

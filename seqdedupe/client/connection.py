@@ -47,11 +47,9 @@ AUTHORIZATION = "authorization"
 
 class Channel(grpc.aio.Channel):
     """A channel whose calls and streams carry the token, if there is one. The token is read again when a call or stream
-    begins.
-
-    gRPC's own call credentials are not used: they refuse connections without TLS, and every message of a stream passes
-    their interceptors. Before each call the channel calls `check`. Making a call raises CREDENTIALS_UNAVAILABLE and the
-    errors of `check`.
+    begins. The channel does not use gRPC's own call credentials, because they refuse connections without TLS, and every
+    message of a stream passes their interceptors. Before each call the channel calls `check`. Making a call raises
+    CREDENTIALS_UNAVAILABLE and the errors of `check`.
     """
 
     def __init__(self, channel: grpc.aio.Channel, credentials: Credentials, check: Callable[[], None]) -> None:

@@ -27,8 +27,8 @@ NO_ROWS: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
 
 
 class Verdict(IntEnum):
-    """The sidecar's decision about a message. A receipt that a sender gets never contains `UNKNOWN`: the client sends
-    such a message again."""
+    """The sidecar's decision about a message. A sender never receives the verdict `UNKNOWN`: the client sends such a
+    message again until the verdict is known."""
 
     NOT_DUP = 1
     """The message is new and is now in the log."""
@@ -147,9 +147,9 @@ class Published:
     """The outcome of a message that is in the log. The message is also durable, unless the topic's flush policy allows
     earlier receipts (see `Receipt.until_durable`).
 
-    With `DUP`, `message_id` and `index` are those of the original message if the sidecar still knows them; otherwise
-    they are None and -1. DUP with an index proves that this sequence ID was stored. DUP without an index proves only
-    that the ID is at or below `persisted`: a message with this ID may never have been sent before.
+    With `DUP`, `message_id` and `index` identify the original message. If the sidecar no longer knows the original
+    message, they are None and -1. DUP with an index proves that this sequence ID was stored. DUP without an index
+    proves only that the ID is at or below `persisted`: a message with this ID may never have been sent before.
     """
 
     verdict: Verdict

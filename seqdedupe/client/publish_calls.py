@@ -1,6 +1,6 @@
 """The client's calls of `PublishService`: the frames and answers of a stream, and the opening of sessions.
 
-Begin with `exchange`, which runs a stream; `Openings` starts and resumes sessions.
+Begin with `exchange`, which runs a stream. `Openings` starts and resumes sessions.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A publisher: sends batches of messages with deduplication IDs, and resends a batch until all messages have receipts.
 
-Begin with `Publisher`, at the end. Its `Delivery` sends to one topic; a `PartitionedDelivery` has one `Delivery` for
-each partition. `TopicHistory` detects that the current topic is not the topic that gave earlier receipts."""
+Begin with `Publisher`, at the end. A `Delivery` sends to one topic. A `PartitionedDelivery` has one `Delivery` for each
+partition. `TopicHistory` detects that the current topic is not the topic that gave earlier receipts."""
 
 import asyncio
 import os
