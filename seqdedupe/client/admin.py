@@ -114,7 +114,7 @@ class Admin:
         - `entry_format`: for a log in a Pulsar cluster, `plain`, `packed` or `native`. Empty: the sidecar's default.
         - `schema`: for `plain` entries in a Pulsar cluster, the JSON text that `pulsar-admin schemas upload` accepts.
         - `deduplication_mode`: `sequence-id` (the default) or `deduplication-id`. The mode cannot be changed later.
-        - `deduplication_route`: in a topic of deduplication IDs, what selects the partition: `id` (the default) or `key`.
+        - `deduplication_route`: in a topic of deduplication IDs, what selects the partition: `id` (default), `key`.
         - `deduplication_enabled`: None inherits the setting.
         - `policy`: the policy of the topic, or of each partition. Unset values are inherited.
         - `take_over`: the topic exists in Pulsar, and becomes a topic of the sidecar. The call then takes no
