@@ -1,6 +1,6 @@
-"""Files that a user names, which are read without waiting. And durable files and folders, which exist completely or not
-at all: functions that write and sync, new folders that get their name last, and sealed files, which begin with their
-kind and end with a digest."""
+"""Files that a user names, and durable files and folders. Files that a user names are read without waiting. Durable
+files and folders exist completely or not at all: functions write and sync them, a new folder gets its name last, and a
+sealed file begins with its kind and ends with a digest."""
 
 import errno
 import hashlib

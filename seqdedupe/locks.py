@@ -1,7 +1,7 @@
 """Files that are locked while their owner lives, and that name the owner.
 
-A data directory's lock is a separate file in it. Store and logs are moved away for repairs. A lock among them would
-move with them, and a second process would get another one.
+A data directory's lock is a separate file in the directory. Operators move the folders `store` and `logs` away for
+repairs. A lock in these folders would move with them, and a second process could get a new lock.
 """
 
 import fcntl
