@@ -87,7 +87,7 @@ class ProducerCalls:
             raise error(
                 "INVALID_REQUEST",
                 "this call needs a log that the sidecar writes, and here a broker has the logs",
-                hint="Ask the broker: only it has the messages.",
+                hint="Ask the broker, because only the broker has the messages.",
             )
         return self._topics
 

@@ -279,7 +279,7 @@ def _batches(source: RecordSource) -> Iterator[list[SourceRecord]]:
             raise error(
                 "INVALID_DEDUPLICATION_ID",
                 why,
-                hint="Correct it, and publish the file again. No record is published twice.",
+                hint="Correct the ID, and publish the file again. No record is published twice.",
             )
         some.append(record)
         size_bytes += len(record.payload)

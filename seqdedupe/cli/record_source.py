@@ -363,7 +363,7 @@ class RecordSource:
                 raise self._bad(f"has no {what}: it is read as {_FORM_NAMES[form]}", hint=_HINTS_NO_PLACES[what])
         if self._as_json and form not in _FORMS_WITH_COLUMNS:
             what = f"has no columns to make JSON of: it is read as {_FORM_NAMES[form]}"
-            raise self._bad(what, hint="--as json is for CSV. If it is CSV with another name, give --format csv.")
+            raise self._bad(what, hint="--as json is only for CSV. If the file is CSV, give --format csv.")
         records = {
             "lines": self._line_records,
             "csv": self._csv_records,
@@ -518,10 +518,12 @@ class RecordSource:
     def _parquet_records(self) -> Iterator[SourceRecord]:
         """Read the columns' names now, and the rows when they are asked for."""
         if self._follow:
-            raise self._bad("is a Parquet file, and cannot be followed", hint="Its end is written when it is complete.")
+            raise self._bad(
+                "is a Parquet file, and cannot be followed", hint="Wait until the file is complete, and omit --follow."
+            )
         if self._file is not self._raw or not self._raw.seekable():
             what = "is a Parquet file within another one, or in a pipe: it is read from its end"
-            raise self._bad(what, hint="Unpack it, and name the file itself.")
+            raise self._bad(what, hint="Unpack the file, and name the unpacked file.")
         with self._no_bad_values():
             rows = ParquetRows(self._file)
         id_place, key_place = (None if name is None else self._place(rows.names, name) for name in self._columns)
