@@ -117,9 +117,9 @@ def damaged(key: bytes, what: str) -> SeqdedupeError:
 
 
 _HINT_OLDER = (
-    "Start the version that wrote it. Or, if the logs can be read, move the store folder away and start once with "
-    "--rebuild-store. It makes the records again from the logs. Policies of namespaces are lost, and topics whose log "
-    "is a broker's own."
+    "Start the version that wrote the store. Or, if the logs can be read, move the folder `store` away, and "
+    "start once with --rebuild-store. This option recreates the records from the logs. Policies of "
+    "namespaces, and topics whose log is a broker's own, are lost."
 )
 
 

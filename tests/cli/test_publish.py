@@ -332,7 +332,7 @@ def test_a_file_that_grows_is_followed_until_ctrl_c(run: Run, tmp_path: Path, en
             error = process.stderr.read()
         assert error.endswith(
             b"seqdedupe: interrupted; 3 of the 3 records sent are durable, up to sequence ID 2 [INTERRUPTED] Start "
-            b"the command again: it continues after what is durable.\n"
+            b"the command again. The command continues after the last durable record.\n"
         )
         file.write(b"r\n")
         run("publish", *publish)
@@ -441,7 +441,7 @@ def test_an_error_says_what_is_durable_and_json_errors_are_json(
     assert "everything up to sequence ID 0 is durable, 1 message has no receipt" in error["message"]
     assert "Connection refused" in error["message"]
     assert error["hint"].startswith("Nothing listens there")
-    assert error["hint"].endswith("Start the command again: it continues after what is durable.")
+    assert error["hint"].endswith("Start the command again. The command continues after the last durable record.")
     assert error["numbers"]["durable_sequence_id"] == "0"
     assert error["numbers"]["last_refusal"] == "UNREACHABLE"
 

@@ -29,7 +29,7 @@ from seqdedupe.services.consumer.message_arrivals import Stop
 
 Poison = Literal["stop", "dead letter", "retry later"]
 
-_HINT = "docs/guides/consumer.md lists what a consumer takes."
+_HINT = "docs/guides/consumer.md lists the options of a consumer."
 
 
 @dataclass(frozen=True, slots=True)
