@@ -645,4 +645,4 @@ def _listener(path: Path) -> str:
 
 def _taken(address: SidecarAddress, owner: str, key: str) -> SeqdedupeError:
     what = f"{key} = {str(address)!r}: cannot listen there, because {owner} does"
-    return error("CANNOT_LISTEN", what, hint="Stop that process, or choose another path.")
+    return error("CANNOT_LISTEN", what, hint="Stop that process, or choose a different path.")

@@ -126,7 +126,7 @@ def check_is_no_backup(folder: Path) -> None:
             raise error(
                 "INVALID_CONFIGURATION",
                 f"data_directory = {str(folder)!r} is a backup",
-                hint=f"Restore it: seqdedupe restore {folder} DATA_DIRECTORY",
+                hint=f"Restore the backup: seqdedupe restore {folder} DATA_DIRECTORY",
                 key="data_directory",
             )
 

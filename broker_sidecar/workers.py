@@ -58,7 +58,7 @@ def count_of(config: Config) -> int:
         raise error(
             "INVALID_CONFIGURATION",
             f"workers is {config.workers}, but the data directory {folder} is being changed to {split.to}",
-            hint=f"Start it with workers = {split.to} first.",
+            hint=f"First start the sidecar with workers = {split.to} first.",
             key="workers",
         )
     return config.workers or split.to or split.workers

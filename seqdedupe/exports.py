@@ -1,8 +1,8 @@
-"""The files that `export` and `job bootstrap` write and `import` loads into a topic, each sealed (`files`): the
-watermarks of producers, a topic's snapshot, and a window of deduplication IDs.
+"""The files that `export` and `job bootstrap` write, and that `import` loads into a topic. A file contains the
+watermarks of producers, a topic's snapshot, or a window of deduplication IDs. Each file is sealed (`files`).
 
 A file is written in order, and checked as a whole before any of its contents is returned. The first 16 bytes identify
-the kind. The formats, byte by byte: `docs/internals/formats-watermarks.md`, `docs/internals/formats-snapshot.md`,
+the kind. These pages define the formats: `docs/internals/formats-watermarks.md`, `docs/internals/formats-snapshot.md`,
 `docs/internals/formats-window.md`.
 """
 
@@ -181,7 +181,7 @@ class WindowBlock(NamedTuple):
 
 
 class WindowWriter:
-    """The writer of a file's IDs; `writing_window` yields it."""
+    """The writer of a file's IDs, which `writing_window` yields."""
 
     def __init__(self, put: Callable[[bytes], None]) -> None:
         self.ids = 0

@@ -1,5 +1,5 @@
-"""Numbers in texts for people. And a sidecar's statistics: counts of values by size, and their form for people, which
-is the same in the terminal and on the page."""
+"""Numbers in texts for people, and a sidecar's statistics: counts of values by size. The terminal and the web page show
+the statistics in the same form."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ def counted(count: int, one: str, many: str = "") -> str:
 
 
 class Buckets:
-    """Counts of values by the first of some ascending bounds that they do not exceed; larger values are counted last.
-
-    One thread adds. Other threads may read: each number is right, but the numbers may come from different moments.
+    """Counts of values by size. The bounds ascend, and each value is counted at the first bound that the value does not
+    exceed. Larger values are counted last. Only one thread may add values. Other threads may read: each number is
+    correct, but the numbers may come from different moments.
     """
 
     __slots__ = ("bounds", "counts", "sum")

@@ -1,9 +1,9 @@
-"""A small HTTP server in threads, next to the event loop: GET and HEAD, one request per connection. And its route
-`/metrics`, `Exposition`, which needs prometheus-client.
+"""A small HTTP server in threads, next to the event loop, for GET and HEAD with one request per connection.
+`Exposition` is the server's route `/metrics`, which needs prometheus-client.
 
-A client that sends or reads slowly, or is silent, holds one of MAX_CONNECTIONS threads. When there are no more, it
-loses its thread to the next client. Threads that wait for the event loop end later; at MAX_THREADS no further client is
-accepted. The event loop never waits for a client.
+A client that sends or reads slowly, or is silent, holds one of MAX_CONNECTIONS threads. If all these threads are in
+use, such a client loses its thread to the next client. Threads that wait for the event loop end later. While
+MAX_THREADS threads exist, the server accepts no further client. The event loop never waits for a client.
 """
 
 import asyncio
@@ -97,11 +97,11 @@ def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Coroutine[Any, A
 
 
 class WebServer:
-    """The server. It listens when it is made, and serves `routes`, by path, once it has begun.
+    """The server. It listens from its creation on, and serves `routes`, by path, after `begin`.
 
     If the address is loopback, a request's Host must be localhost or an IP address. Otherwise a foreign web page could
-    use a host name that points to this machine, and have a browser here read the pages. Raises INVALID_CONFIGURATION if
-    it cannot listen.
+    use a host name that points to this machine, and make a browser on this machine read the pages. Raises
+    INVALID_CONFIGURATION if the server cannot listen.
     """
 
     def __init__(self, address: SidecarAddress, routes: Mapping[str, Route], key: str) -> None:

@@ -56,7 +56,8 @@ NO_LIMIT = -1
 
 @dataclass(frozen=True, slots=True)
 class WindowLimits:
-    """The least reach of a window: until later messages reach one of these limits. NO_LIMIT: never."""
+    """The limits of a window. A window contains an ID at least until later messages reach one of these limits.
+    NO_LIMIT: never."""
 
     messages: int
     id_bytes: int = NO_LIMIT
@@ -65,7 +66,8 @@ class WindowLimits:
 
 @dataclass(frozen=True)
 class FlushInterval:
-    """When a log that syncs itself must sync: as soon as one of the two is reached. The default is every commit."""
+    """When a log that syncs itself must sync: as soon as one of the two limits is reached. The default is every
+    commit."""
 
     messages: int = 1
     """The number of messages written and not synced."""
@@ -79,7 +81,7 @@ class FlushInterval:
 
 
 class Retention(NamedTuple):
-    """The least that is kept; None is no limit."""
+    """The amount of messages that a log keeps at least. None: no limit."""
 
     size_bytes: int | None = None
     """The oldest messages may be dropped while the remaining ones take at least this size."""

@@ -44,7 +44,8 @@ _sidecars: "weakref.WeakSet[Sidecar]"
 
 
 class Stalled(RuntimeError):
-    """A wait has failed. The message names it, says what was seen last, and has the stacks of all processes."""
+    """A wait has failed. The message names the wait, and contains what was seen last and the stacks of all
+    processes."""
 
 
 class Patience:
@@ -55,7 +56,7 @@ class Patience:
             patience.check(rows_in_the_table(), log.stat().st_size)
             time.sleep(0.01)
 
-    A wait that sees nothing, because there is nothing to see, only has the last resort.
+    If a wait has nothing to observe, only the last resort limits the wait.
     """
 
     def __init__(self, what: str, last_resort_seconds: float = LAST_RESORT_SECONDS) -> None:

@@ -256,7 +256,7 @@ async def in_time(name: str, creation: Awaitable[object]) -> None:
         raise error(
             "RECOVERING",
             f"topic {name} is still being created after {CREATION_SECONDS:.0f} seconds",
-            hint="Wait, and look the topic up or try again: TOPIC_EXISTS then means that it has been created.",
+            hint="Wait, and look the topic up or repeat the call. TOPIC_EXISTS means that the topic was created.",
             retry_delay_ms=1_000,
         ) from e
 
@@ -279,7 +279,7 @@ def _layout_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> Layout:
     for field, is_given in given.items():
         if is_given and log is not LogKind.PULSAR:
             why = f"{field} can be set only on a sidecar with log = 'pulsar'"
-            raise error("INVALID_REQUEST", why, hint="Omit it.")
+            raise error("INVALID_REQUEST", why, hint=f"Omit {field}.")
     if request.take_over and (request.partitions or request.policy != admin_pb2.TopicPolicy()):
         why = "partitions and policy cannot be set for a topic that is taken over"
         raise error("INVALID_REQUEST", why, hint="Omit them. Set its policy when it serves.")
@@ -314,7 +314,7 @@ def _route_of(request: admin_pb2.CreateTopicRequest) -> DeduplicationRoute | Non
             raise error("INVALID_REQUEST", why) from None
     if request.deduplication_route != admin_pb2.DEDUPLICATION_ROUTE_UNSPECIFIED:
         why = "deduplication_route can be set only for topics of deduplication IDs with partitions"
-        raise error("INVALID_REQUEST", why, hint="Omit it.")
+        raise error("INVALID_REQUEST", why, hint="Omit deduplication_route.")
     return None
 
 
@@ -470,7 +470,7 @@ class ProducerCalls:
             raise error(
                 "INVALID_REQUEST",
                 "this call needs a log that the sidecar writes, and here a broker has the logs",
-                hint="Ask the broker: only it has the messages.",
+                hint="Ask the broker, because only the broker has the messages.",
             )
         return self._topics
 

@@ -268,7 +268,7 @@ class Cursors:
     async def _topic(self, name: str) -> Topic:
         if self._topics is None:
             what = "cursors are kept in the logs of topics, and here a broker has the logs"
-            raise error("INVALID_REQUEST", what, hint="Keep the position with the broker.")
+            raise error("INVALID_REQUEST", what, hint="Store the position in the broker.")
         return await find(self._topics, name)
 
     async def get(self, request: read_pb2.GetCursorRequest) -> read_pb2.GetCursorResponse:

@@ -429,7 +429,11 @@ class BackupCalls:
         # The folder `name` itself may exist if other workers have their parts in it.
         for there in {folder / name, folder.joinpath(name, *below)}:
             if there.is_symlink() or (there.exists() and (not below or there != folder / name)):
-                raise error("DIRECTORY_NOT_EMPTY", f"{there} exists already", hint="Choose another name, or remove it.")
+                raise error(
+                    "DIRECTORY_NOT_EMPTY",
+                    f"{there} exists already",
+                    hint="Choose a different name, or remove that one.",
+                )
         return folder.joinpath(name, *below), [path.joinpath(*below) for path in folder.iterdir() if path.is_dir()]
 
 

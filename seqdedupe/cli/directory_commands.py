@@ -96,7 +96,9 @@ def _run(directory: Path, to: Path | None, as_json: bool) -> int:
 def _run_on_workers(directory: Path, each: "list[Findings] | None", as_json: bool) -> int:
     if each is None:
         why = f"{directory} has several workers: each one is salvaged separately"
-        raise error("INVALID_CONFIGURATION", why, hint=f"Give {directory}/worker-0, and then the others.")
+        raise error(
+            "INVALID_CONFIGURATION", why, hint=f"Give {directory}/worker-0, and then each other worker's directory."
+        )
     is_whole = all(findings.is_whole for findings in each)
     if as_json:
         workers = [findings.to_json() for findings in each]

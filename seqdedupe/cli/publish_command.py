@@ -57,13 +57,14 @@ NewRecord = tuple[SourceRecord, str | None]
 Source = RecordSource | QuerySource
 
 _HINT_NOT_ALLOWED = (
-    "The command reads the last message back to compare it. Ask the sidecar's operator for the right read, or use "
-    "--trust-source."
+    "The command reads the last message to compare it with the file. Ask the sidecar's operator for the "
+    "right read, or use --trust-source."
 )
 
 _HINT_QUERY_CHANGED = (
-    "For another query or table use another producer name. If the database was restored, this name would skip rows "
-    "that took the IDs of others: publish those with a separate query and another name. Select only columns that never "
+    "For a different query or table, use a different producer name. After a restore of the database, new rows "
+    "may have IDs of published rows, and this name would skip the new rows. Publish the new rows with a "
+    "separate query and a different name. Select only columns that never "
     "change."
 )
 
@@ -279,7 +280,7 @@ def _batches(source: RecordSource) -> Iterator[list[SourceRecord]]:
             raise error(
                 "INVALID_DEDUPLICATION_ID",
                 why,
-                hint="Correct it, and publish the file again. No record is published twice.",
+                hint="Correct the ID, and publish the file again. No record is published twice.",
             )
         some.append(record)
         size_bytes += len(record.payload)
@@ -296,7 +297,7 @@ _FOLLOW_POLL_SECONDS = 0.2
 _INTERRUPT_GRACE_SECONDS = 1.0
 """The time after Ctrl-C to wait for receipts, for the report of what is durable."""
 
-_GO_ON = "Start the command again: it continues after what is durable."
+_GO_ON = "Start the command again. The command continues after the last durable record."
 
 
 class _PathType(click.ParamType[JsonPath]):

@@ -24,10 +24,10 @@ _POLL_SECONDS = 0.05
 _TELL_SECONDS = 1.0
 """After waiting this long for other transactions, the command prints that."""
 
-_HINT_QUERY = "Correct the query, or name the columns that it has."
+_HINT_QUERY = "Correct the query, or name columns of the query."
 _HINT_SETTLED = (
     "If each transaction commits within SECONDS after it takes its sequence ID, give --settled-after SECONDS. "
-    "docs/reference/cli.md describes what is lost otherwise."
+    "If a transaction commits later, its rows are lost (docs/reference/cli.md)."
 )
 
 _WRITING_STATE = "25006"
@@ -279,7 +279,7 @@ class QuerySource:
             raise error("SOURCE_UNAVAILABLE", f"the query's database cannot be used: {told(e)}") from e
 
 
-_HINT_TWICE = "Name a column with a different value in each row, or correct the query: a join may repeat rows."
+_HINT_TWICE = "A join may repeat rows. Correct the query, or name a column with a different value in each row."
 
 
 def _bad(what: str, hint: str = _HINT_QUERY) -> SeqdedupeError:

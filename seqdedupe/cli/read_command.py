@@ -202,7 +202,7 @@ def _in_each(topic: str, place: Place, partitions: int) -> Sequence[PlaceInTopic
             raise error(
                 "INVALID_POSITION",
                 what,
-                hint="It belongs to another topic, or the topic was deleted and created again.",
+                hint="The place belongs to a different topic, or the topic was deleted and created again.",
             )
     elif not partitions or isinstance(place, PublishTime | str):
         return [place] * max(partitions, 1)
@@ -237,7 +237,7 @@ def _stop_in(client: Client, topic: str, place: PlaceInTopic) -> int:
     else:
         return stop_index
     raise error(
-        reason, f"--to is {place}, and {what}", hint="Give a place that `--from` accepts too.", index=stop_index
+        reason, f"--to is {place}, and {what}", hint="Give a place that `--from` also accepts.", index=stop_index
     )
 
 

@@ -249,24 +249,29 @@ _WAIT_SECONDS = 0.2
 
 _HINT_BEFORE = "Sort the file by its sequence IDs, or publish by record numbers."
 _HINT_TOO_LATE = (
-    "Under this producer name a record cannot follow one with a higher ID. Publish the late records, in order, under "
-    "another producer name."
+    "Under this producer name, a record cannot follow a record with a higher ID. Publish the late records, in "
+    "order, under a different producer name."
 )
 _HINT_CHANGED_BEFORE = "Start the command again when the file no longer changes, or only grows."
 _HINT_CHANGED = (
-    "Start the command again with the unchanged file, under its new name if it was moved: it continues after what is "
-    "durable. Publish what only the new file has from a separate file, under another producer name."
+    "Start the command again with the unchanged file. If the file was moved, give its new name. The command "
+    "continues after the last durable record. Publish the records that only the new file contains from a "
+    "separate file, under a different producer name."
 )
 _HINTS_NO_PLACES = {
-    "columns": "For JSON lines give --sequence-id-path, --key-path and --deduplication-id-path. If it is CSV with "
-    "another name, give --format csv.",
-    "paths": "For CSV and Parquet give --sequence-id-column, --key-column and --deduplication-id-column. If it is JSON "
-    "lines with another name, give --format jsonl.",
+    "columns": (
+        "For JSON lines give --sequence-id-path, --key-path and --deduplication-id-path. If the file is CSV "
+        "with a different extension, give --format csv."
+    ),
+    "paths": (
+        "For CSV and Parquet give --sequence-id-column, --key-column and --deduplication-id-column. If the "
+        "file is JSON lines with a different extension, give --format jsonl."
+    ),
 }
 _HINT_DELIMITER = "Only commas separate fields. Write the file with commas, or publish its lines (--format lines)."
 _OTHER_DELIMITERS = re.compile("[;\t|]")
-_HINT_ZIP = "Unpack it, and publish each file under a separate producer name."
-_HINT_DAMAGED = "Get the file again: this copy is damaged or incomplete."
+_HINT_ZIP = "Unpack the zip, and publish each file under a separate producer name."
+_HINT_DAMAGED = "This copy of the file is damaged or incomplete. Get the file again."
 _HINTS_UNREADABLE = {
     FileNotFoundError: "Check the name and the folder.",
     IsADirectoryError: "Give a file. Publish the files of a folder one by one, each under a separate producer name.",
@@ -363,7 +368,7 @@ class RecordSource:
                 raise self._bad(f"has no {what}: it is read as {_FORM_NAMES[form]}", hint=_HINTS_NO_PLACES[what])
         if self._as_json and form not in _FORMS_WITH_COLUMNS:
             what = f"has no columns to make JSON of: it is read as {_FORM_NAMES[form]}"
-            raise self._bad(what, hint="--as json is for CSV. If it is CSV with another name, give --format csv.")
+            raise self._bad(what, hint="--as json is only for CSV. If the file is CSV, give --format csv.")
         records = {
             "lines": self._line_records,
             "csv": self._csv_records,
@@ -518,10 +523,12 @@ class RecordSource:
     def _parquet_records(self) -> Iterator[SourceRecord]:
         """Read the columns' names now, and the rows when they are asked for."""
         if self._follow:
-            raise self._bad("is a Parquet file, and cannot be followed", hint="Its end is written when it is complete.")
+            raise self._bad(
+                "is a Parquet file, and cannot be followed", hint="Wait until the file is complete, and omit --follow."
+            )
         if self._file is not self._raw or not self._raw.seekable():
             what = "is a Parquet file within another one, or in a pipe: it is read from its end"
-            raise self._bad(what, hint="Unpack it, and name the file itself.")
+            raise self._bad(what, hint="Unpack the file, and name the unpacked file.")
         with self._no_bad_values():
             rows = ParquetRows(self._file)
         id_place, key_place = (None if name is None else self._place(rows.names, name) for name in self._columns)

@@ -82,7 +82,7 @@ def told_errors(whose: str) -> Iterator[None]:
         yield
     except SQLAlchemyError as e:
         what = f"the {whose}'s tables cannot be used: {told(e)}"
-        raise error("OUTPUT_UNAVAILABLE", what, hint=f"Is it the {whose}'s database?") from e
+        raise error("OUTPUT_UNAVAILABLE", what, hint=f"Check that it is the {whose}'s database.") from e
 
 
 class PythonObject(click.ParamType[Any]):

@@ -156,7 +156,7 @@ def _jwk_of_pem(pem: bytes) -> dict[str, Any]:
 
 def _unusable(path: Path) -> SeqdedupeError:
     why = "holds no private key of the kinds Ed25519, P-256 and RSA, as PEM without a password or as JWK"
-    return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint="`seqdedupe token keys` creates one.")
+    return error("INVALID_CONFIGURATION", f"the file {path} {why}", hint="`seqdedupe token keys` creates such a file.")
 
 
 def _make_keys(private_file: Path, keys_file: Path, kid: str) -> None:
@@ -170,12 +170,14 @@ def _make_keys(private_file: Path, keys_file: Path, kid: str) -> None:
     from broker_sidecar.security.tokens import read_keys
 
     if private_file.exists():
-        raise error("INVALID_CONFIGURATION", f"{private_file} is there already", hint="Name another file for the key.")
+        raise error(
+            "INVALID_CONFIGURATION", f"{private_file} is there already", hint="Name a different file for the key."
+        )
     known = []
     if keys_file.exists():
         if kid in read_keys(keys_file):
             raise error(
-                "INVALID_CONFIGURATION", f"{keys_file} has a key {kid!r} already", hint="Give another --key-id."
+                "INVALID_CONFIGURATION", f"{keys_file} has a key {kid!r} already", hint="Give a different --key-id."
             )
         known = json.loads(keys_file.read_bytes())["keys"]
     made: dict[str, Any] = OKPAlgorithm.to_jwk(Ed25519PrivateKey.generate(), as_dict=True)

@@ -28,8 +28,9 @@ _KINDS = {
 
 
 _HINT_NO_MESSAGES = (
-    "The topic holds nothing of this producer. Check both names (`seqdedupe producers TOPIC`). Do not publish records "
-    "under this name that were published under another one: the topic would store them twice."
+    "The topic has no messages of this producer. Check the names of topic and producer (`seqdedupe producers "
+    "TOPIC`). If the records were published under a different name, do not publish them under this name: the "
+    "topic would store them twice."
 )
 
 

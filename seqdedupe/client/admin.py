@@ -508,7 +508,9 @@ async def export_snapshot(address: SidecarAddress, stub: Any, topic: str, path: 
             producers += len(answer.part.persisted)
             take(answer.part)
         if head is None or producers != head.producers:
-            raise error("OUTCOME_UNKNOWN", f"the snapshot of {topic} came without its end", hint="Export it again.")
+            raise error(
+                "OUTCOME_UNKNOWN", f"the snapshot of {topic} came without its end", hint="Export the snapshot again."
+            )
     return head
 
 
@@ -631,7 +633,7 @@ def _broken_off(e: SeqdedupeError, partition: str, done: int) -> SeqdedupeError:
     return error(
         e.reason,
         f"{partition}: {e.message} (in force in {counted(done, 'partition')} before it)",
-        hint=f"{e.hint} Then import the same file again, all of it: what is in force stays.",
+        hint=f"{e.hint} After that, import the same file again. What is already in force stays in force.",
         retry_delay_ms=e.retry_delay_ms,
         **e.numbers,
     )
@@ -676,7 +678,11 @@ async def make_backups(
                 told(list(so_far.values()))
         if not last.directory:
             what = f"the sidecar at {sidecar.address} did not say that its backup is whole"
-            raise error("OUTCOME_UNKNOWN", what, hint="`seqdedupe verify` says whether it is. Otherwise make another.")
+            raise error(
+                "OUTCOME_UNKNOWN",
+                what,
+                hint="`seqdedupe verify` checks the backup. If it is not complete, make a new one.",
+            )
         return last
 
     work = [asyncio.ensure_future(one(*numbered)) for numbered in enumerate(_connections(calls, processes))]

@@ -278,7 +278,7 @@ class Builder:
         return error(
             "NOT_ASCENDING",
             f"sequence ID {sequence_id} is not above {self._last_sent}, which this producer has sent before",
-            hint="Send rising sequence IDs. The client itself resends what has no receipt.",
+            hint="The client resends messages without a receipt. Send only rising sequence IDs.",
             sequence_id=sequence_id,
             last_sequence_id=self._last_sent,
         )

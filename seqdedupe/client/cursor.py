@@ -68,7 +68,7 @@ def check(kept: Kept) -> None:
         raise error("INVALID_REQUEST", what, hint="Give a note of valid text.") from e
     if size > MAX_NOTE_BYTES:
         what = f"a cursor's note has {size} bytes: at most {MAX_NOTE_BYTES} are taken"
-        raise error("INVALID_REQUEST", what, hint="Shorten the note, or keep what it says elsewhere.")
+        raise error("INVALID_REQUEST", what, hint="Shorten the note, or store its content elsewhere.")
 
 
 def moved(name: str, expected: Kept | None, found: Kept | None) -> SeqdedupeError:
@@ -204,7 +204,9 @@ class FileCursor(Cursor):
 
     def _without_folder(self) -> SeqdedupeError:
         what = f"the folder of the cursor {self.path} is not there"
-        return error("INVALID_OPTION", what, hint="Is its disk mounted? A cursor makes its file, and no folder.")
+        return error(
+            "INVALID_OPTION", what, hint="Check whether the folder's disk is mounted. A cursor creates no folder."
+        )
 
     def _damaged(self, why: str) -> SeqdedupeError:
         return error("CURSOR_DAMAGED", why if str(self.path) in why else f"{self.path}: {why}")

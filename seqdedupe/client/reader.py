@@ -297,7 +297,7 @@ class Reader(Messages):
                 await call.initial_metadata()
         except TimeoutError as e:
             what = f"the sidecar at {self._route.address} has not begun to answer a read stream in time"
-            raise error("OUTCOME_UNKNOWN", what, hint="The sidecar's log says what it waits for.") from e
+            raise error("OUTCOME_UNKNOWN", what, hint="The sidecar's log shows what the sidecar waits for.") from e
         self._has_begun |= not call.done()
         return True
 
@@ -585,7 +585,11 @@ class PartitionedReader(Messages):
             self._starts = self._start.partitions
             if len(self._starts) != len(ends):
                 what = f"the position has {counted(len(self._starts), 'partition')}, and {self.topic} has {len(ends)}"
-                raise error("INVALID_POSITION", what, hint="It is of another topic, or of one that was created again.")
+                raise error(
+                    "INVALID_POSITION",
+                    what,
+                    hint="The position is of a different topic, or the topic was created again.",
+                )
         else:
             self._starts = tuple(one.earliest if self._start == "earliest" else one.latest for one in ends)
         self._readers = [self._part(k, start) for k, start in enumerate(self._starts)]

@@ -1,8 +1,9 @@
 """Salvage: everything still readable in a data directory, written into a new one that a sidecar can open.
 
 A whole topic is copied unchanged. From any other topic, the remaining messages are written in order to a log of a new
-incarnation. So nobody reads on from a position in the old log. Watermarks are at least those in the old log and the old
-store. So an existing message is never stored twice. A missing message is a Dup all the same, and is therefore reported.
+incarnation. So no reader continues from a position in the old log. Watermarks are at least those in the old log and the
+old store. So an existing message is never stored twice. A missing message would also be a Dup, so the missing messages
+are reported.
 """
 
 import asyncio
@@ -45,10 +46,9 @@ from seqdedupe.transfer import stored_records
 
 
 class NewLog:
-    """An empty log that is written from its first record to its last. Nobody else has it.
-
-    It must be made on an event loop, though nothing waits there. Everything raises LOG_REFUSED if the log cannot be
-    written: then the written part is of no use.
+    """An empty log that is written from its first record to its last. No other object uses the log. Create it on an
+    event loop, although no method waits. All methods raise LOG_REFUSED if the log cannot be written. In this case, the
+    part that was written is unusable.
     """
 
     def __init__(self, folder: Path, identity: LogIdentity, term: int, random_bytes: bytes) -> None:

@@ -1,5 +1,5 @@
 """Bytes: the places of the parts of a batch and of a record. No other package computes places.
 
 Begin with `columns`, which finds the columns of a batch. `headers` and `records` are about records in a log, `journal`
-about the log's journal. `jit` compiles all kernels, or leaves them plain where numba is not installed.
+about the log's journal. `jit` compiles all kernels. Without numba, the kernels stay plain functions.
 """

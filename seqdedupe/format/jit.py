@@ -4,9 +4,9 @@ A kernel is written once, as annotated Python that numba understands. With numba
 compiled when its module is imported, for the types in its annotations. Without numba the plain function is the kernel.
 The tests import this package a second time without numba, as their oracle.
 
-Compiling all kernels takes seconds. A program that starts often sets a folder for the compiled kernels beforehand
-(`keep_compiled`); otherwise nothing is written. A program that cannot wait calls `compile_later`: then a kernel is the
-plain function until `compile_now` has compiled it. Callers of the kernel do not notice.
+Compiling all kernels takes seconds. A program that starts often sets a folder for the compiled kernels before the
+import (`keep_compiled`). Without such a folder, nothing is written. A program that cannot wait calls `compile_later`:
+then a kernel is the plain function until `compile_now` has compiled it. Callers of the kernel do not notice.
 """
 
 import inspect

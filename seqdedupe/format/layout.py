@@ -1,7 +1,8 @@
 """The places of a canonical batch's columns, and the check that they follow `batch.proto`.
 
-The one check of everything that a client sends and of everything that is read back from a log. It does not check the
-names' UTF-8 and that no name comes twice (their look-up does), nor the sessions and links (`decide` does).
+This is the only check of everything that a client sends, and of everything that is read from a log. Two things are
+checked elsewhere: the look-up of names checks that names are UTF-8 and occur only once, and `decide` checks sessions
+and links.
 """
 
 import numpy as np

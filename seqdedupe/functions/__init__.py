@@ -87,7 +87,7 @@ class InstanceProcess:
 
 
 class DedupeFunction(pulsar.Function):  # type: ignore[misc]  # Pulsar's client has no types
-    """A Pulsar Function that wraps another function, which then takes effect exactly once.
+    """A Pulsar Function that wraps a user's function, so that the user's function takes effect exactly once.
 
     For each input, the outputs that the wrapped function returns or publishes are in their topics once, in the order of
     the inputs. This holds after any failure, and if Pulsar delivers an input several times, provided that new inputs

@@ -94,8 +94,8 @@ def _is_kept(time_ms: int) -> bool:
 class InputSource:
     """The input of a function. Outputs inherit the input's metadata unless they set their own. Raises NEWER_FORMAT.
 
-    Key, event time and properties are the values that the input's producer set, even if a sidecar stored them in
-    another form.
+    Key, event time and properties are the values that the input's producer set, even if a sidecar stored them in a
+    different form.
     """
 
     def __init__(self, context: Any) -> None:

@@ -66,7 +66,7 @@ def credentials_of(settings: FunctionSettings, get_secret: Callable[[str], str |
 class Owners:
     """Tracks the owners of a topic or partition, to detect void entries.
 
-    A void entry is an entry that an owner wrote after another owner had taken over, or after Pulsar had refused an
+    A void entry is an entry that an owner wrote after a newer owner had taken over, or after Pulsar had refused an
     earlier entry. The producer of a void entry received no success and sends the message again, so readers ignore the
     entry. A reader that starts among void entries cannot detect them. A missing number at the border of two ledgers
     proves nothing here.

@@ -1,17 +1,14 @@
-"""The contract of a log: what a topic needs of its log, and a sidecar of all its logs.
+"""The contract of a log: the requirements of a topic for its log, and of a sidecar for all its logs.
 
 Every kind of log must pass the suite `tests/log/conformance.py`.
 
-1. *Append in order*, with the prefix property: if an append is stored, so is every append handed over before it by
-   the same writer. After a refused append or one with an unknown outcome the log takes nothing until it is opened
-   for writing again.
-2. *Index and message ID*: messages are counted from 0 without gaps. Each message also has a message ID, which rises
-   with the index. Only some logs can compute one from the other. So an outcome brings the IDs of stored messages, and
-   the IDs of older messages are looked up.
-3. *Read forward* from an index, as stored records.
-4. *Fence*: opening for writing shuts out every earlier writer, and writes a marker. An append that an earlier writer
-   had in flight is stored before that marker, or never.
-5. *An honest outcome* of every append: stored, refused, or unknown.
+1. *Append in order*, with the prefix property: if an append is stored, so is every append handed over before it by the
+same writer. After a refused append, or an append with an unknown outcome, the log accepts no appends until the log is
+opened for writing again. 2. *Index and message ID*: messages are counted from 0 without gaps. Each message also has a
+message ID, which rises with the index. Only some logs can compute one from the other. So an outcome brings the IDs of
+stored messages, and the IDs of older messages are looked up. 3. *Read forward* from an index, as stored records. 4.
+*Fence*: opening for writing shuts out every earlier writer, and writes a marker. An append that an earlier writer had
+in flight is stored before that marker, or never. 5. *An honest outcome* of every append: stored, refused, or unknown.
 
 A log holds three kinds of entries. *Batches* hold messages. A *marker* begins an ownership. *Control records* change
 the state of the topic in other ways. Markers and control records take no index, and readers of messages never see them.
@@ -68,7 +65,7 @@ def last_of(runs: Runs) -> MessageId:
 
 
 class LargerRecordError(Exception):
-    """A record of `size` bytes is larger than the reader has room for."""
+    """A record of `size` bytes does not fit into the reader's memory."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"a record of {size} bytes")

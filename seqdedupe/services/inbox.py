@@ -291,10 +291,10 @@ _REPLACED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Inbox:
-    """A handler that orders messages and passes them to another handler: `Consumer(client, topic, name, engine,
+    """A handler that orders messages and passes them to an inner handler: `Consumer(client, topic, name, engine,
     Inbox(…), in_batches=True)`.
 
-    With `in_batches` the inbox locks all keys of a batch at once; the inner handler still receives single messages.
+    With `in_batches` the inbox locks all keys of a batch at once. The inner handler still receives single messages.
     Without `in_batches`, consumers that share the inbox may run into deadlocks, which cost time.
 
     `key(message)` returns the key of a message, and `version(message)` returns the message's version of this key.

@@ -70,7 +70,7 @@ class _Opening:
 
 
 class Store:
-    """The store of one sidecar. Its coroutines and writes belong to one event loop; any thread may read.
+    """The store of one sidecar. Its coroutines and writes belong to one event loop. Any thread may read.
 
     While RocksDB is not open, every call raises STORE_UNAVAILABLE. Such a call also starts to open RocksDB again,
     unless that is in progress, so a later call may succeed. Reading and opening raise STORE_DAMAGED, NEWER_FORMAT and

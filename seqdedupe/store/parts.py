@@ -117,9 +117,9 @@ def damaged(key: bytes, what: str) -> SeqdedupeError:
 
 
 _HINT_OLDER = (
-    "Start the version that wrote it. Or, if the logs can be read, move the store folder away and start once with "
-    "--rebuild-store. It makes the records again from the logs. Policies of namespaces are lost, and topics whose log "
-    "is a broker's own."
+    "Start the version that wrote the store. Or, if the logs can be read, move the folder `store` away, and "
+    "start once with --rebuild-store. This option recreates the records from the logs. Policies of "
+    "namespaces, and topics whose log is a broker's own, are lost."
 )
 
 
@@ -159,10 +159,10 @@ _COUNT = struct.Struct("<I")
 class StoredPosition:
     """The end of a snapshot: term, the log's next index, the number of producers, the last message, and the policy.
 
-    `ownership` belongs to the last message's record; 0 if there is no message yet. `policy` is the policy in force at
-    this point, in the encoding of its control record; empty if no policy was ever set. `opaque` (at most 65,535 bytes)
-    is the position in a broker's own log, empty for other logs and if there is no entry. `has_forgotten` states whether
-    the topic has ever forgotten a producer name.
+    `ownership` belongs to the last message's record. It is 0 if there is no message yet. `policy` is the policy in
+    force at this point, in the encoding of its control record. It is empty if no policy was ever set. `opaque` (at most
+    65,535 bytes) is the position in a broker's own log, empty for other logs and if there is no entry. `has_forgotten`
+    states whether the topic has ever forgotten a producer name.
     """
 
     term: int

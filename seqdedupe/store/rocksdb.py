@@ -299,9 +299,10 @@ INFO_LOGS = 2
 
 _TABLE_MISSING = re.compile(r"No such file or directory.*\.sst")
 _HINT_TABLE_MISSING = (
-    "A power cut may remove a table file that was made while the store was opened. If the sidecar has the logs, no "
-    "acknowledged message is lost: move the store folder away, and start once with --rebuild-store, which makes the "
-    "records again from the logs. Or restore log and store from one backup."
+    "A power cut may remove a table file that was made while the store was opened. If the sidecar has "
+    "the logs, no acknowledged message is lost: move the folder `store` away, and start once with "
+    "--rebuild-store, which recreates the records from the logs. Or restore both `logs` and `store` from "
+    "one backup."
 )
 
 _DAMAGE = re.compile(r"Corruption|does not exist|No such file|Invalid argument|Not implemented")

@@ -132,7 +132,7 @@ def test_where_nobody_knows_the_name_the_log_is_set_aside(copied: Sidecar, damag
     assert contents(copied.data / "logs") == before
     [line] = copied.errors
     assert f"{logs['whole'] / 'topic'}" in line
-    assert "other topics still serve" not in line
+    assert "other topics still work" not in line
     command = line[line.index("mv ") :]
     subprocess.run(command, shell=True, check=True)
     copied.start()

@@ -100,7 +100,7 @@ def test_another_file_is_refused_and_the_same_one_grown_is_not(run: Run, tmp_pat
         (tmp_path / "a").write_bytes(other)
         error = run(*publish, status=1).stderr
         assert b"[SOURCE_CHANGED]" in error
-        assert b"under another name would store the old records twice" in error
+        assert b"the topic would store the old records twice" in error
     assert run("read", "changed").stdout == b"a\nb\nc\n"
     (tmp_path / "a").write_bytes(b"a\nb\nc\nd\n")
     run(*publish)
@@ -116,7 +116,7 @@ def test_who_follows_the_hint_about_a_corrected_file_stores_its_new_records_once
     assert b"`--verify` lists the differences" in hint
     listed = run(*publish, "--verify", status=1).stdout
     assert listed.count(b"with another payload") == 2
-    assert b"put only the new records into a separate file, and publish that file under another" in hint
+    assert b"put only the new records into a separate file, and publish this separate file" in hint
     (tmp_path / "new").write_bytes(b"d\n")
     for _ in range(2):
         run("publish", "new", "--topic", "corrected", "--producer", "p-corrected")
@@ -332,7 +332,7 @@ def test_a_file_that_grows_is_followed_until_ctrl_c(run: Run, tmp_path: Path, en
             error = process.stderr.read()
         assert error.endswith(
             b"seqdedupe: interrupted; 3 of the 3 records sent are durable, up to sequence ID 2 [INTERRUPTED] Start "
-            b"the command again: it continues after what is durable.\n"
+            b"the command again. The command continues after the last durable record.\n"
         )
         file.write(b"r\n")
         run("publish", *publish)
@@ -359,7 +359,7 @@ def append_a_lower_id(file: Path) -> None:
         (
             cut,
             b"was cut or rewritten while it was read; 2 of the 2 records sent are durable, up to sequence ID 7 "
-            b"[SOURCE_CHANGED] Start the command again with the unchanged file, under its new name if it was moved: ",
+            b"[SOURCE_CHANGED] Start the command again with the unchanged file. If the file was moved, give ",
         ),
         (replace, b"was replaced, moved or removed while it was read; 2 of the 2 records sent are durable"),
         (append_a_lower_id, b"sequence ID 6 after 7: they should rise; 2 of the 2 records sent are durable"),
@@ -441,7 +441,7 @@ def test_an_error_says_what_is_durable_and_json_errors_are_json(
     assert "everything up to sequence ID 0 is durable, 1 message has no receipt" in error["message"]
     assert "Connection refused" in error["message"]
     assert error["hint"].startswith("Nothing listens there")
-    assert error["hint"].endswith("Start the command again: it continues after what is durable.")
+    assert error["hint"].endswith("Start the command again. The command continues after the last durable record.")
     assert error["numbers"]["durable_sequence_id"] == "0"
     assert error["numbers"]["last_refusal"] == "UNREACHABLE"
 

@@ -166,9 +166,9 @@ def test_a_named_column_must_be_there_once(tmp_path: Path) -> None:
     [
         (lambda path: path, "Check the name and the folder"),
         (lambda path: _folder(path), "Give a file"),
-        (lambda path: _cut_gzip(path), "Get the file again"),
-        (lambda path: _flipped_gzip(path), "Get the file again"),
-        (lambda path: _zip(path, "a", "b"), "Unpack it, and publish each file"),
+        (lambda path: _cut_gzip(path), "This copy of the file is damaged"),
+        (lambda path: _flipped_gzip(path), "This copy of the file is damaged"),
+        (lambda path: _zip(path, "a", "b"), "Unpack the zip, and publish each file"),
         (lambda path: _encrypted_zip(path), "Unpack it first"),
     ],
 )

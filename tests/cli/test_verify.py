@@ -51,7 +51,7 @@ def test_what_was_published_is_the_same_and_nothing_is_published(run: Run, tmp_p
     run("topics", "create", f"same-{name}")
     before = report(run, *publish)
     said = run("publish", *publish, "--verify", status=1).stderr
-    assert b"The topic holds nothing of this producer. Check both names" in said
+    assert b"The topic has no messages of this producer. Check the names" in said
     assert before["missing"] == before["records"] > 0
     assert run("read", f"same-{name}").stdout == b""
     run("publish", *publish)

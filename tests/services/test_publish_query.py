@@ -394,7 +394,7 @@ def test_published_and_gone_on_with(start_sidecar: Any, sqlite: Engine) -> None:
         connection.execute(text("UPDATE changes SET id = 3, note = 'other'"))
     said = command(sidecar, url, "--query", QUERY, status=1)
     assert "in this query the record with that ID is not the one that was published" in said
-    assert "If the database was restored" in said
+    assert "After a restore of the database" in said
 
 
 @pytest.mark.parametrize(

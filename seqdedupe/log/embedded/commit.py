@@ -1,10 +1,10 @@
 """Group commit: one thread writes and syncs for all topics of a sidecar, with one journal. Begin with `Committer`.
 
 The thread takes all appends that have arrived, writes them with one call per topic, and makes them durable. The thread
-then notifies the event loop, topic by topic. Appends that arrive meanwhile form the next group.
+then notifies the event loop, topic by topic. Appends that arrive while the thread writes form the next group.
 
 A group of one topic is durable when the topic's segment is synced. A group of several topics is durable when the
-journal is synced; the topics' segments are synced later.
+journal is synced. The topics' segments are synced later.
 
 A topic's flush policy may let written batches wait for their sync. Such a topic is notified twice: when the batches are
 written, and when a sync of the segment has made the batches durable.

@@ -47,8 +47,9 @@ DAMAGED_READS = 2
 """Damage is considered permanent after this number of consecutive reads have found it."""
 _NUMBER_BYTES, _CRC_BYTES = 8, 4
 _HINT = (
-    "Nothing was changed. Stop the sidecar and restore logs, store and the folder journal from one backup. Without "
-    "one, start once with --give-up-journal: each log goes on with what its files hold."
+    "Nothing was changed. Stop the sidecar, and restore both `logs` and `store` from one backup. If you "
+    "have no backup, start the sidecar once with --give-up-journal. Each log then continues with the "
+    "messages in its own files."
 )
 
 

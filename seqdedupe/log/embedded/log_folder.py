@@ -2,11 +2,11 @@
 
 - `secret` has the secret that binds the log's records to the log.
 - `topic` has the topic's name.
-- `leaving` and `moved` record that another sidecar has the log, or may have it.
+- `leaving` and `moved` record that a different sidecar has the log, or may have the log.
 
-`leaving` is written before the other sidecar learns that it may serve the topic. From then on, only the other sidecar
-can say who has the topic. If the other sidecar has the topic, `leaving` is renamed to `moved`. If the other sidecar
-does not have the topic and never will, `leaving` is removed.
+`leaving` is written before the other sidecar learns that it may serve the topic. While `leaving` exists, only the other
+sidecar knows which sidecar has the topic. If the other sidecar has the topic, `leaving` is renamed to `moved`. If the
+other sidecar does not have the topic and never will, `leaving` is removed.
 """
 
 import os

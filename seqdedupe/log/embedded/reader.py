@@ -296,8 +296,8 @@ T = TypeVar("T")
 
 
 class SegmentReader:
-    """The segments of one log. The last segment grows. All methods must be called on the event loop; long reads are
-    done in `threads`."""
+    """The segments of one log. The last segment grows. All methods must be called on the event loop. Long reads run in
+    `threads`."""
 
     def __init__(
         self,

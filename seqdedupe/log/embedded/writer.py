@@ -128,8 +128,8 @@ class Syncer:
     """A thread that processes its queue in order. It syncs files that are next to each other in the queue at the same
     time.
 
-    If a sync fails, the thread calls `fatal`. From then on, the journal forgets nothing, because it has data that the
-    segments lack. At most `max_files` should wait for a sync.
+    If a sync fails, the thread calls `fatal`. After a failed sync, the journal forgets nothing, because it has data
+    that the segments lack. At most `max_files` should wait for a sync.
     """
 
     def __init__(self, fatal: Callable[[str], None], max_files: int) -> None:

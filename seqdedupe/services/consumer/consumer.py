@@ -446,7 +446,7 @@ def _checked(what: str, text: str) -> str:
 
 
 def _option(what: str, hint: str | None) -> SeqdedupeError:
-    return error("INVALID_OPTION", what, hint=hint or "docs/guides/consumer.md lists what a consumer takes.")
+    return error("INVALID_OPTION", what, hint=hint or "docs/guides/consumer.md lists the options of a consumer.")
 
 
 class PartitionWork(NamedTuple):

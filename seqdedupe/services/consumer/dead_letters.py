@@ -1,5 +1,6 @@
 """Messages that were set aside: dead letters, and parked messages, which are tried again later. `SetAside` contains
-both tables. Then come the actions that a person can start, and the publishing of dead letters to a topic."""
+both tables. After `SetAside` come the actions that a person can start, and the publishing of dead letters to a
+topic."""
 
 import asyncio
 import concurrent.futures

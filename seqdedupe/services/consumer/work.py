@@ -35,7 +35,7 @@ from seqdedupe.services.consumer.message_arrivals import Stop
 
 Poison = Literal["stop", "dead letter", "retry later"]
 
-_HINT = "docs/guides/consumer.md lists what a consumer takes."
+_HINT = "docs/guides/consumer.md lists the options of a consumer."
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +195,8 @@ class _Failure(NamedTuple):
 
 
 class Work:
-    """The work from one position until the process loses the row. After that, or after Away, another `Work` begins at
-    the stored position.
+    """The work from one position until the process loses the row. After the loss of the row, or after Away, a new
+    `Work` begins at the stored position.
 
     Messages are in groups, one transaction for each group. A group that fails, for any reason, is cut in half until one
     message is alone. Only a message that is alone can be the cause, and only of failures that are not the database's

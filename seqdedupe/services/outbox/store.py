@@ -271,7 +271,7 @@ class OutboxState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """How far behind the relay is."""
+    """The rows that the relay has not deleted yet, and the transaction that delays rows."""
 
     rows: int
     """The number of rows committed and not deleted yet."""
@@ -287,7 +287,7 @@ class Lag:
 
 
 class OutboxStore(ABC):
-    """The outbox in a database. Its methods block. Threads may share the object, and `delete` may run while another
+    """The outbox in a database. Its methods block. Threads may share the object, and `delete` may run while a second
     thread reads.
 
     The methods raise UnavailableError (OUTBOX_UNAVAILABLE) when the database cannot be used now. `open` then replaces

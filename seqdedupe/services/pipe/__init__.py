@@ -1,4 +1,4 @@
-"""The pipe: it applies a Python function to the messages of one topic, and publishes the results to another topic
+"""The pipe: it applies a Python function to the messages of one topic, and publishes the results to a target topic
 exactly once. The only state is in the target topic."""
 
 from seqdedupe.services.pipe.outputs import MAX_OUTPUTS, Function, Output
