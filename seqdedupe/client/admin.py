@@ -508,9 +508,8 @@ async def export_snapshot(address: SidecarAddress, stub: Any, topic: str, path: 
             producers += len(answer.part.persisted)
             take(answer.part)
         if head is None or producers != head.producers:
-            raise error(
-                "OUTCOME_UNKNOWN", f"the snapshot of {topic} came without its end", hint="Export the snapshot again."
-            )
+            why = f"the snapshot of {topic} came without its end"
+            raise error("OUTCOME_UNKNOWN", why, hint="Export the snapshot again.")
     return head
 
 
@@ -678,11 +677,7 @@ async def make_backups(
                 told(list(so_far.values()))
         if not last.directory:
             what = f"the sidecar at {sidecar.address} did not say that its backup is whole"
-            raise error(
-                "OUTCOME_UNKNOWN",
-                what,
-                hint="`seqdedupe verify` checks the backup. If it is not complete, make a new one.",
-            )
+            raise error("OUTCOME_UNKNOWN", what, hint="`seqdedupe verify` checks it. If it is incomplete, repeat it.")
         return last
 
     work = [asyncio.ensure_future(one(*numbered)) for numbered in enumerate(_connections(calls, processes))]
