@@ -121,8 +121,7 @@ class Admin:
           `partitions` and no policy, and also raises TOPIC_IN_USE and TOPIC_TERMINATED.
         """
         if deduplication_mode not in MODES:
-            why = f"{deduplication_mode!r} is no deduplication mode: sequence-id and deduplication-id are"
-            raise error("INVALID_REQUEST", why)
+            raise error("INVALID_REQUEST", f"{deduplication_mode!r} is no mode: sequence-id and deduplication-id are")
         if deduplication_route not in ROUTES:
             raise error("INVALID_REQUEST", f"{deduplication_route!r} is no deduplication route: id and key are")
         if entry_format not in _ENTRY_FORMATS:
