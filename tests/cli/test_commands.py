@@ -48,7 +48,7 @@ def test_reading_from_places(run: Run, tmp_path: Path) -> None:
     later = f"{incarnation}:9"
     error = run("read", "places", "--from", later, status=1).stderr
     assert f"/{later}@9 is after the end of".encode() in error
-    assert b"[POSITION_AFTER_END] Check whether an old copy of the data was restored" in error
+    assert b"[POSITION_AFTER_END] The topic has lost its last messages" in error
     assert b"[POSITION_OF_ANOTHER_INCARNATION]" in run("read", "elsewhere", "--from", message_id, status=1).stderr
 
 

@@ -329,7 +329,9 @@ async def test_the_call_of_the_admin_service(
             made = client.admin.create_topic(topic, take_over=True)
             assert (made.state, made.partitions) == (admin_pb2.TOPIC_STATE_SERVING, partitions)
             for name in names:
-                assert client.admin.producer(name, "theirs").persisted == 8
+                # An opening waits for the numbers that were found.
+                with client.producer(name, "theirs") as producer:
+                    assert producer.persisted_sequence_id == 8
             with pytest.raises(InvalidRequestError, match="TOPIC_EXISTS"):
                 client.admin.create_topic(topic, take_over=True)
 
