@@ -157,7 +157,7 @@ def test_where_somebody_listens(case: str, looking: Looking, monkeypatch: pytest
 
 def test_who_listens_for_ipv6_alone_gets_no_ipv4() -> None:
     """The tables do not say that: there it counts as one who may."""
-    with listen("::", v6_only=True) as listening:
+    with reserved_port() as reserving, listen("::", reserving.getsockname()[1], v6_only=True) as listening:
         assert why(f"127.0.0.1:{listening.getsockname()[1]}") == "UNREACHABLE"
         assert why(f"[::1]:{listening.getsockname()[1]}") is None
 
