@@ -113,7 +113,7 @@ def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
     """Yield the longest ranges of rows that have one producer, one delivery time and one schema version."""
     changes = np.flatnonzero(np.diff(batch.producer_indexes)) + 1 if len(batch.producer_indexes) else NO_INT64S
     if _has_entry_fields(batch):
-        fields = [_entry_fields(pairs) for pairs in _pairs(batch)]
+        fields = _entry_fields(batch)
         changes = np.union1d(changes, [k for k in range(1, len(fields)) if fields[k] != fields[k - 1]])
     borders = [0, *changes.tolist(), len(batch)]
     yield from pairwise(borders)
@@ -205,7 +205,7 @@ def wire_entry(
         name, rows = producer_name.encode(), _no_message(kind, sequence_id)
     time_ms = 0
     if kind == BATCH and _has_entry_fields(batch):
-        time_ms, version = _entry_fields(_pairs(batch)[0])
+        time_ms, version = _entry_fields(batch)[0]
         schema_version = version or schema_version
     entry = batch_of(rows, name, message.event_time_ms, compression, schema_version)
     if time_ms:
@@ -229,10 +229,21 @@ def _has_entry_fields(batch: Batch) -> bool:
     return _DELIVER_AT in names or _SCHEMA_VERSION in names
 
 
-def _entry_fields(pairs: list[tuple[bytes, bytes]]) -> tuple[int, bytes]:
-    """Return the delivery time and the schema version of a message with these properties; 0 and empty for none."""
-    time_ms, version = (dict(pairs).get(name, b"").decode(errors="replace") for name in (_DELIVER_AT, _SCHEMA_VERSION))
-    return deliver_at(time_ms), version_of(version)
+def _entry_fields(batch: Batch) -> list[tuple[int, bytes]]:
+    """Return the delivery time and the schema version of each row; 0 and empty for none."""
+    times, versions = (_texts(batch, name) for name in (_DELIVER_AT, _SCHEMA_VERSION))
+    return [(deliver_at(time_ms), version_of(version)) for time_ms, version in zip(times, versions, strict=True)]
+
+
+def _texts(batch: Batch, name: bytes) -> list[str]:
+    """Return the value of the property of this name in each row; empty for none. A batch may have a million others."""
+    found = [""] * len(batch)
+    places = np.flatnonzero(np.diff(batch.property_names.offsets) == len(name))
+    rows = np.searchsorted(batch.property_offsets, places, "right") - 1
+    for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+        if batch.property_names[place] == name:
+            found[row] = (batch.property_values[place] or b"").decode(errors="replace")
+    return found
 
 
 def _head(kind: int, place: EntryPlace) -> bytes:

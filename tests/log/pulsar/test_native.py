@@ -157,6 +157,26 @@ def test_messages_of_an_entry_have_one_delivery_time() -> None:
     check_comes_back(sent)
 
 
+def test_fields_of_the_entry_are_found_among_many_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a Python object for each property of a frame stopped the event loop for a second."""
+    monkeypatch.delattr("seqdedupe.log.pulsar.native._pairs")
+    fields = [
+        {},
+        {"pulsar.deliver_at_time": "70", "pulsar.schema_version": "01"},
+        {"pulsar.deliver_at_timE": "80", "pulsar.schema_version": "01"},
+        {"pulsar.schema_versioN": "02"},
+    ]
+    others = {f"name {k}": "70" for k in range(3)}
+    sent = batch([("p", i) for i in range(4)], row_properties=[{**others, **one} if one else None for one in fields])
+    entries_sent = [metadata_of(wire_entry(message, OURS, 77)) for message in native(1, 1, 0, sent)]
+    assert [(one.deliver_at_time, one.schema_version) for one in entries_sent] == [
+        (0, b""),
+        (70, b"\x01"),
+        (0, b"\x01"),
+        (0, b""),
+    ]
+
+
 @pytest.mark.parametrize("message", [marker(3), control(3, 1, 0)], ids=[MARKER, CONTROL])
 def test_what_has_no_messages_says_so_to_consumers(message: PulsarMessage) -> None:
     entry = wire_entry(message, OURS, 77)
