@@ -87,6 +87,14 @@ class Values:
         """Return one value. For many, use the offsets."""
         return bytes(memoryview(self.data)[int(self.offsets[row]) : int(self.offsets[row + 1])])
 
+    def take(self, rows: Int64s) -> "Values":
+        """Return the column of these rows."""
+        offsets = _offsets(np.diff(self.offsets)[rows])
+        out = np.empty(int(offsets[-1]), np.uint8)
+        if len(out):
+            kernels.gather(readable(self.data), self.offsets[rows], offsets, out)
+        return Values(offsets, out.tobytes())
+
     def is_one_value(self) -> bool:
         """Return whether there are values, and all are the same."""
         sizes = np.diff(self.offsets)
@@ -480,12 +488,7 @@ def _stored_properties(rows: EntryRows, more: Sequence[tuple[bytes, bytes]]) -> 
 def _picked(column: Values, more: Sequence[bytes], sources: Int64s) -> Values:
     """Return the values at these places of a column with `more` after its own values."""
     whole = _offsets(np.concatenate((np.diff(column.offsets), [len(value) for value in more])))
-    offsets = _offsets(np.diff(whole)[sources])
-    out = np.empty(int(offsets[-1]), np.uint8)
-    if len(out):
-        data = readable(b"".join((column.data, *more)))
-        kernels.gather(data, np.ascontiguousarray(whole[:-1][sources]), offsets, out)
-    return Values(offsets, out.tobytes())
+    return Values(whole, b"".join((column.data, *more))).take(sources)
 
 
 def _stored_keys(rows: EntryRows) -> Binary:

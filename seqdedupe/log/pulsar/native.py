@@ -215,14 +215,6 @@ def wire_entry(
     return stamped(entry, field)
 
 
-def _pairs(batch: Batch) -> list[list[tuple[bytes, bytes]]]:
-    """Return the properties of each row."""
-    offsets = batch.property_offsets.tolist() if len(batch.property_offsets) else [0] * (len(batch) + 1)
-    names, values = batch.property_names.rows(offsets[-1]), batch.property_values.rows(offsets[-1])
-    pairs = [(name or b"", value or b"") for name, value in zip(names, values, strict=True)]
-    return [pairs[first:stop] for first, stop in pairwise(offsets)]
-
-
 def _has_entry_fields(batch: Batch) -> bool:
     """Return whether an entry of these rows may have a delivery time or a schema version."""
     names = batch.property_names.data
@@ -279,9 +271,9 @@ def _rows_of_batch(batch: Batch) -> EntryRows:
     properties = Properties(offsets.astype(np.int64), _values(batch.property_names), _values(batch.property_values))
     ordering_keys = Values(np.zeros(rows + 1, np.int64), b"")
     if _ORDERING_KEY in batch.property_names.data:
-        each = [_split(pairs) for pairs in _pairs(batch)]
-        flags |= np.array([HAS_ORDERING_KEY if key else 0 for _, key in each], np.int64)
-        ordering_keys, properties = Values.of([key for _, key in each]), Properties.of([pairs for pairs, _ in each])
+        properties, each = _split(properties)
+        flags |= np.array([HAS_ORDERING_KEY if key else 0 for key in each], np.int64)
+        ordering_keys = Values.of(each)
     return EntryRows(
         # Copies: kernels take no read-only columns of numbers.
         batch.sequence_ids.copy(),
@@ -304,15 +296,24 @@ def _renamed(properties: Properties, rename: Callable[[bytes], bytes]) -> Proper
     return Properties(properties.offsets, Values.of(new_names), properties.values)
 
 
-def _split(pairs: list[tuple[bytes, bytes]]) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Return a message's properties without its ordering key, and the key; it is empty if there is none."""
-    if pairs and pairs[-1][0] == _ORDERING_KEY:
+def _split(properties: Properties) -> tuple[Properties, list[bytes]]:
+    """Return the properties without the rows' ordering keys, and the keys; a key is empty if there is none."""
+    names, ends = properties.names, properties.offsets[1:]
+    counts = np.diff(properties.offsets)
+    keys, stays = [b""] * len(counts), np.ones(len(names.offsets) - 1, np.bool_)
+    for row in np.flatnonzero(counts).tolist():
+        place = int(ends[row]) - 1
+        if names.value(place) != _ORDERING_KEY:
+            continue
+        value = properties.values.value(place)
         with suppress(binascii.Error):
-            key = base64.b64decode(pairs[-1][1], validate=True)
+            key = base64.b64decode(value, validate=True)
             # A reader makes the property again.
-            if key and base64.b64encode(key) == pairs[-1][1]:
-                return pairs[:-1], key
-    return pairs, b""
+            if key and base64.b64encode(key) == value:
+                keys[row], stays[place] = key, False
+                counts[row] -= 1
+    offsets, places = np.concatenate(([0], np.cumsum(counts))), np.flatnonzero(stays)
+    return Properties(offsets, names.take(places), properties.values.take(places)), keys
 
 
 def _values(column: Binary) -> Values:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqdedupe.batch import Batch
+from seqdedupe.batch import Batch, Binary
 from seqdedupe.entry_properties import CONTROL, KIND, MARKER
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, error
 from seqdedupe.format.columns import PUBLISH_TIME_MS
@@ -159,10 +159,10 @@ def test_messages_of_an_entry_have_one_delivery_time() -> None:
 
 def test_fields_of_the_entry_are_found_among_many_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a Python object for each property of a frame stopped the event loop for a second."""
-    monkeypatch.delattr("seqdedupe.log.pulsar.native._pairs")
+    monkeypatch.delattr(Binary, "values")
     fields = [
         {},
-        {"pulsar.deliver_at_time": "70", "pulsar.schema_version": "01"},
+        {"pulsar.deliver_at_time": "70", "pulsar.schema_version": "01", "pulsar.ordering_key": "bw=="},
         {"pulsar.deliver_at_timE": "80", "pulsar.schema_version": "01"},
         {"pulsar.schema_versioN": "02"},
     ]
@@ -175,6 +175,7 @@ def test_fields_of_the_entry_are_found_among_many_properties(monkeypatch: pytest
         (0, b"\x01"),
         (0, b""),
     ]
+    assert [one.ordering_key for one in entries_sent] == [b"", b"o", b"", b""]
 
 
 @pytest.mark.parametrize("message", [marker(3), control(3, 1, 0)], ids=[MARKER, CONTROL])
