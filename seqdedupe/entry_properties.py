@@ -43,7 +43,8 @@ SCHEMA_VERSION_OF = "pulsar.schema_version"
 """A message's own property: the version of the schema by which its producer made it, in hexadecimal. In the format
 `native`, the entry has this version too."""
 _MOST_DIGITS = 18
-_MOST_VERSION_DIGITS = 32
+MAX_VERSION_BYTES = 16
+"""The most bytes of such a version. Those of Pulsar's own registry have 8."""
 
 # The values of KIND. Without it, the entry is one message.
 MARKER = "marker"
@@ -63,7 +64,7 @@ def deliver_at(value: str) -> int:
 
 def schema_version(value: str) -> bytes:
     """Return the version in a property SCHEMA_VERSION_OF; empty if it is none."""
-    if len(value) > _MOST_VERSION_DIGITS:
+    if len(value) > 2 * MAX_VERSION_BYTES:
         return b""
     try:
         return bytes.fromhex(value)

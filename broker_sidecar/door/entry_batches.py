@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqdedupe.batch import Batch, Int64s
-from seqdedupe.entry_properties import DELIVER_AT, ORDERING_KEY, SCHEMA_VERSION_OF
+from seqdedupe.entry_properties import DELIVER_AT, MAX_VERSION_BYTES, ORDERING_KEY, SCHEMA_VERSION_OF
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
 from seqdedupe.pulsar_wire.batches import (
@@ -28,7 +28,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, MessageMetadata, Property
 from seqdedupe.pulsar_wire.rows import KEY_IS_BASE64
 
 SPLIT_BYTES = MAX_BATCH_BYTES * 3 // 4
-"""The most bytes of payloads, keys and properties in one batch. The other columns of its rows fit in the rest."""
+"""The most bytes of payloads, keys and properties, as stored, in one batch. The rest has room for the other columns."""
 
 SPLIT_ROWS = MAX_BATCH_ROWS // 2
 
@@ -91,6 +91,10 @@ def rows_to_store(
         raise _not_taken(metadata, "belongs to a transaction", "Publish outside of transactions.")
     if schema_version is not None and metadata.schema_version not in (b"", schema_version):
         raise _not_taken(metadata, "was made by another schema", "Use one schema in a producer: its topic has one.")
+    if (size := len(metadata.schema_version)) > MAX_VERSION_BYTES:
+        # Each row keeps the version: a small entry of many rows would take gigabytes.
+        what = f"has a schema version of {size} bytes"
+        raise _not_taken(metadata, what, f"A schema version has at most {MAX_VERSION_BYTES} bytes.")
     if metadata.num_messages_in_batch > MAX_BATCH_ROWS:
         what = f"has {metadata.num_messages_in_batch} messages"
         raise _not_taken(metadata, what, f"A batch has at most {MAX_BATCH_ROWS}: set the producer's limit.")
@@ -127,7 +131,7 @@ def batches_of(
     more += [(SCHEMA_VERSION_OF.encode(), schema_version.hex().encode())] if schema_version else []
     whole = stored_batch(rows, session.name, session.epoch, NO_SEQUENCE_ID, more)
     for some, link in groups:
-        for part in _parts(rows, some):
+        for part in _parts(whole, some):
             batch = whole if len(part) == len(rows) else whole.take(part)
             # A link is the ID sent before. For a row that is old, or not judged, any lower ID does.
             batch.previous_sequence_ids = np.array([link], np.int64)
@@ -147,13 +151,11 @@ def sent_form(entry: WireEntry, metadata: MessageMetadata, rows: EntryRows, batc
     return SentEntry(metadata.compression, payload, size, rows, metadata.deliver_at_time, metadata.schema_version)
 
 
-def _parts(rows: EntryRows, some: Int64s) -> Iterator[Int64s]:
+def _parts(whole: Batch, some: Int64s) -> Iterator[Int64s]:
     """Yield these rows in groups that fit into a batch."""
     if not len(some):
         return
-    columns = (rows.payloads, rows.keys, rows.ordering_keys)
-    sizes = sum(np.diff(column.offsets) for column in columns) + _property_bytes(rows)
-    ends = np.cumsum(sizes[some])
+    ends = np.cumsum(_row_bytes(whole)[some])
     first = 0
     while first < len(some):
         limit = (int(ends[first - 1]) if first else 0) + SPLIT_BYTES
@@ -163,10 +165,15 @@ def _parts(rows: EntryRows, some: Int64s) -> Iterator[Int64s]:
         first = stop
 
 
-def _property_bytes(rows: EntryRows) -> Int64s:
-    properties = rows.properties
-    names, values = (column.offsets[properties.offsets] for column in (properties.names, properties.values))
-    return np.diff(names) + np.diff(values)
+def _row_bytes(batch: Batch) -> Int64s:
+    """Return the bytes of each row's payload, key and properties. A property has two offsets."""
+    sizes = np.diff(batch.payloads.offsets).astype(np.int64)
+    if batch.keys:
+        sizes += np.diff(batch.keys.offsets)
+    if len(of_rows := batch.property_offsets):
+        names, values = (column.offsets[of_rows] for column in (batch.property_names, batch.property_values))
+        sizes += np.diff(names) + np.diff(values) + 8 * np.diff(of_rows)
+    return sizes
 
 
 def _not_taken(metadata: MessageMetadata, what: str, hint: str) -> SeqdedupeError:

@@ -186,17 +186,20 @@ class StockProducer:
         return len(rows), batches, sent_form(entry, metadata, rows, batches) if labels else None
 
     async def _admit(self, pending: PendingEntry, batch: bytes, sent: SentEntry | None) -> None:
-        size = FRAME_BYTES + len(batch)
-        again: SentEntry | None = None
-        if sent is not None:
-            size += len(sent.payload)
-            # Nothing keeps the rows and the payload for a second time, which is rare.
-            again = sent._replace(payload=b"", rows=None)
-        await self._stream.share.wait_for(size)
+        size = FRAME_BYTES + len(batch) + (len(sent.payload) if sent is not None else 0)
+        share = self._stream.share
+        limit = share.use.limits.bytes_in_flight
+        # Entries that wait hold a little, this one too: a caller's share never gets empty for one that is larger.
+        await share.wait_for(size if limit is None else min(size, limit // 2))
         await self.topic.flight.wait_for_room()
-        if self.is_closed:
-            return
-        self._stream.moves()
+        if not self.is_closed:
+            self._stream.moves()
+            self._pass(pending, batch, sent, size)
+
+    def _pass(self, pending: PendingEntry, batch: bytes, sent: SentEntry | None, size: int) -> None:
+        """Pass a batch to the topic. It takes `size` bytes of the stream's share until it is answered."""
+        # Nothing keeps the rows and the payload for a second time, which is rare.
+        again = sent._replace(payload=b"", rows=None) if sent is not None else None
         self._stream.share.take(size)
         self._stream.frames_in_flight += 1
         pending.frames += 1
@@ -238,7 +241,8 @@ class StockProducer:
             self._stream.share.give_back(size)
         pending.frames -= 1
         if not self.is_closed:
-            await self._admit(pending, batch, sent)
+            # This waits for no room: an answer to a later entry would meanwhile find that this one has settled.
+            self._pass(pending, batch, sent, FRAME_BYTES + len(batch))
 
     def _refused(self, pending: PendingEntry, e: SeqdedupeError) -> None:
         if e.reason in OF_ONE_MESSAGE and pending.batches == 1:

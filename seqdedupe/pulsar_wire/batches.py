@@ -87,6 +87,14 @@ class Values:
         """Return one value. For many, use the offsets."""
         return bytes(memoryview(self.data)[int(self.offsets[row]) : int(self.offsets[row + 1])])
 
+    def take(self, rows: Int64s) -> "Values":
+        """Return the column of these rows."""
+        offsets = _offsets(np.diff(self.offsets)[rows])
+        out = np.empty(int(offsets[-1]), np.uint8)
+        if len(out):
+            kernels.gather(readable(self.data), self.offsets[rows], offsets, out)
+        return Values(offsets, out.tobytes())
+
     def is_one_value(self) -> bool:
         """Return whether there are values, and all are the same."""
         sizes = np.diff(self.offsets)
@@ -462,10 +470,25 @@ def _stored_properties(rows: EntryRows, more: Sequence[tuple[bytes, bytes]]) -> 
     has_ordering_key = (rows.flags & HAS_ORDERING_KEY) != 0
     if not more and not has_ordering_key.any():
         return rows.properties
-    each = [[*rows.row(k).properties, *more] for k in range(len(rows))]
-    for k in np.flatnonzero(has_ordering_key).tolist():
-        each[k].append((ORDERING_KEY.encode(), base64.b64encode(rows.ordering_keys.value(k))))
-    return Properties.of(each)
+    own, ordered = rows.properties, np.flatnonzero(has_ordering_key)
+    keys = [base64.b64encode(rows.ordering_keys.value(k)) for k in ordered.tolist()]
+    counts, first = np.diff(own.offsets), int(own.offsets[-1])
+    offsets = _offsets(counts + len(more) + has_ordering_key)
+    # Where each property comes from: the rows' own ones, and after them `more` and the ordering keys.
+    sources = np.empty(int(offsets[-1]), np.int64)
+    sources[np.arange(first) + np.repeat(offsets[:-1] - own.offsets[:-1], counts)] = np.arange(first)
+    for k in range(len(more)):
+        sources[offsets[:-1] + counts + k] = first + k
+    sources[offsets[ordered + 1] - 1] = first + len(more) + np.arange(len(ordered))
+    names = [*(name for name, _ in more), *[ORDERING_KEY.encode()] * len(ordered)]
+    values = [*(value for _, value in more), *keys]
+    return Properties(offsets, _picked(own.names, names, sources), _picked(own.values, values, sources))
+
+
+def _picked(column: Values, more: Sequence[bytes], sources: Int64s) -> Values:
+    """Return the values at these places of a column with `more` after its own values."""
+    whole = _offsets(np.concatenate((np.diff(column.offsets), [len(value) for value in more])))
+    return Values(whole, b"".join((column.data, *more))).take(sources)
 
 
 def _stored_keys(rows: EntryRows) -> Binary:

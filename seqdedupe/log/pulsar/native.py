@@ -113,7 +113,7 @@ def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
     """Yield the longest ranges of rows that have one producer, one delivery time and one schema version."""
     changes = np.flatnonzero(np.diff(batch.producer_indexes)) + 1 if len(batch.producer_indexes) else NO_INT64S
     if _has_entry_fields(batch):
-        fields = [_entry_fields(pairs) for pairs in _pairs(batch)]
+        fields = _entry_fields(batch)
         changes = np.union1d(changes, [k for k in range(1, len(fields)) if fields[k] != fields[k - 1]])
     borders = [0, *changes.tolist(), len(batch)]
     yield from pairwise(borders)
@@ -205,7 +205,7 @@ def wire_entry(
         name, rows = producer_name.encode(), _no_message(kind, sequence_id)
     time_ms = 0
     if kind == BATCH and _has_entry_fields(batch):
-        time_ms, version = _entry_fields(_pairs(batch)[0])
+        time_ms, version = _entry_fields(batch)[0]
         schema_version = version or schema_version
     entry = batch_of(rows, name, message.event_time_ms, compression, schema_version)
     if time_ms:
@@ -215,24 +215,27 @@ def wire_entry(
     return stamped(entry, field)
 
 
-def _pairs(batch: Batch) -> list[list[tuple[bytes, bytes]]]:
-    """Return the properties of each row."""
-    offsets = batch.property_offsets.tolist() if len(batch.property_offsets) else [0] * (len(batch) + 1)
-    names, values = batch.property_names.rows(offsets[-1]), batch.property_values.rows(offsets[-1])
-    pairs = [(name or b"", value or b"") for name, value in zip(names, values, strict=True)]
-    return [pairs[first:stop] for first, stop in pairwise(offsets)]
-
-
 def _has_entry_fields(batch: Batch) -> bool:
     """Return whether an entry of these rows may have a delivery time or a schema version."""
     names = batch.property_names.data
     return _DELIVER_AT in names or _SCHEMA_VERSION in names
 
 
-def _entry_fields(pairs: list[tuple[bytes, bytes]]) -> tuple[int, bytes]:
-    """Return the delivery time and the schema version of a message with these properties; 0 and empty for none."""
-    time_ms, version = (dict(pairs).get(name, b"").decode(errors="replace") for name in (_DELIVER_AT, _SCHEMA_VERSION))
-    return deliver_at(time_ms), version_of(version)
+def _entry_fields(batch: Batch) -> list[tuple[int, bytes]]:
+    """Return the delivery time and the schema version of each row; 0 and empty for none."""
+    times, versions = (_texts(batch, name) for name in (_DELIVER_AT, _SCHEMA_VERSION))
+    return [(deliver_at(time_ms), version_of(version)) for time_ms, version in zip(times, versions, strict=True)]
+
+
+def _texts(batch: Batch, name: bytes) -> list[str]:
+    """Return the value of the property of this name in each row; empty for none. A batch may have a million others."""
+    found = [""] * len(batch)
+    places = np.flatnonzero(np.diff(batch.property_names.offsets) == len(name))
+    rows = np.searchsorted(batch.property_offsets, places, "right") - 1
+    for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+        if batch.property_names[place] == name:
+            found[row] = (batch.property_values[place] or b"").decode(errors="replace")
+    return found
 
 
 def _head(kind: int, place: EntryPlace) -> bytes:
@@ -268,9 +271,9 @@ def _rows_of_batch(batch: Batch) -> EntryRows:
     properties = Properties(offsets.astype(np.int64), _values(batch.property_names), _values(batch.property_values))
     ordering_keys = Values(np.zeros(rows + 1, np.int64), b"")
     if _ORDERING_KEY in batch.property_names.data:
-        each = [_split(pairs) for pairs in _pairs(batch)]
-        flags |= np.array([HAS_ORDERING_KEY if key else 0 for _, key in each], np.int64)
-        ordering_keys, properties = Values.of([key for _, key in each]), Properties.of([pairs for pairs, _ in each])
+        properties, each = _split(properties)
+        flags |= np.array([HAS_ORDERING_KEY if key else 0 for key in each], np.int64)
+        ordering_keys = Values.of(each)
     return EntryRows(
         # Copies: kernels take no read-only columns of numbers.
         batch.sequence_ids.copy(),
@@ -293,15 +296,24 @@ def _renamed(properties: Properties, rename: Callable[[bytes], bytes]) -> Proper
     return Properties(properties.offsets, Values.of(new_names), properties.values)
 
 
-def _split(pairs: list[tuple[bytes, bytes]]) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Return a message's properties without its ordering key, and the key; it is empty if there is none."""
-    if pairs and pairs[-1][0] == _ORDERING_KEY:
+def _split(properties: Properties) -> tuple[Properties, list[bytes]]:
+    """Return the properties without the rows' ordering keys, and the keys; a key is empty if there is none."""
+    names, ends = properties.names, properties.offsets[1:]
+    counts = np.diff(properties.offsets)
+    keys, stays = [b""] * len(counts), np.ones(len(names.offsets) - 1, np.bool_)
+    for row in np.flatnonzero(counts).tolist():
+        place = int(ends[row]) - 1
+        if names.value(place) != _ORDERING_KEY:
+            continue
+        value = properties.values.value(place)
         with suppress(binascii.Error):
-            key = base64.b64decode(pairs[-1][1], validate=True)
+            key = base64.b64decode(value, validate=True)
             # A reader makes the property again.
-            if key and base64.b64encode(key) == pairs[-1][1]:
-                return pairs[:-1], key
-    return pairs, b""
+            if key and base64.b64encode(key) == value:
+                keys[row], stays[place] = key, False
+                counts[row] -= 1
+    offsets, places = np.concatenate(([0], np.cumsum(counts))), np.flatnonzero(stays)
+    return Properties(offsets, names.take(places), properties.values.take(places)), keys
 
 
 def _values(column: Binary) -> Values:

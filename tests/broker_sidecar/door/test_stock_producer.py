@@ -11,12 +11,12 @@ from broker_sidecar import kernels
 from broker_sidecar.door.entry_batches import ProducerSession
 from broker_sidecar.door.pulsar_connection import PulsarConnection
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer
-from broker_sidecar.shares import MAX_HELD_BYTES, NO_LIMITS, Budget, Share, Use
+from broker_sidecar.shares import MAX_HELD_BYTES, NO_LIMITS, Budget, CallerLimits, Share, Use
 from seqdedupe.core.rule import DUP, UNKNOWN
 from seqdedupe.pulsar_wire.frames import command_frame, command_of, frame_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend, CommandSubscribe
 from seqdedupe.topic.frame import NONE_KNOWN, FrameReceipt
-from tests.broker_sidecar.door.wire import single
+from tests.broker_sidecar.door.wire import batch, single
 
 
 class LateTopic:
@@ -47,6 +47,21 @@ class LateTopic:
             reply(FrameReceipt(number, np.array([self._verdict], np.uint8), -1, (), *NONE_KNOWN))
 
 
+def producer_of(topic: Any, share: Share, answered: list[PendingEntry]) -> StockProducer:
+    stream: Any = SimpleNamespace(share=share, frames_in_flight=0, moves=lambda: None)
+    return StockProducer(
+        topic,
+        ProducerSession(b"p", 1),
+        -1,
+        stream,
+        None,
+        answered.append,
+        lambda e: pytest.fail(str(e)),
+        goes_on=True,
+        schema_version=b"",
+    )
+
+
 @pytest.mark.parametrize(("verdict", "payload_bytes", "least"), [(UNKNOWN, 100_000, 900_000), (DUP, 1, 5_000)])
 def test_entries_that_wait_behind_another_count(verdict: int, payload_bytes: int, least: int) -> None:
     """The control: a client could send them without end while the disk did not answer."""
@@ -55,19 +70,8 @@ def test_entries_that_wait_behind_another_count(verdict: int, payload_bytes: int
     async def run() -> None:
         topic: Any = LateTopic(verdict)
         share = Share(Budget(lambda _: None, MAX_HELD_BYTES), Use("u", NO_LIMITS))
-        stream: Any = SimpleNamespace(share=share, frames_in_flight=0, moves=lambda: None)
         answered: list[PendingEntry] = []
-        producer = StockProducer(
-            topic,
-            ProducerSession(b"p", 1),
-            -1,
-            stream,
-            None,
-            answered.append,
-            lambda e: pytest.fail(str(e)),
-            goes_on=True,
-            schema_version=b"",
-        )
+        producer = producer_of(topic, share, answered)
         for _ in range(10):
             await producer.send(CommandSend(producer_id=1, sequence_id=0), single(0, bytes(payload_bytes)))
         first_bytes = 2048 + payload_bytes
@@ -79,6 +83,67 @@ def test_entries_that_wait_behind_another_count(verdict: int, payload_bytes: int
         await asyncio.sleep(0)
         # Only the first frame is in flight.
         assert share.held_bytes < first_bytes + 200
+
+    asyncio.run(run())
+
+
+class WaitingTopic(LateTopic):
+    """The first frame's copy is in flight. Others are answered by the test, and there is room when it says so."""
+
+    def __init__(self) -> None:
+        super().__init__(UNKNOWN)
+        self.room = asyncio.Event()
+        self.flight = SimpleNamespace(wait_for_room=self.room.wait)
+        self.answers: list[Any] = []
+
+    def admit(self, _: bytes, number: int, reply: Any, __: object, *, sent: object) -> None:
+        def answer(verdict: int) -> None:
+            reply(FrameReceipt(number, np.array([verdict], np.uint8), -1, (), *NONE_KNOWN))
+
+        self.answers.append(answer)
+
+
+async def test_an_entry_whose_copy_was_in_flight_is_not_answered_before_it_was_judged_again() -> None:
+    """The control: while it waited for room, the answer to the next entry acknowledged it too."""
+    kernels.prepare()
+    topic: Any = WaitingTopic()
+    answered: list[PendingEntry] = []
+    producer = producer_of(topic, Share(Budget(lambda _: None, MAX_HELD_BYTES), Use("u", NO_LIMITS)), answered)
+    topic.room.set()
+    for k in range(2):
+        await producer.send(CommandSend(producer_id=1, sequence_id=k), single(k))
+    topic.answers[0](UNKNOWN)
+    topic.room.clear()
+    topic.settled.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    topic.answers[1](DUP)
+    assert not answered
+    topic.answers[2](DUP)
+    assert [entry.sequence_id for entry in answered] == [0, 1]
+
+
+@pytest.mark.parametrize("entry_format", ["", "native"])
+def test_an_entry_above_its_callers_share_is_taken(entry_format: str) -> None:
+    """An entry of a native topic counts twice. The control: its client waited for ever, since each entry that waits
+    counts too."""
+    kernels.prepare()
+
+    async def run() -> None:
+        topic: Any = LateTopic(DUP)
+        topic.log.entry_format = entry_format
+        share = Share(Budget(lambda _: None, MAX_HELD_BYTES), Use("u", CallerLimits(bytes_in_flight=10_000)))
+        producer = producer_of(topic, share, [])
+        entry = batch(1, size=6_000) if entry_format else single(1, bytes(12_000))
+        sending = [
+            asyncio.ensure_future(producer.send(CommandSend(producer_id=1, sequence_id=1), entry)) for _ in range(2)
+        ]
+        await asyncio.sleep(0)
+        # The second one waits until the first one is answered.
+        assert [task.done() for task in sending] == [True, False]
+        assert share.held_bytes > 10_000
+        sending[1].cancel()
+        producer.close()
 
     asyncio.run(run())
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqdedupe.batch import Batch
+from seqdedupe.batch import Batch, Binary
 from seqdedupe.entry_properties import CONTROL, KIND, MARKER
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, error
 from seqdedupe.format.columns import PUBLISH_TIME_MS
@@ -155,6 +155,27 @@ def test_messages_of_an_entry_have_one_delivery_time() -> None:
         (4, 0),
     ]
     check_comes_back(sent)
+
+
+def test_fields_of_the_entry_are_found_among_many_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a Python object for each property of a frame stopped the event loop for a second."""
+    monkeypatch.delattr(Binary, "values")
+    fields = [
+        {},
+        {"pulsar.deliver_at_time": "70", "pulsar.schema_version": "01", "pulsar.ordering_key": "bw=="},
+        {"pulsar.deliver_at_timE": "80", "pulsar.schema_version": "01"},
+        {"pulsar.schema_versioN": "02"},
+    ]
+    others = {f"name {k}": "70" for k in range(3)}
+    sent = batch([("p", i) for i in range(4)], row_properties=[{**others, **one} if one else None for one in fields])
+    entries_sent = [metadata_of(wire_entry(message, OURS, 77)) for message in native(1, 1, 0, sent)]
+    assert [(one.deliver_at_time, one.schema_version) for one in entries_sent] == [
+        (0, b""),
+        (70, b"\x01"),
+        (0, b"\x01"),
+        (0, b""),
+    ]
+    assert [one.ordering_key for one in entries_sent] == [b"", b"o", b"", b""]
 
 
 @pytest.mark.parametrize("message", [marker(3), control(3, 1, 0)], ids=[MARKER, CONTROL])
