@@ -190,10 +190,12 @@ async def store_raw(cluster: Cluster, topic: str, *entries: WireEntry) -> None:
 
 
 def raw(payload: bytes = b"", **fields: Any) -> WireEntry:
-    metadata = MessageMetadata(**{"producer_name": b"odd", "sequence_id": 4, "publish_time": 1} | fields)
+    of_all: dict[str, Any] = {"producer_name": b"odd", "sequence_id": 4, "publish_time": 1}
+    metadata = MessageMetadata(**of_all | fields)
     return WireEntry(metadata.SerializeToString(), payload)
 
 
+OF_PULSAR = "an entry of Pulsar's own"
 ODD = {
     "a key that is not UTF-8": raw(partition_key=b"\xff"),
     "a property that is not UTF-8": raw(properties=[Property(key=b"\xff", value=b"\xff")]),
@@ -205,7 +207,7 @@ ODD = {
     "a copy": raw(properties=[Property(key=b"seqdedupe.entry", value=b"1:1:9:0123456789abcdef:3:2")]),
     "no place": raw(properties=[Property(key=b"seqdedupe.entry", value=b"one")]),
     "the kind of a marker": raw(properties=[Property(key=b"seqdedupe.kind", value=b"marker")]),
-    "an entry of Pulsar's own": raw(marker_type=7),
+    OF_PULSAR: raw(marker_type=7),
     "a forged field": raw(seqdedupe=b"\x01"),
     "a field of another log": raw(seqdedupe=struct.pack("<BBQQQQq", 1, 1, 1, 9, 9, 3, 2), null_value=True),
 }
@@ -220,7 +222,8 @@ async def test_no_odd_entry_is_in_the_way(
     one = member(entry_format=entry_format)
     await one.start()
     for number, (what, odd) in enumerate(ODD.items()):
-        print(what)
+        if last and what == OF_PULSAR:
+            continue
         topic = f"persistent://{namespace}/t{number}"
         await send(cluster, topic, "theirs", 3)
         await store_raw(cluster, topic, *([odd] if last else [odd, raw(producer_name=b"after", sequence_id=6)]))
