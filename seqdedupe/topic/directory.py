@@ -159,6 +159,8 @@ class Topics(Generic[T]):
         self.looking = Looking(self._look_again)
         """Looks for topics that other sidecars create and delete in a cluster. Raises STORE_UNAVAILABLE, and the errors
         of `Logs.list`."""
+        self.being_taken_over: set[str] = set()
+        """The topics of the cluster that are becoming topics of the sidecars by a call here."""
         self.unlisted: SeqdedupeError | None = None
         """The reason why the list of topics is unknown; None if it is known."""
         self._background: set[asyncio.Task[None]] = set()
@@ -357,9 +359,10 @@ class Topics(Generic[T]):
         """
         full = topic_name(name)
         await self.waiting.use(full)
-        # The creation in progress may be the caller's own first attempt, and it may fail.
+        # The creation in progress may be the caller's own first attempt, and it may fail. A topic that is taken over is
+        # found afterwards.
         while under_way := self._under_way(full, Phase.DELETING) or (
-            None if exists_ok else self._under_way(full, Phase.CREATING)
+            None if exists_ok and full not in self.being_taken_over else self._under_way(full, Phase.CREATING)
         ):
             await asyncio.wait({under_way})
         self.check_takes_changes(full)
@@ -560,8 +563,14 @@ async def take_over(
         now_us = time.time_ns() // 1000
         return [topics.store.next_incarnation(now_us) for _ in range(count)]
 
+    async def work() -> None:
+        try:
+            await topics.kind.take_over(full, incarnations, layout)
+        finally:
+            topics.being_taken_over.discard(full)
+
+    topics.being_taken_over.add(full)
     try:
-        work = partial(topics.kind.take_over, full, incarnations, layout)
         await topics.registry.run(Phase.CREATING, full, work)
     except InvalidRequestError as e:
         if e.reason == "TOPIC_EXISTS" and topics.kind.log.is_shared:

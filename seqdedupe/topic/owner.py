@@ -28,7 +28,7 @@ from seqdedupe.log.contract import Entries, Failure, Log, Outcome, Runs
 from seqdedupe.names import producer_name
 from seqdedupe.tasks import Broadcast, again_until, retrieve
 from seqdedupe.topic.base import State, TopicCounters
-from seqdedupe.topic.control import STATED_A_RECORD, Change, Import
+from seqdedupe.topic.control import Change, Import
 from seqdedupe.topic.frame import Flight
 from seqdedupe.topic.keeper import Keeper
 from seqdedupe.topic.sessions import RANDOM_BYTES, Sessions
@@ -293,7 +293,11 @@ class Owner:
         topic.change_state(State.SERVING, "")
         topic.begins_to_serve()
         self._tried.tell()
-        state_earlier(topic)
+        try:
+            state_earlier(topic)
+        except Exception as e:  # noqa: BLE001 (any error: without these watermarks it would store copies)
+            if topic.state is State.SERVING:
+                self.log_failed(Failure.REFUSED, f"the watermarks from before cannot be written: {e}")
         return True
 
     async def _took_over(self) -> bool:
@@ -638,6 +642,9 @@ class KeepingAway:
 
 # -- Producers that published before the topic had an owner. Its first owner states them in the log, permanently.
 
+EARLIER_A_RECORD = 1024
+"""The number of producers in a record: at most 300 KiB, so that a broker with a low limit takes it."""
+
 
 def state_earlier(topic: Owned) -> None:
     """Write the watermarks of earlier producers into the log, unless the log states them already. Later opens wait for
@@ -654,9 +661,9 @@ def state_earlier(topic: Owned) -> None:
         if _may_come(name) and not _is_known(topic, name.encode())
     }
     names, persisted = list(unsaid), np.array(list(unsaid.values()), np.int64)
-    for start in range(0, len(names), STATED_A_RECORD):
-        stop = start + STATED_A_RECORD
-        part = Import(names[start:stop], persisted[start:stop], start // STATED_A_RECORD, stop >= len(names))
+    for start in range(0, len(names), EARLIER_A_RECORD):
+        stop = start + EARLIER_A_RECORD
+        part = Import(names[start:stop], persisted[start:stop], start // EARLIER_A_RECORD, stop >= len(names))
         topic.append_change(part).add_done_callback(retrieve)
     if names:
         logger.info("topic %s: the watermarks of %d producers from before it had an owner", topic.name, len(names))

@@ -3,6 +3,7 @@ and consumers read on, and no crash in between changes that."""
 
 import asyncio
 import itertools
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 from seqdedupe.client import blocking
 from seqdedupe.entry_properties import KIND
 from seqdedupe.errors import InvalidRequestError
+from seqdedupe.log.pulsar.admin_url import StoredBefore
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.names import partition_name
+from seqdedupe.pulsar_wire.connection import connect_to_owner
+from seqdedupe.pulsar_wire.frames import WireEntry
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata, Property, Shared
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.topic import directory
 from seqdedupe.topic.base import State
@@ -167,6 +172,115 @@ async def test_what_cannot_be_taken_over_is_refused_with_the_reason(
     assert await reason_of(take_over(one, ended)) == "TOPIC_TERMINATED"
     assert await reason_of(take_over(one, f"persistent://{namespace}/a-partition-0")) == "INVALID_TOPIC_NAME"
     assert await reason_of(take_over(one, "persistent://public/elsewhere/t")) == "INVALID_NAMESPACE"
+
+
+async def store_raw(cluster: Cluster, topic: str, *entries: WireEntry) -> None:
+    """From a producer that writes what it wants."""
+    connection = await connect_to_owner(cluster.service_url, topic)
+    stored: asyncio.Queue[int] = asyncio.Queue()
+    producer = await connection.producer(
+        topic, lambda number, _: stored.put_nowait(number), lambda *_: None, access_mode=Shared
+    )
+    for number, entry in enumerate(entries):
+        producer.send(number, entry)
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
+            await stored.get()
+    await connection.close()
+    await cluster.until_nobody_writes(topic)
+
+
+def raw(payload: bytes = b"", **fields: Any) -> WireEntry:
+    of_all: dict[str, Any] = {"producer_name": b"odd", "sequence_id": 4, "publish_time": 1}
+    metadata = MessageMetadata(**of_all | fields)
+    return WireEntry(metadata.SerializeToString(), payload)
+
+
+OF_PULSAR = "an entry of Pulsar's own"
+ODD = {
+    "a key that is not UTF-8": raw(partition_key=b"\xff"),
+    "a property that is not UTF-8": raw(properties=[Property(key=b"\xff", value=b"\xff")]),
+    "a name that is not UTF-8": raw(producer_name=b"\xff"),
+    "no name": raw(producer_name=b""),
+    "a long name": raw(producer_name=b"x" * 70_000),
+    "a high ID": raw(sequence_id=2**64 - 1),
+    "the highest ID": raw(sequence_id=2**63 - 1),
+    "a copy": raw(properties=[Property(key=b"seqdedupe.entry", value=b"1:1:9:0123456789abcdef:3:2")]),
+    "no place": raw(properties=[Property(key=b"seqdedupe.entry", value=b"one")]),
+    "the kind of a marker": raw(properties=[Property(key=b"seqdedupe.kind", value=b"marker")]),
+    OF_PULSAR: raw(marker_type=7),
+    "a forged field": raw(seqdedupe=b"\x01"),
+    "a field of another log": raw(seqdedupe=struct.pack("<BBQQQQq", 1, 1, 1, 9, 9, 3, 2), null_value=True),
+}
+"""Entries that a broker takes from anybody."""
+
+
+@BOTH
+@pytest.mark.parametrize("last", [True, False], ids=["last", "not last"])
+async def test_no_odd_entry_is_in_the_way(
+    last: bool, entry_format: EntryFormat, member: MakeMember, cluster: Cluster, namespace: str
+) -> None:
+    one = member(entry_format=entry_format)
+    await one.start()
+    for number, (what, odd) in enumerate(ODD.items()):
+        if last and what == OF_PULSAR:
+            continue
+        topic = f"persistent://{namespace}/t{number}"
+        await send(cluster, topic, "theirs", 3)
+        await store_raw(cluster, topic, *([odd] if last else [odd, raw(producer_name=b"after", sequence_id=6)]))
+        await take_over(one, topic)
+        await one.take(topic)
+        assert await one.persisted(topic, "theirs", "after") == [3, -1 if last else 6]
+        assert (await one.ask(topic, 4, b"ours", "theirs")).first_index == 0
+
+
+async def test_a_topic_that_ends_with_a_part_of_a_message_is_taken_over_as_native(
+    member: MakeMember, cluster: Cluster, topic: str
+) -> None:
+    await send(cluster, topic, "theirs", 3)
+    await store_raw(cluster, topic, raw(uuid=b"u", num_chunks_from_msg=2, chunk_id=0, total_chunk_msg_size=2))
+    plain = member()
+    await plain.start()
+    assert await reason_of(take_over(plain, topic)) == "INVALID_REQUEST"
+    native = member(entry_format=EntryFormat.NATIVE)
+    await native.start()
+    await take_over(native, topic)
+    await native.take(topic)
+    assert await native.persisted(topic, "theirs", "odd") == [3, -1]
+
+
+async def test_a_topic_whose_end_nobody_receives_is_refused(member: MakeMember, cluster: Cluster, topic: str) -> None:
+    one = member(entry_format=EntryFormat.NATIVE)
+    await one.start()
+    await store_raw(cluster, topic, raw(num_messages_in_batch=0))
+    assert await reason_of(take_over(one, topic)) == "INVALID_REQUEST"
+    await send(cluster, topic, "theirs", 3)
+    await take_over(one, topic)
+    await one.take(topic)
+    assert await one.persisted(topic, "theirs") == [3]
+
+
+async def test_of_two_sidecars_one_takes_it_over(
+    member: MakeMember, cluster: Cluster, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise what one has acknowledged would be of no log."""
+    await send(cluster, topic, "theirs", 3)
+    one, other = member(entry_format=EntryFormat.NATIVE), member(entry_format=EntryFormat.NATIVE)
+    await one.start()
+    await other.start()
+    stored_before = one.logs._admin.stored_before
+
+    async def slower(name: str) -> StoredBefore:
+        before = await stored_before(name)
+        await take_over(other, topic)
+        await other.take(topic)
+        assert (await other.ask(topic, 4, producer="theirs")).first_index == 0
+        return before
+
+    monkeypatch.setattr(one.logs._admin, "stored_before", slower)
+    assert await reason_of(take_over(one, topic)) == "TOPIC_EXISTS"
+    await other.stop()
+    await one.take(topic)
+    assert await one.persisted(topic, "theirs") == [4]
 
 
 @pytest.mark.parametrize("deduplicates", [True, False])

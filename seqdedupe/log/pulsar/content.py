@@ -218,9 +218,8 @@ class Content:
         """Make the content. The topic begins at the first of the points, and is known up to the last one. `earlier`:
         see `PulsarLog`."""
         self.places = Places(points)
-        self.earlier: dict[str, int] = {}
-        """After the beginning was read: the highest sequence ID of each producer that published before the first
-        marker."""
+        self._read_earlier: Mapping[str, int] = {}
+        """As `earlier`, of the entries that were read."""
         self.counts = Counts()
         """The entries read at the end. Entries that an owner knows by their receipts are not counted."""
         self.marked_address = ""
@@ -235,6 +234,12 @@ class Content:
         self._kept = KeptReaders(open_reader, topic, self._queue_entries, ledgers, lambda: self.places.begins_at)
         self._reading_on = asyncio.Lock()
         self._covered_index = points[-1].next_index
+
+    @property
+    def earlier(self) -> dict[str, int]:
+        """After the beginning was read: the highest sequence ID of each producer that published before the first
+        marker."""
+        return _higher(self._read_earlier, self._known_earlier)
 
     # At the end.
 
@@ -282,6 +287,10 @@ class Content:
                 async with self._kept.cursor(start, keeps=keeps) as cursor:
                     counts = cursor.collector.terms.counts
                     holes = counts.holes
+                    if not start.standing.owner.term:
+                        # It grows with what is read, also if the step fails behind the first marker: the next one
+                        # begins there.
+                        self._read_earlier = cursor.collector.earlier
                     step = await cursor.step_on(up_to, hear)
                     if counts.holes > holes:
                         self.counts.holes += counts.holes - holes
@@ -293,8 +302,6 @@ class Content:
                         )
                     if (marker := cursor.collector.terms.marker) is not None:
                         self.marked_address = marker.settings.address
-                    if not start.standing.owner.term:
-                        self.earlier = _higher(cursor.collector.earlier, self._known_earlier)
             except DamagedError as e:
                 if e.reason != "LOG_GAP" or self.places.end.next_index > self._covered_index:
                     raise

@@ -58,6 +58,8 @@ _PROPERTY_BYTES = 16
 _SLACK_BYTES = 16 * 1024
 """More than our own properties have, not counting the producer's name."""
 
+INVALID = "\0invalid"
+"""In place of the properties of an entry whose field of ours is invalid: the reason. No entry has it."""
 NOWHERE = MessageId(-1, -1)
 """The ID of no entry, before all entries. A receipt with this value proves nothing."""
 

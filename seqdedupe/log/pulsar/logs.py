@@ -128,6 +128,8 @@ class PulsarLogs:
             raise _exists(topic, properties)
         names = [partition_name(topic, k) for k in range(partitions)] or [topic]
         await taking_over.check_can_be_taken_over(self._admin, names)
+        for name in names:
+            await taking_over.check_end(self._admin, name, entry_format)
         numbers = incarnations(len(names))
         for name in names:
             resends = entry_format is not EntryFormat.NATIVE
@@ -138,6 +140,9 @@ class PulsarLogs:
             await self._admin.create_subscription(name, self._shared.subscription)
             # Later than the subscription: what is trimmed before is in the broker's numbers.
             before = taking_over.properties_of(await self._admin.stored_before(name))
+            if not partitions and INCARNATION in (properties := await self._admin.properties(name)):
+                # Another sidecar was faster, and may have acknowledged messages already.
+                raise _exists(name, properties)
             of_log = _properties_of(incarnation, partitions, entry_format, has_schema=schema is not None)
             await self._admin.set_properties(name, of_log | before)
         if partitions:

@@ -42,7 +42,7 @@ from seqdedupe.entry_properties import (
 from seqdedupe.entry_properties import schema_version as version_of
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
-from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.limits import MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 from seqdedupe.log.pulsar.entries import (
     EncodedBatch,
     EntryFormat,
@@ -81,6 +81,9 @@ MAX_ENTRY_ROWS = 1000
 """The most messages of an entry: as many as Java's client puts into one."""
 MAX_DECODED_BYTES = 64 * 1024 * 1024
 """The most bytes of an entry's rows when decompressed: more than the sidecar writes."""
+
+MAX_EARLIER_ROWS = 65_536
+"""The most rows of another producer's batch that are looked at: a small compressed entry can have millions."""
 
 _BATCH, _CONTROL, _MARKER = 0, 1, 2
 _HEAD = struct.Struct("<BBQQQQq")
@@ -330,8 +333,8 @@ def native_entry(place: MessageId, entry: WireEntry, metadata: MessageMetadata) 
 
     Raises LOG_DAMAGED, NEWER_FORMAT.
     """
+    name = metadata.producer_name.decode(errors="replace")
     if not metadata.HasField("seqdedupe"):
-        name = metadata.producer_name.decode(errors="replace")
         ordering_key = metadata.ordering_key
         highest = highest_id(entry, metadata)
         return PulsarEntry(PulsarMessage(b"", {}), place, metadata.publish_time, name, highest, 0, ordering_key)
@@ -341,14 +344,15 @@ def native_entry(place: MessageId, entry: WireEntry, metadata: MessageMetadata) 
         if isinstance(e, SeqdedupeError) and e.reason in ("NEWER_FORMAT", "LOG_DAMAGED"):
             raise
         raise damaged(f"the entry at {place} is not as a sidecar writes it: {e}") from e
-    return PulsarEntry(message, place, message.event_time_ms)
+    return PulsarEntry(message, place, message.event_time_ms, name, highest_id(entry, metadata))
 
 
 def highest_id(entry: WireEntry, metadata: MessageMetadata) -> int:
     """Return the highest sequence ID of another producer's entry; -1 if it ends no message.
 
     A message of several chunks is there with its last one. If a batch's metadata do not state the highest ID, its rows
-    do. If they cannot be read (encrypted, say), they count as numbered in a row: at least what a broker would take.
+    do. If they cannot be read (encrypted, say) or are more than any client sends, they count as numbered in a row: at
+    least what a broker would take.
     """
     kind, chunks = kind_of(metadata), metadata.num_chunks_from_msg
     if kind is EntryKind.MARKER or (chunks > 1 and metadata.chunk_id != chunks - 1):
@@ -360,9 +364,9 @@ def highest_id(entry: WireEntry, metadata: MessageMetadata) -> int:
     if not metadata.HasField("num_messages_in_batch") or metadata.HasField("highest_sequence_id"):
         return last
     with suppress(SeqdedupeError):
-        if kind is EntryKind.BATCH:
+        if kind is EntryKind.BATCH and metadata.num_messages_in_batch <= MAX_EARLIER_ROWS:
             return int(PulsarBatch.of(entry, metadata, MAX_DECODED_BYTES).sequence_ids.max(initial=-1))
-    return first + max(metadata.num_messages_in_batch, 1) - 1
+    return min(first + max(metadata.num_messages_in_batch, 1) - 1, MAX_SEQUENCE_ID)
 
 
 def _message(entry: WireEntry, metadata: MessageMetadata) -> PulsarMessage:

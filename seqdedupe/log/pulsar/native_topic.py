@@ -14,7 +14,7 @@ from typing import Protocol
 
 from seqdedupe.entry_properties import ROWS
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry, PulsarMessage, content_bytes
+from seqdedupe.log.pulsar.entries import INVALID, NOWHERE, PulsarEntry, PulsarMessage, content_bytes
 from seqdedupe.log.pulsar.native import native_entry, wire_entry
 from seqdedupe.message_id import MessageId
 from seqdedupe.pulsar_wire.connection import (
@@ -209,7 +209,8 @@ class NativeReader:
             await self._opened(limit)
 
     async def read(self) -> list[PulsarEntry]:
-        """See `EntryReader.read`. Also raises LOG_DAMAGED, NEWER_FORMAT, for an entry that cannot be decoded."""
+        """See `EntryReader.read`. An entry with an invalid field of ours has the property INVALID. Also raises
+        NEWER_FORMAT."""
         while self._next is None:
             reader = await self._opened(None)
             try:
@@ -223,11 +224,15 @@ class NativeReader:
             place = MessageId(*stored.place)
             try:
                 entries.append(native_entry(place, stored.entry, stored.metadata))
-            except DamagedError:
-                if not entries:
+            except DamagedError as e:
+                if e.reason == "LOG_DAMAGED":
+                    # Before the first marker, anybody may have written it: only the entries before it tell.
+                    entries.append(PulsarEntry(PulsarMessage(b"", {INVALID: e.message}), place, 0))
+                elif not entries:
                     raise
-                # What is before it can be read.
-                break
+                else:
+                    # What is before it can be read.
+                    break
             self._seen, self._next = max(self._seen, place), None
             size_bytes += content_bytes(entries[-1].message)
             # Any failure shows in the next wait.

@@ -11,11 +11,12 @@ import numpy as np
 import pulsar
 import pulsar.asyncio
 
-from seqdedupe.entry_properties import BATCH, CONTROL, ENTRY, KIND
+from seqdedupe.entry_properties import BATCH, CONTROL, ENTRY, KIND, EntryPlace
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format import records
 from seqdedupe.format.columns import RECORD_END, ROWS
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKER_TAG, NO_KEY, header, marker_body
+from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.log.contract import Entries, Run, Runs
 from seqdedupe.log.pulsar.entries import (
     NOWHERE,
@@ -32,6 +33,7 @@ from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import STEP_BYTES, Point, begins_record, size_of
 from seqdedupe.log.pulsar.pulsar_client import opened, told
 from seqdedupe.log.pulsar.terms import Terms, TermVerdict, gap
+from seqdedupe.log.pulsar.topic_owner import is_of_sidecar
 from seqdedupe.message_id import MessageId
 
 READ_STEP_ENTRIES = 500
@@ -147,17 +149,21 @@ async def _opened(client: pulsar.asyncio.Client, topic: str, place: pulsar.Messa
 
 def _entry(native: Any) -> PulsarEntry:
     place = native.message_id()
-    properties = native.properties()
+    try:
+        properties = native.properties()
+    except UnicodeDecodeError:
+        # A stock producer's: those of our own entries are UTF-8.
+        properties = {}
     message = PulsarMessage(
         None if native.has_null_value() else native.data(),
         properties,
-        native.partition_key(),
+        _text(native.partition_key),
         native.event_timestamp(),
     )
     message_id = MessageId(place.ledger_id(), place.entry_id(), place.batch_index())
-    if ENTRY in properties:
-        return PulsarEntry(message, message_id, native.publish_timestamp())
-    producer_name = native.producer_name()
+    producer_name = _text(native.producer_name)
+    if ENTRY in properties and is_of_sidecar(producer_name):
+        return PulsarEntry(message, message_id, native.publish_timestamp(), producer_name)
     sequence_id = _sequence_id(native, producer_name)
     of_id = fields_of(place.serialize())
     return PulsarEntry(
@@ -171,6 +177,14 @@ def _entry(native: Any) -> PulsarEntry:
         native.int_schema_version(),
         _first_chunk(of_id),
     )
+
+
+def _text(read: Callable[[], str]) -> str:
+    """Return a text of the client's, which may have bytes that are not UTF-8: clients of C++ and Go send any bytes."""
+    try:
+        return read()
+    except UnicodeDecodeError as e:
+        return bytes(e.object).decode(errors="replace")
 
 
 def _ordering_key(native: Any) -> bytes:
@@ -231,9 +245,11 @@ def fields_of(raw: bytes) -> dict[int, int | bytes]:
 def _sequence_id(native: Any, producer_name: str) -> int:
     """Return the sequence ID; -1 if the client does not show it. The client has no call for that, but prints it."""
     head = f"Message(prod={producer_name}, seq="
-    text = str(native)
+    text = _text(native.__str__)
     digits = text[len(head) :].partition(",")[0]
-    return int(digits) if text.startswith(head) and digits.isdecimal() else -1
+    found = int(digits) if text.startswith(head) and digits.isdecimal() else -1
+    # An invalid ID says nothing: no producer of the sidecar can have it.
+    return found if found <= MAX_SEQUENCE_ID else -1
 
 
 def _unreadable(topic: str, failure: pulsar.asyncio.PulsarException) -> SeqdedupeError:
@@ -284,10 +300,17 @@ class Collector:
                 self._end_rows()
                 self._publish_time_ms = max(self._publish_time_ms, entry.message.event_time_ms or entry.publish_time_ms)
                 self._add_record(kind, entry)
-        elif verdict is TermVerdict.EARLIER and entry.producer_name and entry.sequence_id >= 0:
-            highest = self.earlier.get(entry.producer_name, entry.sequence_id)
-            self.earlier[entry.producer_name] = max(highest, entry.sequence_id)
+        elif verdict is TermVerdict.EARLIER:
+            self._add_earlier(entry)
         return verdict
+
+    def _add_earlier(self, entry: PulsarEntry) -> None:
+        name = entry.producer_name
+        if is_of_sidecar(name) and EntryPlace.parse(entry.message.properties.get(ENTRY, "")) is not None:
+            # It cannot be told what the producers of that log have sent.
+            raise damaged(f"the entry at {entry.message_id} is a sidecar's, of another incarnation of the topic")
+        if name and entry.sequence_id >= 0:
+            self.earlier[name] = max(entry.sequence_id, self.earlier.get(name, -1))
 
     async def add_over_borders(self, entry: PulsarEntry, ledgers: Callable[[], Awaitable[Ledgers]]) -> TermVerdict:
         """Add as `add`. If something seems to be missing, the topic's ledgers say whether every position was read."""

@@ -9,13 +9,14 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from seqdedupe.entry_properties import PREFIX
-from seqdedupe.errors import error
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin, StoredBefore
-from seqdedupe.log.pulsar.entries import NOWHERE
+from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat
 from seqdedupe.log.pulsar.policies import check_takes_producers
 from seqdedupe.message_id import MessageId
 
@@ -52,6 +53,26 @@ async def check_can_be_taken_over(admin: PulsarAdmin, topics: Sequence[str]) -> 
                 f"to {topic}: {', '.join(names[:_SHOWN])}{others}",
                 hint="Stop them, or let them publish to the sidecar's door. Then take the topic over.",
             )
+
+
+async def check_end(admin: PulsarAdmin, topic: str, entry_format: EntryFormat) -> None:
+    """Raise INVALID_REQUEST if Pulsar gives the topic's last entry to no reader, as far as the admin URL tells. The
+    sidecar would wait for it."""
+    last = (await admin.stored_before(topic)).last
+    headers: Mapping[str, str] = {}
+    if last.entry_id >= 0:
+        # Whoever cannot look takes the topic over all the same.
+        with suppress(SeqdedupeError):
+            headers = (await admin.entry(topic, last)).headers
+    chunks, chunk = headers.get("x-pulsar-num-chunks-from-msg", "1"), headers.get("x-pulsar-chunk-id", "0")
+    if entry_format is not EntryFormat.NATIVE and int(chunk) < int(chunks) - 1:
+        why = f"it ends with a part of a message, chunk {chunk} of {chunks}, which Pulsar's client does not deliver"
+        hint = "Send another message to the topic before; or choose the entry format native."
+    elif headers.get("x-pulsar-num-batch-message", "1") == "0":
+        why, hint = "its last entry is a batch without messages", "Send another message to the topic before."
+    else:
+        return
+    raise error("INVALID_REQUEST", f"{topic} cannot be read to its end: {why}", hint=hint)
 
 
 def properties_of(before: StoredBefore) -> dict[str, str]:

@@ -25,7 +25,7 @@ from seqdedupe.entry_properties import (
 )
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.figures import counted
-from seqdedupe.log.pulsar.entries import NOWHERE, Marker, PulsarMessage, damaged, read_marker
+from seqdedupe.log.pulsar.entries import INVALID, NOWHERE, Marker, PulsarMessage, damaged, read_marker
 from seqdedupe.message_id import MessageId
 
 REMEMBERED_ENTRIES = 16_384
@@ -192,9 +192,14 @@ class Terms:
     def _of_another(self, message: PulsarMessage, text: str) -> TermVerdict:
         place = EntryPlace.parse(text)
         if place is None:
+            if self.owner.term and INVALID in message.properties:
+                raise damaged(message.properties[INVALID])
             return TermVerdict.FOREIGN if self.owner.term else TermVerdict.EARLIER
         owner = place.owner
         if owner.incarnation != self.owner.incarnation:
+            if not self.owner.term:
+                # A copy of a message, with all its properties, from another topic of sidecars.
+                return TermVerdict.EARLIER
             raise damaged(f"an entry of incarnation {owner.incarnation} stands in that of {self.owner.incarnation}")
         if owner.term <= self.owner.term:
             return TermVerdict.VOID

@@ -213,6 +213,12 @@ TOPICS_AT_ONCE = 8
 _SUBSCRIPTION = re.compile("seqdedupe-(.+)")
 _PRODUCER = re.compile("seqdedupe-(.+)-\x1f?[0-7]")
 
+
+def is_of_sidecar(producer_name: str) -> bool:
+    """Return whether this is the name of a sidecar's exclusive producer."""
+    return _PRODUCER.fullmatch(producer_name) is not None
+
+
 NameAt = Callable[[str], Awaitable[str | None]]
 """Returns the instance name of the sidecar at an address; None if none answers there."""
 
