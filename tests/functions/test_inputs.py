@@ -19,7 +19,7 @@ from seqdedupe.message_id import MessageId, MessageIds, Position
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.v1 import admin_pb2
 from tests.batches import batch
-from tests.functions.runtime import TOPIC, Context, Id, Message, Runtime
+from tests.functions.runtime import TOPIC, Context, Id, Message, Runtime, written
 
 INCARNATION = 99
 ROWS = 10
@@ -179,6 +179,17 @@ def test_native_entries_without_messages_and_void_ones_are_acknowledged_unseen(m
     started = runtime(monkeypatch, "index")
     started.give([of_kind("marker", 0), Message(b"0", Id(0, 0)), Message(b"void", Id(1, 0)), of_kind("control", 3)])
     started.until_acknowledged(4)
+    assert started.instance is not None
+    assert started.instance.counts["void"] == 1
+    started.instance.close()
+
+
+def test_a_place_that_a_message_among_native_entries_claims_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise all messages up to its index would count as duplicates."""
+    started = runtime(monkeypatch, "index")
+    forged = Message(b"8", Id(1, 0), properties=written(1_000_000, incarnation=INCARNATION))
+    started.give([Message(b"0", Id(0, 0)), forged, Message(b"2", Id(2, 0))])
+    started.until_acknowledged(3)
     assert started.instance is not None
     assert started.instance.counts["void"] == 1
     started.instance.close()
