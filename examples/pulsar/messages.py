@@ -41,11 +41,14 @@ class Topic:
 
     def counts(self, properties: dict[str, str], ledger_id: int, entry_id: int) -> bool:
         """Whether the entry at this position holds messages that count. Raises ValueError where entries before it may
-        be missing."""
+        be missing, and at a marker or control record of a topic with native entries: its messages look like those of
+        somebody else."""
         (last_ledger, last_entry), self._last = self._last, (ledger_id, entry_id)
         self._is_whole = self._is_whole and ledger_id == last_ledger and entry_id <= last_entry + 1
         place, kind = properties.get("seqdedupe.entry"), properties.get("seqdedupe.kind")
         if place is None:
+            if kind in ("marker", "control") and not self._owner:
+                raise ValueError("the topic has native entries: use the messages without a property seqdedupe.kind")
             return False
         owner, number, _ = place.rsplit(":", 2)
         version, _, term, _ = owner.split(":")

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from seqdedupe.client.message import Message
-from seqdedupe.entry_properties import ENTRY, EVENT_TIME_MS, KEY_BASE64, KIND, PREFIX, USER, EntryOwner, EntryPlace
+from seqdedupe.entry_properties import (
+    ENTRY,
+    EVENT_TIME_MS,
+    KEY_BASE64,
+    KIND,
+    PREFIX,
+    SCHEMA_VERSION_OF,
+    USER,
+    EntryOwner,
+    EntryPlace,
+)
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
 from seqdedupe.limits import (
     MAX_BATCH_BYTES,
@@ -119,7 +129,9 @@ class InputSource:
         """Take place and metadata from the sidecar that has the message: a native entry does not show its place."""
         owner = EntryOwner(message.position.incarnation, 0, message.position.ownership)
         self.place, self.unreadable = EntryPlace(owner, 0, message.index), None
-        self.key, self.event_time_ms, self.properties = message.key, message.event_time_ms, message.properties
+        self.key, self.event_time_ms = message.key, message.event_time_ms
+        # The schema is one of the input topic: a consumer of an output would look for it in the output's topic.
+        self.properties = {name: value for name, value in message.properties.items() if name != SCHEMA_VERSION_OF}
 
     def _read(self, read: Callable[[], T | None], otherwise: T) -> T:
         try:

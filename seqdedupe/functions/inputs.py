@@ -9,7 +9,7 @@ import logging
 from bisect import bisect_left
 from contextlib import suppress
 
-from seqdedupe.client.client import Client
+from seqdedupe.client.client import Client, TopicEnds
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff
 from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.client.reader import Reader
@@ -90,12 +90,14 @@ class InputTopic:
 
     async def _index_at(self, message_id: MessageId) -> int:
         """Return the index of the first message whose ID is not lower; the next index if there is none yet."""
-        found: admin_pb2.Topic | None = None
+        ends: TopicEnds | None = None
+        entry_format = admin_pb2.ENTRY_FORMAT_UNSPECIFIED
         with suppress(NotFoundError):
-            found = await self._client.admin.topic(self._topic)
-        if found is None or found.entry_format != admin_pb2.ENTRY_FORMAT_NATIVE:
+            # This first: a topic that recovers may not know its format yet.
+            ends = await self._client.ends(self._topic)
+            entry_format = (await self._client.admin.topic(self._topic)).entry_format
+        if ends is None or entry_format != admin_pb2.ENTRY_FORMAT_NATIVE:
             raise no_index(self._topic)
-        ends = await self._client.ends(self._topic)
         low, stop = ends.first_index, ends.last.index + 1
         while low < stop:
             middle = (low + stop) // 2

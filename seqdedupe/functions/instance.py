@@ -304,6 +304,8 @@ class FunctionInstance:
         self._wrapped = Wrapped(settings, settings.output_topic or str(details.sink.topic or ""))
         self._lanes: dict[str, Owners] = {}
         """The owners, by input topic or partition."""
+        self._native: set[str] = set()
+        """The input topics and partitions that have native entries, as far as their sidecars have said so."""
         self._set_aside: dict[str, InputIdentity] = {}
         """The last dead letter in the current ledger, for each input topic or partition."""
         self._counts = Counter(retries=0, dead_letters=0, void=0)
@@ -362,11 +364,14 @@ class FunctionInstance:
     def _counts_for_nobody(self, source: InputSource, message_id: Any) -> bool:
         """Return whether the entry is in a topic that a sidecar writes, but contains no valid message of a producer.
         Such entries are acknowledged without a call of the function."""
-        if self._lanes[source.topic].is_void(source.place, message_id.ledger_id(), message_id.entry_id()):
+        is_native = source.topic in self._native
+        if not is_native and self._lanes[source.topic].is_void(
+            source.place, message_id.ledger_id(), message_id.entry_id()
+        ):
             self._counts["void"] += 1
             logger.warning("%s of %s is void and skipped: it was never acknowledged", message_id, source.topic)
             return True
-        if source.place is None:
+        if source.place is None or is_native:
             return self._is_without_index(source, message_id)
         if source.kind == BATCH:
             raise error(
@@ -378,7 +383,7 @@ class FunctionInstance:
 
     def _is_without_index(self, source: InputSource, message_id: Any) -> bool:
         """Return whether a message without a place has no index, although inputs are identified by their index. A
-        message of a native entry gets its place here."""
+        message of a native entry gets its place here: what its properties say of a place is not a sidecar's."""
         if self._settings.identity != "index":
             if source.kind in _WITHOUT_MESSAGES:
                 raise error(
@@ -391,6 +396,7 @@ class FunctionInstance:
             return True
         place = MessageId(message_id.ledger_id(), message_id.entry_id(), message_id.batch_index())
         found = self._pipeline.message(source.topic, place)
+        self._native.add(source.topic)
         if found is not None:
             source.restore_from(found)
             return False

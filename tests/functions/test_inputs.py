@@ -8,15 +8,18 @@ from typing import Any, cast
 import pytest
 
 from seqdedupe.client.client import Client, TopicEnds
+from seqdedupe.client.message import Message as Stored
 from seqdedupe.client.message import StoredBatch
+from seqdedupe.entry_properties import SCHEMA_VERSION_OF
 from seqdedupe.errors import PositionError, SeqdedupeError, error
 from seqdedupe.functions import pipeline
+from seqdedupe.functions.identity import InputSource
 from seqdedupe.functions.inputs import InputTopic
 from seqdedupe.message_id import MessageId, MessageIds, Position
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.v1 import admin_pb2
 from tests.batches import batch
-from tests.functions.runtime import TOPIC, Id, Message, Runtime
+from tests.functions.runtime import TOPIC, Context, Id, Message, Runtime, written
 
 INCARNATION = 99
 ROWS = 10
@@ -39,6 +42,8 @@ class Sidecar:
         self.entry_format = entry_format
         self.unavailable = 0
         """The number of calls that fail."""
+        self.recovering = 0
+        """The number of calls that find the topic recovering."""
         self.begun: list[int] = []
         """The indexes at which readers have begun."""
         self._more = asyncio.Event()
@@ -51,9 +56,12 @@ class Sidecar:
         if self.unavailable:
             self.unavailable -= 1
             raise error("UNREACHABLE", "no sidecar answers")
-        return SimpleNamespace(entry_format=self.entry_format)
+        return SimpleNamespace(entry_format=0 if self.recovering else self.entry_format)
 
     async def ends(self, topic: str) -> TopicEnds:
+        if self.recovering:
+            self.recovering -= 1
+            raise error("RECOVERING", "where the topic ends is not known yet")
         if not self.batches:
             return TopicEnds(0, Position.before(INCARNATION, 0))
         return TopicEnds(self.batches[0].base_index, self.batches[-1].position(ROWS - 1))
@@ -146,6 +154,12 @@ async def test_a_sidecar_that_does_not_answer_is_waited_for() -> None:
     assert topic.trouble is None
 
 
+async def test_a_topic_that_recovers_and_does_not_know_its_format_is_waited_for() -> None:
+    sidecar = Sidecar([entry(0)])
+    sidecar.recovering = 2
+    assert await index_of(read(sidecar), MessageId(7, 0, 0)) == 0
+
+
 async def test_a_topic_of_another_format_has_no_indexes_here() -> None:
     with pytest.raises(SeqdedupeError, match="written by no sidecar"):
         await index_of(read(Sidecar([entry(0)], PLAIN)), MessageId(7, 0, 0))
@@ -170,6 +184,17 @@ def test_native_entries_without_messages_and_void_ones_are_acknowledged_unseen(m
     started.instance.close()
 
 
+def test_a_place_that_a_message_among_native_entries_claims_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise all messages up to its index would count as duplicates."""
+    started = runtime(monkeypatch, "index")
+    forged = Message(b"8", Id(1, 0), properties=written(1_000_000, incarnation=INCARNATION))
+    started.give([Message(b"0", Id(0, 0)), forged, Message(b"2", Id(2, 0))])
+    started.until_acknowledged(3)
+    assert started.instance is not None
+    assert started.instance.counts["void"] == 1
+    started.instance.close()
+
+
 def test_native_entries_by_their_message_ids_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With them, void entries would have outputs."""
     started = runtime(monkeypatch, "message_id")
@@ -178,3 +203,15 @@ def test_native_entries_by_their_message_ids_are_refused(monkeypatch: pytest.Mon
     assert (refused.value.reason, "identity" in refused.value.hint) == ("INVALID_FUNCTION", True)
     assert started.instance is not None
     started.instance.close()
+
+
+def test_an_output_has_the_properties_of_its_input_without_the_version_of_its_schema() -> None:
+    """Which consumers of the output would look for in the output's topic."""
+    given = Context(Runtime("127.0.0.1:1", "tests.functions.examples.Copy"))
+    given.message = Message(b"p", Id(0, 0), properties={"a": "b"})
+    source = InputSource(given)
+    told = {"a": "b", SCHEMA_VERSION_OF: "0000000000000000"}
+    ids = MessageIds.of([(1, 7, 0, 0)])
+    source.restore_from(Stored(StoredBatch(batch([("p", 0)], row_properties=[told]), 0, 0, INCARNATION, 5, ids), 0))
+    assert source.output("out", b"p").properties == {"a": "b"}
+    assert source.dead_letter("out", b"p", {}).properties == {"a": "b"}

@@ -291,6 +291,9 @@ def _with(found: Found, decoder: Decoder, entry: Any) -> Found:
     kind = properties.get("seqdedupe.kind")
     if kind is None:
         found.payloads.append(entry.data())
+    elif "seqdedupe.entry" not in properties:
+        # The decoder refuses a topic of native entries.
+        return found
     place = entry.message_id()
     if not decoder.counts(properties, place.ledger_id(), place.entry_id()):
         return found._replace(void=found.void + (kind in (None, "batch") and "seqdedupe.entry" in properties))

@@ -19,12 +19,13 @@ from seqdedupe import entry_properties
 from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.format.headers import ownership_of
-from seqdedupe.log.pulsar import entries
+from seqdedupe.log.pulsar import entries, taking_over
 from seqdedupe.log.pulsar.entries import EncodedBatch, EntryFormat, EntrySettings, PulsarMessage
 from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import broker_connection, cluster_client, stock_reader
+from seqdedupe_spark.cluster.broker_connection import BrokerConnection
 from seqdedupe_spark.source import BatchReader, SeqdedupeDataSource, StreamReader
 from tests.batches import batch
 from tests.log.batches import encoded_batch
@@ -305,3 +306,26 @@ async def test_what_no_sidecar_writes_is_refused_without_a_subscription(
     with pytest.raises(SeqdedupeError, match=f"no sidecar writes {topic}"):
         await source.rows()
     assert await source.rows(failOnDataLoss=False) == []
+
+
+async def test_what_was_there_before_a_take_over_is_not_read(
+    cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await create(cluster, topic, EntryFormat.NATIVE)
+    producer = await client.create_producer(topic, batching_enabled=False)
+    for _ in range(200):
+        await producer.send(b"theirs")
+    await producer.close()
+    before = taking_over.properties_of(await cluster.admin.stored_before(topic))
+    await cluster.admin.set_properties(topic, before)
+    await written(log_of(cluster, client, topic, EntryFormat.NATIVE), cluster, topic, 1, 10, unloads_at_end=False)
+    begun = list[MessageId]()
+    open_at = BrokerConnection._reader
+
+    async def opened(connection: BrokerConnection, topic: str, start: MessageId, queue_entries: int) -> Any:
+        begun.append(start)
+        return await open_at(connection, topic, start, queue_entries)
+
+    monkeypatch.setattr(BrokerConnection, "_reader", opened)
+    assert await source.indexes() == list(range(100))
+    assert min(begun) > taking_over.last_before(before)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from seqdedupe.entry_properties import BATCH, ENTRY, KIND, ROWS, EntryPlace
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import PulsarEntry
+from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import begins_record
 from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
@@ -47,11 +47,18 @@ class Finder:
     Raises DamagedError as `Terms` does, also if entries that it searches for were trimmed meanwhile.
     """
 
-    def __init__(self, topic: str, incarnation: int, ledgers: Ledgers, read: Read) -> None:
+    def __init__(
+        self, topic: str, incarnation: int, ledgers: Ledgers, read: Read, earlier: MessageId = NOWHERE
+    ) -> None:
+        """Make a finder. `earlier` is the topic's last entry from before a sidecar took it over: neither that entry
+        nor those before it are looked at, as they may be very many."""
         self.topic = topic
         self.incarnation = incarnation
         self.ledgers = ledgers
         self._read = read
+        last_earlier = ledgers.ordinal(earlier)
+        self._first = 0 if last_earlier is None else last_earlier + 1
+        """The number of the first entry that a sidecar may have written."""
         self._looked_at: dict[int, PulsarEntry | None] = {}
         self._beginning: Known | None = None
 
@@ -64,15 +71,15 @@ class Finder:
         return known
 
     async def beginning(self) -> Known:
-        """Return the state before the first entry left."""
+        """Return the state before the first entry left, without earlier ones."""
         if self._beginning is None:
-            self._beginning = Known(-1, await self._first_standing())
+            self._beginning = Known(self._first - 1, await self._first_standing())
         return self._beginning
 
     async def _first_standing(self) -> TermStanding:
         nothing = TermStanding.start(self.incarnation)
         marker: EntryPlace | None = None
-        first, count = 0, 1
+        first, count = self._first, 1
         while first < len(self.ledgers):
             for entry in await self._entries(first, first + count - 1):
                 place = _place(entry)
@@ -91,7 +98,7 @@ class Finder:
     async def known_at(self, at: int) -> Known:
         """Return the state after this entry."""
         beginning, back = await self.beginning(), 0
-        while at - back > 0:
+        while at - back > beginning.at + 1:
             known = await self._by_its_marker(at - back) or await self._directly(beginning, at - back)
             if known is not None:
                 return await self._after(known, at)
@@ -138,7 +145,7 @@ class Finder:
 
         This holds as far as publish times never fall: two owners use two clocks.
         """
-        low, high = -1, len(self.ledgers)
+        low, high = self._first - 1, len(self.ledgers)
         while high - low > 1:
             middle = (low + high) // 2
             entry = await self._entry(middle)

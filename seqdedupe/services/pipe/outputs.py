@@ -10,6 +10,7 @@ import numpy as np
 from seqdedupe.batch import Binary
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, PROPERTY_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, key_bytes
 from seqdedupe.client.message import Message, StoredBatch
+from seqdedupe.entry_properties import SCHEMA_VERSION_OF
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.figures import counted
 from seqdedupe.limits import (
@@ -277,7 +278,9 @@ def _output(given: Any, key: bytes | None) -> Output:
     if isinstance(given, bytes):
         return Output(given, key)
     if isinstance(given, Message):
-        return Output(given.payload, given.key, given.event_time_ms, given.properties)
+        # A schema has its version in the source alone: a consumer would look for it in the target.
+        properties = {name: value for name, value in given.properties.items() if name != SCHEMA_VERSION_OF}
+        return Output(given.payload, given.key, given.event_time_ms, properties)
     if not isinstance(given, Output) or not isinstance(given.payload, bytes | None):
         what = "an Output with something else than bytes" if isinstance(given, Output) else type(given).__name__
         raise ValueError(f"it gives {what} among its outputs, and not bytes or an Output")

@@ -22,6 +22,7 @@ from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.native_topic import open_native_reader
 from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
 from seqdedupe.log.pulsar.reader import ReadsEntries, open_reader
+from seqdedupe.log.pulsar.taking_over import last_before
 from seqdedupe.message_id import MessageId
 from seqdedupe_spark.service import PulsarCluster, path_of
 from seqdedupe_spark.stock import STOCK, StockEnds
@@ -114,6 +115,8 @@ class BrokerConnection:
         self._native = set[str]()
         """Topics of native entries, as `incarnation` has found them. Pulsar's client does not show what is needed of
         such entries."""
+        self._earlier = dict[str, MessageId]()
+        """By topic: its last entry from before a sidecar took it over, as `incarnation` has found it."""
 
     async def is_log(self, topic: str) -> bool:
         """Return whether a sidecar writes the topic. Raises TOPIC_NOT_FOUND."""
@@ -124,6 +127,7 @@ class BrokerConnection:
         topic is read. Raises TOPIC_NOT_FOUND."""
         # Opening a reader on a topic that was deleted would recreate the topic.
         properties = await self.admin.properties(topic)
+        self._earlier[topic] = last_before(properties)
         self._native.discard(topic)
         if properties.get(FORMAT) == EntryFormat.NATIVE.value:
             self._native.add(topic)
@@ -132,7 +136,8 @@ class BrokerConnection:
 
     async def finder(self, topic: str, incarnation: int) -> Finder:
         """Return a finder for the topic in its current state."""
-        return Finder(topic, incarnation, await self.admin.ledgers(topic), partial(self.entries, topic))
+        ledgers, earlier = await self.admin.ledgers(topic), self._earlier.get(topic, NOWHERE)
+        return Finder(topic, incarnation, ledgers, partial(self.entries, topic), earlier)
 
     async def finder_of(self, topic: str, incarnation: int) -> Finder:
         """Return a finder for a reader of this incarnation. Raises TOPIC_NOT_FOUND, POSITION_OF_ANOTHER_INCARNATION."""

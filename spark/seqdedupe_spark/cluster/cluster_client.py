@@ -372,9 +372,9 @@ class _LogReading:
             entry = position.message_id._replace(batch_index=-1)
             if finder.ledgers.ordinal(entry) is not None:
                 return entry, None
-        beginning = (await finder.beginning()).standing
-        if len(finder.ledgers) and beginning.next_index == self._next_index:
-            return finder.ledgers.message_id(0), beginning
+        at, beginning, _ = await finder.beginning()
+        if at + 1 < len(finder.ledgers) and beginning.next_index == self._next_index:
+            return finder.ledgers.message_id(at + 1), beginning
         before, _ = await finder.around(self._next_index)
         return finder.ledgers.message_id(before.at + 1), before.standing
 

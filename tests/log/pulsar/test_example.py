@@ -86,6 +86,12 @@ def test_what_follows_a_hole_is_void() -> None:
     assert received(example.Topic(), [*first[:2], stock(), *first[3:5]]) == []
 
 
+def test_a_topic_of_native_entries_is_refused() -> None:
+    """Otherwise none of its messages would count, and nobody would notice."""
+    with pytest.raises(ValueError, match="native entries"):
+        example.Topic().counts({"seqdedupe.kind": "marker"}, 7, 0)
+
+
 def test_it_needs_the_published_schema_alone() -> None:
     tree = ast.parse(Path(example.__file__).read_text())
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

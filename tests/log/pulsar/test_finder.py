@@ -10,7 +10,7 @@ from seqdedupe.entry_properties import KIND
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar import finder as module
-from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
+from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.finder import Finder, Known, last_of
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
@@ -24,10 +24,10 @@ from tests.log.pulsar.topics import INCARNATION, SETTINGS, marker, owner, packed
 class Topic(Finder):
     """A finder in a topic in memory, which counts what it looks at."""
 
-    def __init__(self, stored: PulsarTopic) -> None:
+    def __init__(self, stored: PulsarTopic, earlier: MessageId = NOWHERE) -> None:
         sizes = Counter(entry.message_id.ledger_id for entry in stored.entries)
         ledgers = Ledgers([Ledger(ledger, entries, 100 * entries) for ledger, entries in sizes.items()])
-        super().__init__("t", INCARNATION, ledgers, self._from)
+        super().__init__("t", INCARNATION, ledgers, self._from, earlier)
         self.stored = stored
         self.looks = self.entries_read = 0
 
@@ -115,6 +115,23 @@ async def test_a_long_topic_is_hardly_looked_at() -> None:
     before, _ = await topic.around(7321)
     assert before.standing == TermStanding(owner(15), 322, 7321)
     assert (topic.looks, topic.entries_read) <= (12, 200)
+
+
+@pytest.mark.parametrize("rolls_over", [False, True])
+async def test_what_was_there_before_a_take_over_is_not_looked_at(rolls_over: bool) -> None:
+    """It may be very much, and each trigger of a query asks for the topic's ends."""
+    stored = topic_of([stock()] * 5000)
+    if rolls_over:
+        stored.roll_over()
+    for message in of_owners(2, 500):
+        stored.add(message)
+    topic = Topic(stored, MessageId(10, 4999))
+    assert (await topic.end())._replace(last=None) == oracle(stored)[-1]._replace(last=None)
+    assert (await topic.beginning()).at == 4999
+    assert await topic.first_at(0) == 0
+    before, after = await topic.around(0)
+    assert (before.standing.next_index, after.standing.next_index) == (0, 1)
+    assert topic.entries_read < 1000
 
 
 async def test_a_fresh_marker_at_the_end() -> None:

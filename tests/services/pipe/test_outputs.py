@@ -14,6 +14,7 @@ from seqdedupe.client import Message, ProducerConfig, SeqdedupeError
 from seqdedupe.client.builder import BATCH_OVERHEAD_BYTES, PROPERTY_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, Builder
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.client.pending import PendingBatch
+from seqdedupe.entry_properties import SCHEMA_VERSION_OF
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_EVENT_TIME_MS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MIN_EVENT_TIME_MS
 from seqdedupe.services.pipe import MAX_OUTPUTS, Output
 from seqdedupe.services.pipe.outputs import FULL_FRAME_BYTES, MAX_INPUT_INDEX, Calling, Function, OutputBatch
@@ -64,6 +65,14 @@ def test_bytes_keep_the_key_and_several_outputs_are_numbered() -> None:
     assert frame.event_times_ms is not None
     assert frame.event_times_ms.tolist() == [0, 5, 0, 0, 0, 0, 0, 0]
     assert frame.properties == [None, {"a": "b"}, *[None] * 6]
+
+
+def test_a_message_that_is_passed_on_leaves_the_version_of_its_schema() -> None:
+    """It is one of the source: a consumer of the target would look for it there."""
+    told = [{"a": "b", SCHEMA_VERSION_OF: "0000000000000000"}, {SCHEMA_VERSION_OF: "00"}]
+    source = StoredBatch(batch([("p", 0), ("p", 1)], row_properties=told), 0, 1, 77)
+    (frame,), _ = frames(lambda message: message, source)
+    assert frame.properties == [{"a": "b"}, None]
 
 
 @pytest.mark.parametrize("size", [1, 500, 40_000, 3_000_000])
