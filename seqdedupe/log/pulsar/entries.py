@@ -5,6 +5,7 @@ No I/O, and no use of Pulsar's client: the client is given a `PulsarMessage`, an
 
 import base64
 import binascii
+import re
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import pairwise
@@ -60,6 +61,8 @@ _SLACK_BYTES = 16 * 1024
 
 INVALID = "\0invalid"
 """In place of the properties of an entry whose field of ours is invalid: the reason. No entry has it."""
+SIDECARS_PRODUCER = re.compile("seqdedupe-(.+)-\x1f?[0-7]")
+"""The name of a sidecar's exclusive producer."""
 NOWHERE = MessageId(-1, -1)
 """The ID of no entry, before all entries. A receipt with this value proves nothing."""
 
@@ -102,6 +105,18 @@ class PulsarEntry(NamedTuple):
     """The version of the schema that the message was made by; -1 if there is none."""
     first_chunk: MessageId | None = None
     """The entry in which a message of several entries begins. It ends in the entry of `message_id`."""
+
+
+def is_of_sidecar(producer_name: str) -> bool:
+    """Return whether this is the name of a sidecar's exclusive producer."""
+    return SIDECARS_PRODUCER.fullmatch(producer_name) is not None
+
+
+def check_earlier(entry: PulsarEntry) -> None:
+    """Raise LOG_DAMAGED if an earlier entry is a sidecar's: it cannot be told what the producers of that log have
+    sent."""
+    if is_of_sidecar(entry.producer_name) and EntryPlace.parse(entry.message.properties.get(ENTRY, "")) is not None:
+        raise damaged(f"the entry at {entry.message_id} is a sidecar's, of another incarnation of the topic")
 
 
 class EntryFormat(Enum):

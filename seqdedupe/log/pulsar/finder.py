@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from seqdedupe.entry_properties import BATCH, ENTRY, KIND, ROWS, EntryPlace
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
+from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry, check_earlier
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import begins_record
 from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
@@ -211,7 +211,10 @@ class Finder:
         terms, found = Terms(known.standing, MessageId(0, known.at)), list[Known]()
         for entry in await self._entries(known.at + 1, last):
             at = self._at(entry)
-            if terms.judge(entry.message, MessageId(0, at)) is TermVerdict.VALID:
+            verdict = terms.judge(entry.message, MessageId(0, at))
+            if verdict is TermVerdict.EARLIER:
+                check_earlier(entry)
+            if verdict is TermVerdict.VALID:
                 known = Known(at, terms.standing, last_of(entry, terms.standing) or known.last)
                 found.append(known)
         return [*found, known._replace(at=last, standing=terms.standing)]

@@ -11,7 +11,7 @@ import numpy as np
 import pulsar
 import pulsar.asyncio
 
-from seqdedupe.entry_properties import BATCH, CONTROL, ENTRY, KIND, EntryPlace
+from seqdedupe.entry_properties import BATCH, CONTROL, ENTRY, KIND
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format import records
 from seqdedupe.format.columns import RECORD_END, ROWS
@@ -23,17 +23,18 @@ from seqdedupe.log.pulsar.entries import (
     PulsarEntry,
     PulsarMessage,
     Rows,
+    check_earlier,
     content_bytes,
     control_body,
     damaged,
     encoded_part,
+    is_of_sidecar,
     read_marker,
 )
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import STEP_BYTES, Point, begins_record, size_of
 from seqdedupe.log.pulsar.pulsar_client import opened, told
 from seqdedupe.log.pulsar.terms import Terms, TermVerdict, gap
-from seqdedupe.log.pulsar.topic_owner import is_of_sidecar
 from seqdedupe.message_id import MessageId
 
 READ_STEP_ENTRIES = 500
@@ -306,9 +307,7 @@ class Collector:
 
     def _add_earlier(self, entry: PulsarEntry) -> None:
         name = entry.producer_name
-        if is_of_sidecar(name) and EntryPlace.parse(entry.message.properties.get(ENTRY, "")) is not None:
-            # It cannot be told what the producers of that log have sent.
-            raise damaged(f"the entry at {entry.message_id} is a sidecar's, of another incarnation of the topic")
+        check_earlier(entry)
         if name and entry.sequence_id >= 0:
             self.earlier[name] = max(entry.sequence_id, self.earlier.get(name, -1))
 

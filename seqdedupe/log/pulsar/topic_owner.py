@@ -13,6 +13,7 @@ import pulsar.asyncio
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.figures import counted
 from seqdedupe.log.pulsar.admin_url import ConnectedProducer, PulsarAdmin, TopicStats
+from seqdedupe.log.pulsar.entries import SIDECARS_PRODUCER
 from seqdedupe.log.pulsar.pulsar_client import told
 from seqdedupe.log.pulsar.wholes import schema_of
 from seqdedupe.tasks import retrieve
@@ -211,13 +212,6 @@ TOPICS_AT_ONCE = 8
 """The number of topics that are asked for their statistics at the same time."""
 
 _SUBSCRIPTION = re.compile("seqdedupe-(.+)")
-_PRODUCER = re.compile("seqdedupe-(.+)-\x1f?[0-7]")
-
-
-def is_of_sidecar(producer_name: str) -> bool:
-    """Return whether this is the name of a sidecar's exclusive producer."""
-    return _PRODUCER.fullmatch(producer_name) is not None
-
 
 NameAt = Callable[[str], Awaitable[str | None]]
 """Returns the instance name of the sidecar at an address; None if none answers there."""
@@ -254,7 +248,7 @@ async def sidecars(admin: PulsarAdmin, namespaces: Sequence[str]) -> list[SeenOw
 
     for topic, stats in (await _stats(admin, namespaces)).items():
         for publisher in stats.publishers:
-            if ADDRESS in publisher.metadata and (name := _PRODUCER.fullmatch(publisher.name)):
+            if ADDRESS in publisher.metadata and (name := SIDECARS_PRODUCER.fullmatch(publisher.name)):
                 one = of(name[1], publisher.metadata[ADDRESS])
                 one.is_connected = True
                 one.topics_owned += 1

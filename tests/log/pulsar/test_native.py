@@ -15,6 +15,7 @@ from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import EntryFormat, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.native import MAX_ENTRY_ROWS, native_entry, wire_entry
 from seqdedupe.log.pulsar.native_topic import NativeReader
+from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import MessageId
 from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, batch_of, rows_of
 from seqdedupe.pulsar_wire.compression import TYPES
@@ -292,13 +293,24 @@ def stored(*messages: PulsarMessage, first: int = 0) -> list[StoredEntry]:
 
 async def test_what_is_before_damage_is_read() -> None:
     there = stored(*WHOLE)
-    bad = stamped(there[2].entry, b"\x01")
+    bad = stamped(there[2].entry, b"\x02")
     there[2] = there[2]._replace(entry=bad, metadata=metadata_of(bad))
     reader = await reader_of(FakeReader(there, error("LOG_REFUSED", "it has ended")))
     assert [entry.message for entry in await reader.read()] == WHOLE[:2]
     for _ in range(2):
-        with pytest.raises(DamagedError, match="LOG_DAMAGED"):
+        with pytest.raises(DamagedError, match="NEWER_FORMAT"):
             await reader.read()
+
+
+async def test_an_invalid_field_is_damage_behind_the_first_marker_alone() -> None:
+    there = stored(*WHOLE)
+    bad = stamped(there[0].entry, b"\x01")
+    there[0] = there[0]._replace(entry=bad, metadata=metadata_of(bad))
+    reader = await reader_of(FakeReader(there, error("LOG_REFUSED", "it has ended")))
+    [entry, *_] = await reader.read()
+    assert Terms(TermStanding.start(INCARNATION)).judge(entry.message, MessageId(5, 0)) is TermVerdict.EARLIER
+    with pytest.raises(DamagedError, match=r"not as a sidecar writes it.*LOG_DAMAGED"):
+        Terms(TermStanding(owner(1))).judge(entry.message, MessageId(5, 0))
 
 
 async def test_a_reader_whose_connection_ends_goes_on_and_says_what_no_reader_can_read() -> None:
