@@ -655,12 +655,13 @@ def state_earlier(topic: Owned) -> None:
     """
     if topic.confirmed_index:
         return
-    unsaid = {
-        name.encode(): sequence_id
-        for name, sequence_id in topic.log.earlier.items()
-        if _may_come(name) and not _is_known(topic, name.encode())
-    }
-    names, persisted = list(unsaid), np.array(list(unsaid.values()), np.int64)
+    given = [(name.encode(), number) for name, number in topic.log.earlier.items() if _may_come(name)]
+    # All at once: there may be a million.
+    found = topic.producers.find_all([name for name, _ in given])
+    rows = topic.producers.numbers[found]
+    is_said = (found >= 0) & ((rows[:, PERSISTED] > NO_SEQUENCE_ID) | (rows[:, DURABLE_EPOCH] > NO_EPOCH))
+    unsaid = [given[k] for k in np.flatnonzero(~is_said).tolist()]
+    names, persisted = [name for name, _ in unsaid], np.array([number for _, number in unsaid], np.int64)
     for start in range(0, len(names), EARLIER_A_RECORD):
         stop = start + EARLIER_A_RECORD
         part = Import(names[start:stop], persisted[start:stop], start // EARLIER_A_RECORD, stop >= len(names))
@@ -676,11 +677,3 @@ def _may_come(name: str) -> bool:
     except SeqdedupeError:
         return False
     return True
-
-
-def _is_known(topic: Owned, name: bytes) -> bool:
-    number = topic.producers.number(name)
-    if number is None:
-        return False
-    row = topic.producers.numbers[number]
-    return bool(row[PERSISTED] > NO_SEQUENCE_ID or row[DURABLE_EPOCH] > NO_EPOCH)
