@@ -205,7 +205,7 @@ REASONS: dict[str, Reason] = {
     "SIDECAR_NOT_FOUND": Reason(
         NotFoundError,
         "NOT_FOUND",
-        "Check the sidecar's name: `seqdedupe sidecars` lists all that were not forgotten.",
+        "Check the sidecar's name: `seqdedupe sidecars` lists all sidecars that were not removed.",
     ),
     "SIDECAR_ALIVE": Reason(
         InvalidRequestError,

@@ -90,7 +90,7 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
 
 
 def _may_lose(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
-    """Return the line about messages that a power cut may take, by the flush policy."""
+    """Return a line with the messages that a power cut may lose under the flush policy; no line if there are none."""
     if not topic.may_lose_messages:
         return []
     at_most = f"{counted(topic.may_lose_messages, 'message')} of the last {topic.may_lose_ms / 1000:g} s"

@@ -276,8 +276,8 @@ def probe(hashes: Int64s, words: Int64s, rows: Int64s) -> int:
 
 @kernel(bare=True)
 def find(page: Bytes, raw: Bytes, places: Int64s, row: int) -> int:
-    """Return the distance of the index of this row's ID from the run's first index; NOWHERE if the page does not have
-    exactly these bytes. If the page has the ID more than once, the highest index counts."""
+    """Find a row's ID in the page. Return the ID's index minus the run's first index, or NOWHERE if the page does not
+    contain exactly the ID's bytes. If the page has the ID more than once, the highest index counts."""
     offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     begin = start(places, DEDUPLICATION_IDS) + load32(raw, offsets + 4 * row)
     size = load32(raw, offsets + 4 * row + 4) - load32(raw, offsets + 4 * row)

@@ -1,8 +1,8 @@
 """The judges. A judge decides about a frame before the frame is passed to the log, and tracks the outcome afterwards.
 
-Begin with `Judge`. There are two: `BySequenceId` uses the links and epochs of producers and the rule;
-`ByDeduplicationId` uses only the IDs. A judge returns either the batch to append, with its index, and the receipt to
-send once it is stored, or a refusal.
+Begin with `Judge`. There are two judges: `BySequenceId` uses the rule, and the links and epochs of producers;
+`ByDeduplicationId` uses only the IDs. A judge returns a refusal, or two things: the batch to append with its index, and
+the receipt to send once the batch is stored.
 """
 
 import logging
