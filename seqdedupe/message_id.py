@@ -183,6 +183,10 @@ class Position(NamedTuple):
 _MAX_INT32 = 2**31 - 1
 
 
+NOWHERE = MessageId(-1, -1)
+"""The ID of no entry, before all entries."""
+
+
 @dataclass(slots=True, eq=False)
 class MessageIds:
     """The message IDs of a batch's rows, or of some of them. `ids[row]` is one ID, `len(ids)` their number.

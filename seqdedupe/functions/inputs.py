@@ -15,7 +15,7 @@ from seqdedupe.client.message import Message, StoredBatch
 from seqdedupe.client.reader import Reader
 from seqdedupe.errors import NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.functions.identity import no_index
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 from seqdedupe.v1 import admin_pb2
 
 logger = logging.getLogger("seqdedupe.functions")
@@ -35,7 +35,7 @@ class InputTopic:
         self._reader: Reader | None = None
         self._stored: StoredBatch | None = None
         """The batch that was read last."""
-        self._after = MessageId(-1, -1)
+        self._after = NOWHERE
         """No valid message is between this ID and the batch that was read last."""
 
     def covers(self, message_id: MessageId) -> bool:
@@ -70,7 +70,7 @@ class InputTopic:
 
     @property
     def _last_id(self) -> MessageId:
-        return MessageId(-1, -1) if self._stored is None else self._stored.message_id(len(self._stored) - 1)
+        return NOWHERE if self._stored is None else self._stored.message_id(len(self._stored) - 1)
 
     async def _begin_at(self, message_id: MessageId) -> None:
         """Read from the first message on whose ID is not lower."""

@@ -17,11 +17,11 @@ from examples.pulsar.messages import Received, messages
 from examples.pulsar.messages import Topic as Decoder
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
-from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, EntrySettings, PulsarEntry
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, PulsarEntry
 from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.log.pulsar.native_topic import open_native_reader
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS

@@ -14,12 +14,12 @@ import pytest
 from pulsar_broker.standalone import Broker, free_port
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import native_topic
-from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, EntrySettings, PulsarEntry, PulsarMessage
+from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog
 from seqdedupe.log.pulsar.native_topic import NativeReader, open_native_reader
 from seqdedupe.log.pulsar.writer import RESERVED, EntryWriter, SettledEntry, open_writer
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 from tests.batches import batch
 from tests.log.conformance import Owner as OwnerOfLog
 from tests.log.conformance import ids_of, replayed

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote_plus, urljoin, urlsplit
 
 from seqdedupe.errors import ConfigurationError, InvalidRequestError, NotFoundError, SeqdedupeError, error
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 from seqdedupe.names import whole_of
 
 # -- Calls of Pulsar's admin URL: JSON in, JSON out. Each call has a time limit, and each failure a reason.
@@ -272,7 +272,6 @@ class Storage(NamedTuple):
     such subscription."""
 
 
-_NOWHERE = MessageId(-1, -1)
 _OF_DEDUPLICATION = "pulsar.dedup"
 """The cursor of the broker's own deduplication."""
 _PARTITIONED = "application/vnd.partitioned-topic-metadata+json"
@@ -491,7 +490,7 @@ class PulsarAdmin:
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 
-    async def has_had_entries(self, topic: str, since: MessageId = _NOWHERE) -> bool:
+    async def has_had_entries(self, topic: str, since: MessageId = NOWHERE) -> bool:
         """Return whether a topic had entries after this place that were stored and trimmed, as far as its cursors
         remember."""
         path = f"{_path(topic)}/internalStats"

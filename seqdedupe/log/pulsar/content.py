@@ -15,12 +15,12 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, err
 from seqdedupe.format import records
 from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
 from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Location, Records, Runs
-from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry
+from seqdedupe.log.pulsar.entries import PulsarEntry
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
 from seqdedupe.log.pulsar.reader import KEPT_TIMEOUT_SECONDS, LogScan, ReaderStep, ReadsEntries
 from seqdedupe.log.pulsar.terms import Counts, TermVerdict
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 
 # -- The state kept for readers that continue: cursors where a reader stopped, and the newest steps.
 

@@ -63,8 +63,6 @@ INVALID = "\0invalid"
 """In place of the properties of an entry whose field of ours is invalid: the reason. No entry has it."""
 SIDECARS_PRODUCER = re.compile("seqdedupe-(.+)-\x1f?[0-7]")
 """The name of a sidecar's exclusive producer."""
-NOWHERE = MessageId(-1, -1)
-"""The ID of no entry, before all entries. A receipt with this value proves nothing."""
 
 
 class PulsarMessage(NamedTuple):

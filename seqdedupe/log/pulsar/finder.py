@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from seqdedupe.entry_properties import BATCH, ENTRY, KIND, ROWS, EntryPlace
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry, check_earlier
+from seqdedupe.log.pulsar.entries import PulsarEntry, check_earlier
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import begins_record
 from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_id import NOWHERE, MessageId, Position
 
 STEP_ENTRIES = 64
 """Up to this number of entries are read one after the other instead of searched."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 
 
 class Ledger(NamedTuple):
@@ -58,7 +58,7 @@ class Ledgers:
     def before(self, message_id: MessageId) -> MessageId:
         """Return the entry before this one; -1, -1 if none is left, or this one does not exist."""
         at = self.ordinal(message_id)
-        return self.message_id(at - 1) if at else MessageId(-1, -1)
+        return self.message_id(at - 1) if at else NOWHERE
 
     def entries_before(self, ledger_id: int) -> int:
         """Return the number of entries in ledgers that are older than this ledger, which may be removed."""

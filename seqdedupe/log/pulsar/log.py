@@ -25,7 +25,7 @@ from seqdedupe.log.contract import ANY_BYTES, DamageFound, Entries, Location, Ou
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, NOWHERE, EncodedBatch, EntryFormat, EntrySettings
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, EncodedBatch, EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.entry_limit import Brokers, max_entry_bytes
 from seqdedupe.log.pulsar.native_topic import Connects, open_native_reader
 from seqdedupe.log.pulsar.places import Point, bytes_of_points, points_of_bytes
@@ -50,7 +50,7 @@ from seqdedupe.log.pulsar.writer import (
     records_of_batch,
     records_of_control,
 )
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 from seqdedupe.pulsar_wire.batches import SentEntry
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType
 

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from seqdedupe.entry_properties import ROWS
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
-from seqdedupe.log.pulsar.entries import INVALID, NOWHERE, PulsarEntry, PulsarMessage, content_bytes
+from seqdedupe.log.pulsar.entries import INVALID, PulsarEntry, PulsarMessage, content_bytes
 from seqdedupe.log.pulsar.native import native_entry, wire_entry
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 from seqdedupe.pulsar_wire.connection import (
     MAX_OUTSTANDING,
     Connection,

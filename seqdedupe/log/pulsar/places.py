@@ -10,9 +10,9 @@ from typing import NamedTuple
 from seqdedupe.entry_properties import BATCH, KIND, EntryOwner
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Run, Runs
-from seqdedupe.log.pulsar.entries import NOWHERE, PulsarMessage, begins_batch, content_bytes
+from seqdedupe.log.pulsar.entries import PulsarMessage, begins_batch, content_bytes
 from seqdedupe.log.pulsar.terms import TermStanding
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 
 STEP_BYTES = 256 * 1024
 """The approximate bytes read to find one message, where the points are near enough."""

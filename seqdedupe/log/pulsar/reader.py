@@ -19,7 +19,6 @@ from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKE
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.log.contract import Entries, Run, Runs
 from seqdedupe.log.pulsar.entries import (
-    NOWHERE,
     PulsarEntry,
     PulsarMessage,
     Rows,
@@ -35,7 +34,7 @@ from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import STEP_BYTES, Point, begins_record, size_of
 from seqdedupe.log.pulsar.pulsar_client import opened, told
 from seqdedupe.log.pulsar.terms import Terms, TermVerdict, gap
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 
 READ_STEP_ENTRIES = 500
 """The most entries that are taken in one step: a few milliseconds of the event loop."""

@@ -16,9 +16,9 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin, StoredBefore
-from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat
+from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.policies import check_takes_producers
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 
 TAKEN_OVER = PREFIX + "taken_over"
 """A topic's property: its last entry before it became a log, as `ledger:entry`."""

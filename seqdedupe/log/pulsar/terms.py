@@ -25,8 +25,8 @@ from seqdedupe.entry_properties import (
 )
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.figures import counted
-from seqdedupe.log.pulsar.entries import INVALID, NOWHERE, Marker, PulsarMessage, damaged, read_marker
-from seqdedupe.message_id import MessageId
+from seqdedupe.log.pulsar.entries import INVALID, Marker, PulsarMessage, damaged, read_marker
+from seqdedupe.message_id import NOWHERE, MessageId
 
 REMEMBERED_ENTRIES = 16_384
 """A repeat is compared with this number of the newest entries. A client resends only entries in flight, and an owner

@@ -15,7 +15,7 @@ import pulsar.asyncio
 from seqdedupe.entry_properties import FORMAT, INCARNATION
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
-from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, PulsarEntry
+from seqdedupe.log.pulsar.entries import EntryFormat, PulsarEntry
 from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.finder import Finder
 from seqdedupe.log.pulsar.ledgers import Ledgers
@@ -23,7 +23,7 @@ from seqdedupe.log.pulsar.native_topic import open_native_reader
 from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
 from seqdedupe.log.pulsar.reader import ReadsEntries, open_reader
 from seqdedupe.log.pulsar.taking_over import last_before
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 from seqdedupe_spark.service import PulsarCluster, path_of
 from seqdedupe_spark.stock import STOCK, StockEnds
 

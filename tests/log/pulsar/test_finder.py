@@ -10,11 +10,11 @@ from seqdedupe.entry_properties import KIND
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar import finder as module
-from seqdedupe.log.pulsar.entries import NOWHERE, PulsarEntry, PulsarMessage
+from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.finder import Finder, Known, last_of
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
-from seqdedupe.message_id import MessageId, Position
+from seqdedupe.message_id import NOWHERE, MessageId, Position
 from tests.batches import batch
 from tests.log.pulsar.standin import PulsarTopic
 from tests.log.pulsar.test_terms import ACTIONS, play

@@ -14,11 +14,11 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, err
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar import native, taking_over
 from seqdedupe.log.pulsar.admin_url import StoredBefore
-from seqdedupe.log.pulsar.entries import NOWHERE, EntryFormat, PulsarMessage
+from seqdedupe.log.pulsar.entries import EntryFormat, PulsarMessage
 from seqdedupe.log.pulsar.native import highest_id
 from seqdedupe.log.pulsar.reader import EntryReader
 from seqdedupe.log.pulsar.taking_over import NUMBERS, TAKEN_OVER, last_before, numbers_before, properties_of
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 from seqdedupe.pulsar_wire.batches import EntryKind, EntryRow, EntryRows, batch_of, chunk_of, range_of
 from seqdedupe.pulsar_wire.compression import TYPES
 from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of

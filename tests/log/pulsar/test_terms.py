@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from seqdedupe.entry_properties import ADDRESS, ENTRY, KIND, SCHEMA_VERSION, TOKEN, VERSION
 from seqdedupe.errors import DamagedError
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import NOWHERE, PulsarMessage
+from seqdedupe.log.pulsar.entries import PulsarMessage
 from seqdedupe.log.pulsar.terms import REMEMBERED_ENTRIES, Receipts, Terms, TermStanding, TermVerdict
-from seqdedupe.message_id import MessageId
+from seqdedupe.message_id import NOWHERE, MessageId
 from tests.batches import batch
 from tests.log.pulsar.owners import Process, judged, payloads_of, valid_in
 from tests.log.pulsar.standin import PulsarTopic
