@@ -447,7 +447,7 @@ class PulsarAdmin:
         try:
             # Pulsar writes the names of cursors in the encoding of URLs.
             cursors = {unquote_plus(name): cursor["markDeletePosition"] for name, cursor in answer["cursors"].items()}
-            let_go = MessageId(*map(int, cursors[subscription].split(":"))) if subscription in cursors else None
+            let_go = entry_in(cursors[subscription]) if subscription in cursors else None
             return Storage(ledgers, int(answer["ledgers"][0]["ledgerId"]), let_go)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
             raise _not_pulsar(path) from e
@@ -486,7 +486,7 @@ class PulsarAdmin:
         try:
             cursor = answer["cursors"].get(_OF_DEDUPLICATION) or {}
             numbers = {str(name): int(number) for name, number in (cursor.get("properties") or {}).items()}
-            return StoredBefore(_place_in(answer["lastConfirmedEntry"]), numbers)
+            return StoredBefore(entry_in(answer["lastConfirmedEntry"]), numbers)
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 
@@ -497,7 +497,7 @@ class PulsarAdmin:
         answer = await self._url.get(path)
         try:
             cursors = [cursor["markDeletePosition"] for cursor in answer["cursors"].values()]
-            places = [_place_in(text) for text in [answer["lastConfirmedEntry"], *cursors]]
+            places = [entry_in(text) for text in [answer["lastConfirmedEntry"], *cursors]]
             return any(place.entry_id >= 0 and place > since for place in places)
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
@@ -544,7 +544,8 @@ def _path(topic: str) -> str:
     return f"{domain}/{tenant}/{namespace}/{quote(local, safe='')}"
 
 
-def _place_in(text: str) -> MessageId:
+def entry_in(text: str) -> MessageId:
+    """Return the entry in a text `ledger:entry`, in which -1 is none. Raises ValueError."""
     ledger, _, entry = text.partition(":")
     return MessageId(int(ledger), int(entry))
 
@@ -559,7 +560,7 @@ def _subscription(name: str, answer: Any, path: str) -> Subscription:
 def _ledgers(answer: Any, path: str) -> Ledgers:
     try:
         # The listed numbers of the ledger that is being written are not up to date.
-        last_ledger, last_entry = map(int, answer["lastConfirmedEntry"].split(":"))
+        last_ledger, last_entry, _ = entry_in(answer["lastConfirmedEntry"])
         written = int(answer["currentLedgerSize"])
         listed = [(int(one["ledgerId"]), int(one["entries"]), int(one["size"])) for one in answer["ledgers"]]
     except (KeyError, TypeError, ValueError, AttributeError) as e:

@@ -15,7 +15,7 @@ from seqdedupe.entry_properties import PREFIX
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_SEQUENCE_ID
-from seqdedupe.log.pulsar.admin_url import PulsarAdmin, StoredBefore
+from seqdedupe.log.pulsar.admin_url import PulsarAdmin, StoredBefore, entry_in
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.policies import check_takes_producers
 from seqdedupe.message_id import NOWHERE, MessageId
@@ -86,9 +86,8 @@ def properties_of(before: StoredBefore) -> dict[str, str]:
             f"properties: {len(text)} bytes of {MAX_NUMBERS_BYTES}",
             hint="Brokers forget idle producers after brokerDeduplicationProducerInactivityTimeoutMinutes.",
         )
-    place = f"{before.last.ledger_id}:{before.last.entry_id}"
     # An earlier attempt may have left numbers.
-    return {TAKEN_OVER: place, NUMBERS: text}
+    return {TAKEN_OVER: str(before.last), NUMBERS: text}
 
 
 def last_before(properties: Mapping[str, str]) -> MessageId:
@@ -97,8 +96,7 @@ def last_before(properties: Mapping[str, str]) -> MessageId:
     if TAKEN_OVER not in properties:
         return NOWHERE
     try:
-        ledger, entry = map(int, properties[TAKEN_OVER].split(":"))
-        return MessageId(ledger, entry)
+        return entry_in(properties[TAKEN_OVER])
     except ValueError as e:
         raise error("LOG_DAMAGED", f"a topic's property {TAKEN_OVER} does not say a place: {e}") from e
 
