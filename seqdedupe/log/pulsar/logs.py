@@ -131,8 +131,8 @@ class PulsarLogs:
         for name in names:
             await taking_over.check_end(self._admin, name, entry_format)
         numbers = incarnations(len(names))
+        resends = entry_format is not EntryFormat.NATIVE
         for name in names:
-            resends = entry_format is not EntryFormat.NATIVE
             await ensure_safe(self._admin, name, may_change=self._may_change_policies, resends=resends)
         if schema is not None:
             await self._admin.upload_schema(topic, schema.type, schema.definition, schema.properties)

@@ -163,12 +163,7 @@ async def begin(admin: PulsarAdmin, topic: str, first_incarnation: int, partitio
     Raises TOPIC_EXISTS, and as `PulsarAdmin`.
     """
     await _sweep(admin, topic)
-    properties = {
-        FIRST_INCARNATION: str(first_incarnation),
-        PARTITIONS: str(partitions),
-        LIFE: Life.MAKING.value,
-        MAKER: maker,
-    }
+    properties = _properties(first_incarnation, partitions, Life.MAKING, maker)
     try:
         await admin.create_partitioned(topic, partitions, properties)
     except SeqdedupeError as e:
@@ -204,13 +199,16 @@ async def check_is_no_log(admin: PulsarAdmin, topic: str) -> None:
 async def take_over(admin: PulsarAdmin, topic: str, first_incarnation: int, partitions: int, maker: str) -> None:
     """Let all sidecars use a partitioned topic that no sidecar made, in one step. Its partitions have their properties
     already. It may be repeated."""
-    properties = {
+    await admin.set_properties(topic, _properties(first_incarnation, partitions, Life.MADE, maker))
+
+
+def _properties(first_incarnation: int, partitions: int, life: Life, maker: str) -> dict[str, str]:
+    return {
         FIRST_INCARNATION: str(first_incarnation),
         PARTITIONS: str(partitions),
-        LIFE: Life.MADE.value,
+        LIFE: life.value,
         MAKER: maker,
     }
-    await admin.set_properties(topic, properties)
 
 
 async def announce(admin: PulsarAdmin, topic: str) -> None:
