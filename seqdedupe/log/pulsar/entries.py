@@ -59,6 +59,8 @@ _PROPERTY_BYTES = 16
 _SLACK_BYTES = 16 * 1024
 """More than our own properties have, not counting the producer's name."""
 
+NO_LIMIT = 2**40
+"""For what is not an entry yet, or has been stored: no size is too large."""
 INVALID = "\0invalid"
 """In place of the properties of an entry whose field of ours is invalid: the reason. No entry has it."""
 SIDECARS_PRODUCER = re.compile("seqdedupe-(.+)-\x1f?[0-7]")

@@ -44,6 +44,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
 from seqdedupe.limits import MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 from seqdedupe.log.pulsar.entries import (
+    NO_LIMIT,
     EncodedBatch,
     EntryFormat,
     PulsarEntry,
@@ -94,7 +95,6 @@ _OF_MARKER = struct.Struct(f"<{TOKEN_BYTES}sIB")
 """Token, partitions, size of the mode. The mode and the address follow."""
 _METADATA_BYTES = 1024
 """More than an entry's metadata take without keys: two names of at most 255 bytes, numbers, our field."""
-_NO_LIMIT = 2**40
 _OF_ROWS = HAS_KEY | KEY_IS_BASE64 | HAS_ORDERING_KEY | NULL_VALUE | HAS_SEQUENCE_ID
 _DELIVER_AT, _ORDERING_KEY, _SCHEMA_VERSION = DELIVER_AT.encode(), ORDERING_KEY.encode(), SCHEMA_VERSION_OF.encode()
 _PREFIX, _USER = PREFIX.encode(), USER.encode()
@@ -413,7 +413,7 @@ def _batch_message(
         raise damaged(f"entry {number} of term {owner.term} has other sequence IDs than its metadata")
     properties = _entry_properties(metadata, rows)
     part = encoded_part(_batch_of_rows(rows, name, epoch, link, complete_up_to, properties))
-    message = packed_message(owner, number, index, _time_ms(metadata), part, _NO_LIMIT)
+    message = packed_message(owner, number, index, _time_ms(metadata), part, NO_LIMIT)
     return message._replace(event_time_ms=_time_ms(metadata))
 
 

@@ -17,6 +17,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
 from seqdedupe.log.pulsar.content import FoundEntry
 from seqdedupe.log.pulsar.entries import (
+    NO_LIMIT,
     EncodedBatch,
     EntryFormat,
     EntrySettings,
@@ -102,7 +103,6 @@ class Unsettled:
 # -- From appends to entries of their topic, in the topic's format.
 
 _WIDEST_NUMBER = 2**62
-_NO_LIMIT = 2**40
 _WIDEST_OWNER = EntryOwner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
 
@@ -139,7 +139,7 @@ def records_of_batch(
     if is_native and sent is not None:
         passed = passed_entry(part, sent, EntryPlace(owner, number, index), now_ms, limit_bytes)
         if passed is not None:
-            message = packed_message(owner, number, index, now_ms, part, _NO_LIMIT)
+            message = packed_message(owner, number, index, now_ms, part, NO_LIMIT)
             return [Record([message._replace(event_time_ms=now_ms, wire=passed)], part.rows, is_batch=True)]
         compression = sent.compression
     records: list[Record] = []
