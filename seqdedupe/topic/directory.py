@@ -361,12 +361,12 @@ class Topics(Generic[T]):
         await self.waiting.use(full)
         # The creation in progress may be the caller's own first attempt, and it may fail. A topic that is taken over is
         # found afterwards.
-        while under_way := self._under_way(full, Phase.DELETING) or (
-            None if exists_ok and full not in self.being_taken_over else self._under_way(full, Phase.CREATING)
+        while under_way := self.under_way(full, Phase.DELETING) or (
+            None if exists_ok and full not in self.being_taken_over else self.under_way(full, Phase.CREATING)
         ):
             await asyncio.wait({under_way})
         self.check_takes_changes(full)
-        if creation := self._under_way(full, Phase.CREATING):
+        if creation := self.under_way(full, Phase.CREATING):
             return cast(T, await asyncio.shield(creation))
         if self.is_there(full):
             topic = self.get(full)
@@ -391,7 +391,7 @@ class Topics(Generic[T]):
                 raise
             return made
 
-    def _under_way(self, full: str, phase: Phase) -> "asyncio.Task[Any] | None":
+    def under_way(self, full: str, phase: Phase) -> "asyncio.Task[Any] | None":
         """Return the task of this phase on this topic alone, if there is one."""
         entry = self.registry.get(full)
         if entry is None or entry.phase is not phase or self.registry.changes(whole_of(full) or "") is not None:
@@ -418,9 +418,9 @@ class Topics(Generic[T]):
         """
         full = topic_name(name)
         await self.waiting.use(full)
-        while creation := self._under_way(full, Phase.CREATING):
+        while creation := self.under_way(full, Phase.CREATING):
             await asyncio.wait({creation})
-        if deletion := self._under_way(full, Phase.DELETING):
+        if deletion := self.under_way(full, Phase.DELETING):
             await asyncio.shield(deletion)
             return
         self.check_takes_changes(full)
@@ -550,10 +550,8 @@ async def take_over(
     that another sidecar has created. Raises the errors of `check` and of `Logs.take_over`, TOO_MANY_TOPICS, DRAINING.
     """
     full = topic_name(name)
-    while (entry := topics.registry.get(full)) is not None and entry.phase is Phase.CREATING and entry.under_way:
-        await asyncio.wait({entry.under_way})
-    while change := topics.registry.changes(full):
-        await asyncio.wait({change})
+    while under_way := topics.under_way(full, Phase.CREATING) or topics.registry.changes(full):
+        await asyncio.wait({under_way})
     topics.check_takes_changes(full)
     _check_is_free(topics, full)
 
