@@ -173,7 +173,7 @@ def _entry(native: Any) -> PulsarEntry:
         producer_name,
         sequence_id,
         _batch_size(of_id) if message_id.batch_index >= 0 else 0,
-        _ordering_key(native),
+        _raw(native.ordering_key),
         native.int_schema_version(),
         _first_chunk(of_id),
     )
@@ -181,19 +181,15 @@ def _entry(native: Any) -> PulsarEntry:
 
 def _text(read: Callable[[], str]) -> str:
     """Return a text of the client's, which may have bytes that are not UTF-8: clients of C++ and Go send any bytes."""
-    try:
-        return read()
-    except UnicodeDecodeError as e:
-        return bytes(e.object).decode(errors="replace")
+    return _raw(read).decode(errors="replace")
 
 
-def _ordering_key(native: Any) -> bytes:
-    """Return the ordering key. The client takes its bytes for text, and fails if they are not."""
+def _raw(read: Callable[[], str]) -> bytes:
+    """Return bytes that the client takes for text. It fails if they are none."""
     try:
-        text: str = native.ordering_key()
+        return read().encode()
     except UnicodeDecodeError as e:
         return e.object
-    return text.encode()
 
 
 def _batch_size(of_id: Mapping[int, int | bytes]) -> int:
