@@ -114,16 +114,6 @@ class Properties:
     names: Values
     values: Values
 
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[tuple[bytes, bytes]]]) -> Self:
-        """Return the properties of these rows, as pairs of name and value."""
-        pairs = [pair for row in rows for pair in row]
-        return cls(
-            _offsets(np.array([len(row) for row in rows], np.int64)),
-            Values.of([name for name, _ in pairs]),
-            Values.of([value for _, value in pairs]),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class EntryRows:
@@ -144,13 +134,18 @@ class EntryRows:
     @classmethod
     def of(cls, rows: Sequence[EntryRow]) -> Self:
         """Return the columns of these rows."""
+        pairs = [pair for row in rows for pair in row.properties]
         return cls(
             np.array([row.sequence_id for row in rows], np.int64),
             np.array([row.event_time for row in rows], np.int64),
             np.array([_flags_of(row) for row in rows], np.int64),
             Values.of([row.key or b"" for row in rows]),
             Values.of([row.ordering_key or b"" for row in rows]),
-            Properties.of([row.properties for row in rows]),
+            Properties(
+                _offsets(np.array([len(row.properties) for row in rows], np.int64)),
+                Values.of([name for name, _ in pairs]),
+                Values.of([value for _, value in pairs]),
+            ),
             Values.of([row.payload for row in rows]),
         )
 
