@@ -72,6 +72,15 @@ def schema_version(value: str) -> bytes:
         return b""
 
 
+def of_entry(deliver_at_time: int, schema_version: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the properties that each message of an entry with these fields gets; 0 and empty are no fields."""
+    fields = [
+        (DELIVER_AT.encode(), b"%d" % deliver_at_time if deliver_at_time else b""),
+        (SCHEMA_VERSION_OF.encode(), schema_version.hex().encode()),
+    ]
+    return [(name, value) for name, value in fields if value]
+
+
 class EntryOwner(NamedTuple):
     """The marker under which an entry was written, and the incarnation of the topic."""
 

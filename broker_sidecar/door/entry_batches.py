@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqdedupe.batch import Batch, Int64s
-from seqdedupe.entry_properties import DELIVER_AT, MAX_VERSION_BYTES, ORDERING_KEY, SCHEMA_VERSION_OF
+from seqdedupe.entry_properties import MAX_VERSION_BYTES, ORDERING_KEY, of_entry
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS, NO_SEQUENCE_ID
 from seqdedupe.pulsar_wire.batches import (
@@ -127,9 +127,7 @@ def batches_of(
     else:
         runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(ids) <= 0) + 1)
         groups = [(run, last if ids[run[0]] > last else NO_SEQUENCE_ID) for run in runs]
-    more = [(DELIVER_AT.encode(), b"%d" % deliver_at)] if deliver_at else []
-    more += [(SCHEMA_VERSION_OF.encode(), schema_version.hex().encode())] if schema_version else []
-    whole = stored_batch(rows, session.name, session.epoch, NO_SEQUENCE_ID, more)
+    whole = stored_batch(rows, session.name, session.epoch, NO_SEQUENCE_ID, of_entry(deliver_at, schema_version))
     for some, link in groups:
         for part in _parts(whole, some):
             batch = whole if len(part) == len(rows) else whole.take(part)

@@ -38,6 +38,7 @@ from seqdedupe.entry_properties import (
     EntryOwner,
     EntryPlace,
     deliver_at,
+    of_entry,
 )
 from seqdedupe.entry_properties import schema_version as version_of
 from seqdedupe.errors import SeqdedupeError, error
@@ -426,9 +427,8 @@ def _time_ms(metadata: MessageMetadata) -> int:
 def _entry_properties(metadata: MessageMetadata, rows: EntryRows) -> list[tuple[bytes, bytes]]:
     """Return the properties that a reader adds to each message: fields of the entry that no message has as a property,
     since its producer has set only the field."""
-    time_ms, version, names = metadata.deliver_at_time, metadata.schema_version, bytes(rows.properties.names.data)
-    fields = [(_DELIVER_AT, b"%d" % time_ms if time_ms else b""), (_SCHEMA_VERSION, version.hex().encode())]
-    return [(name, value) for name, value in fields if value and name not in names]
+    names = bytes(rows.properties.names.data)
+    return [pair for pair in of_entry(metadata.deliver_at_time, metadata.schema_version) if pair[0] not in names]
 
 
 def _batch_of_rows(
