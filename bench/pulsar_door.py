@@ -7,15 +7,14 @@ broker. The time of one message in flight is that of Java's client without batch
 
 import itertools
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pulsar
 
 from bench.figure import Arm, Figure, Ratio, over
+from bench.pulsar_publish import flood
 from bench.pulsar_setup import DURABLE, NAMESPACE, WarmBroker
 from pulsar_broker.distribution import get
 from seqdedupe.client import blocking
@@ -67,21 +66,9 @@ def python_flood(url: str, topic: str) -> dict[str, float]:
     try:
         # Otherwise it does not batch, and fails when it has as many messages in flight as it may.
         producer = client.create_producer(topic, "p", batching_enabled=True, block_if_queue_full=True)
-        payload, confirmed = b"x" * BYTES, 0
-
-        def answered(result: Any, _: object) -> None:
-            nonlocal confirmed
-            confirmed += result == pulsar.Result.Ok
-
-        began = time.perf_counter()
-        for _ in range(PYTHON_MESSAGES):
-            producer.send_async(payload, answered)
-        producer.flush()
-        seconds = time.perf_counter() - began
+        rate = flood(producer, PYTHON_MESSAGES, BYTES)
         producer.close()
-        if confirmed != PYTHON_MESSAGES:
-            raise RuntimeError(f"{PYTHON_MESSAGES - confirmed} of {PYTHON_MESSAGES} messages are not confirmed")
-        return {"messages/s": PYTHON_MESSAGES / seconds}
+        return {"messages/s": rate}
     finally:
         client.close()
 

@@ -44,22 +44,28 @@ def stock(service_url: str, size: int) -> float:
             block_if_queue_full=True,
             send_timeout_millis=0,
         )
-        payload, confirmed = b"x" * size, 0
-
-        def answered(result: Any, _: object) -> None:
-            nonlocal confirmed
-            confirmed += result == pulsar.Result.Ok
-
-        began = time.perf_counter()
-        for sequence_id in range(MESSAGES):
-            producer.send_async(payload, answered, sequence_id=sequence_id)
-        producer.flush()
-        seconds = time.perf_counter() - began
-        if confirmed != MESSAGES:
-            raise RuntimeError(f"{MESSAGES - confirmed} of {MESSAGES} messages are not confirmed")
-        return MESSAGES / seconds
+        return flood(producer, MESSAGES, size)
     finally:
         client.close()
+
+
+def flood(producer: pulsar.Producer, messages: int, size: int) -> float:
+    """Messages a second of a stock producer, which numbers them itself. Raises RuntimeError unless all are
+    confirmed."""
+    payload, confirmed = b"x" * size, 0
+
+    def answered(result: Any, _: object) -> None:
+        nonlocal confirmed
+        confirmed += result == pulsar.Result.Ok
+
+    began = time.perf_counter()
+    for _ in range(messages):
+        producer.send_async(payload, answered)
+    producer.flush()
+    seconds = time.perf_counter() - began
+    if confirmed != messages:
+        raise RuntimeError(f"{messages - confirmed} of {messages} messages are not confirmed")
+    return messages / seconds
 
 
 def published(address: str, topic: str, size: int, rows: int, messages: int) -> float:
